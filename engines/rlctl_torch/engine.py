@@ -1,0 +1,348 @@
+"""The port that rlctl drives, and nothing else: arguments in, results out, threads kept apart.
+
+Three threads meet here. Admin methods run on the admin event loop, :meth:`TorchEngine.generate` and ``abort`` on
+another one, and all work on the model happens in the engine thread (:mod:`rlctl_torch.loop`).
+"""
+
+# ruff: noqa: ARG002 (the port says which arguments a method has)
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import ClassVar
+
+from google.protobuf.message import Message
+from torch._C._distributed_c10d import TCPStore
+
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl_torch import info
+from rlctl_torch.checker import Check
+from rlctl_torch.commands import Action, CommandStream, rejected
+from rlctl_torch.disk import Disk, FromDisk
+from rlctl_torch.groups import Groups, Membership
+from rlctl_torch.intake import Intake
+from rlctl_torch.loop import StepLoop
+from rlctl_torch.memory import Release, Resume
+from rlctl_torch.options import float_dtype, parse_options
+from rlctl_torch.pausing import Continue, Flush, Pause
+from rlctl_torch.rank import Rank
+from rlctl_torch.ranks import Ranks, address_of, make_store
+from rlctl_torch.scheduler import Scheduler
+from rlctl_torch.sending import Send
+from rlctl_torch.updates import Abort, Commit, FromDistributed, FromTensor, Prepare
+
+INTERRUPT_S = 0.3
+"""Kept back of a call's time, so that an operation that is broken off for lack of it still answers in time."""
+
+
+class TorchEngine(Engine):
+    """Any causal language model of transformers that is made of attention, on CPU or GPU, cut over ranks by tensor."""
+
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        """Check the settings. Raises FIELD_INVALID naming the one that is wrong."""
+        if not 0 <= config.rank < config.tp_size:
+            raise Reason.FIELD_INVALID.error(f"rank {config.rank} of {config.tp_size}", field="rank")
+        if config.dtype != "auto":
+            float_dtype(config.dtype, "dtype")
+        if not config.device.startswith(("cpu", "cuda")):
+            raise Reason.FIELD_INVALID.error(f"device is {config.device!r}, not cpu or cuda", field="device")
+        options = parse_options(config.options)
+        self._config = config
+        self._on_failure = on_failure
+        self._ranks = Ranks(config.rank, config.tp_size)
+        self._groups = Groups(address_of(config.node))
+        self._rank = Rank(config, options, self._ranks, self._groups)
+        self._disk = Disk(self._rank)
+        self._store: TCPStore | None = None
+        self._commands = CommandStream(lambda: self._loop.wake())
+        self._loop = StepLoop(self._rank, self._commands, self._join, self)
+        self._setup: Mapping[str, str] = {}
+        self._started: tuple[asyncio.AbstractEventLoop, asyncio.Future[EngineInfo]] | None = None
+        self._since = time.monotonic()
+        self._ready = False
+        self._failure: RlctlError | None = None
+        self._version = common_pb2.WeightVersion()
+
+    # The life of the engine.
+
+    def setup(self) -> dict[str, str]:
+        """Open the store at which the other ranks meet this one; nothing when there are none."""
+        if self._config.tp_size == 1:
+            return {}
+        self._store, address = make_store(self._config.node)
+        return {"rendezvous": address}
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Join the other ranks, load, allocate. Raises why that is not possible, the same at every rank."""
+        loop = asyncio.get_running_loop()
+        self._setup = setup
+        self._started = loop, loop.create_future()
+        self._loop.start()
+        return await self._started[1]
+
+    async def stop(self) -> None:
+        """End the engine thread; what is active ends with STAGE_NOT_SERVING, a start that is under way too."""
+        self._groups.close()
+        self._rank.segments.close()
+        self._disk.stop()
+        await asyncio.to_thread(self._loop.stop)
+        stopped = Reason.STAGE_NOT_SERVING.error("the engine was stopped")
+        self._end(stopped)
+        self._tell_starter(lambda future: future.set_exception(stopped))
+
+    async def order(self, command_id: str) -> int:
+        """Rank 0: put a registered command into the step stream; returns its step."""
+        return await self._commands.order(command_id)
+
+    async def withdraw(self, command_id: str) -> None:
+        """Forget a command that is not in the stream."""
+        self._commands.withdraw(command_id)
+
+    async def interrupt(self, update_id: str) -> None:
+        """Break a receive of this update."""
+        if self._ready and update_id:
+            self._rank.receiver.interrupt(update_id)
+
+    def set_version(self, version: common_pb2.WeightVersion) -> None:
+        """What responses are stamped with from the next token on."""
+        self._version = common_pb2.WeightVersion.FromString(version.SerializeToString())
+        if self._rank.scheduler is not None:
+            self._rank.scheduler.set_version(self._version)
+
+    # What the engine thread tells (rlctl_torch.loop.Listener).
+
+    def started(self, model_digest: str) -> None:
+        """The rank is loaded: answer whoever started it."""
+        rank = self._rank
+        result = EngineInfo(
+            layout=info.layout(rank, self._groups.store_address),
+            capabilities=info.capabilities(rank, self.verbs()),
+            checkpoint=rank.checkpoint,
+            model_digest=model_digest,
+        )
+        self._intake = Intake(rank, info.end_tokens(rank))
+        if rank.scheduler is not None:
+            rank.scheduler.set_version(self._version)
+        self._ready = True
+        self._tell_starter(lambda future: future.set_result(result))
+
+    def failed(self, error: RlctlError) -> None:
+        """The rank can no longer work, or could not start."""
+        starting = not self._ready
+        self._end(error)
+        if starting:
+            self._tell_starter(lambda future: future.set_exception(rejected(error)))
+        else:
+            self._on_failure(error)
+
+    def _end(self, error: RlctlError) -> None:
+        self._failure = self._failure or error
+        self._commands.fail(error)
+        if self._rank.scheduler is not None:
+            self._rank.scheduler.fail(rejected(error))
+
+    def _tell_starter(self, settle: Callable[[asyncio.Future[EngineInfo]], None]) -> None:
+        if self._started is None:
+            return
+        loop, future = self._started
+        # A loop that was closed has nobody left who waits.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle(future))
+
+    def _join(self) -> None:
+        self._ranks.join(self._setup, self._store, self._config.node, self._rank.device)
+
+    # Verbs that the ranks carry out at one step.
+
+    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
+        """See :class:`rlctl_torch.pausing.Pause`."""
+        await self._ordered(Pause(self._rank, request), call)
+
+    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
+        """See :class:`rlctl_torch.pausing.Continue`."""
+        await self._ordered(Continue(self._rank, request), call)
+
+    async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.pausing.Flush`."""
+        return await self._ordered(Flush(self._rank, request), call)
+
+    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.memory.Release`."""
+        return await self._ordered(Release(self._rank, request), call)
+
+    async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.memory.Resume`."""
+        return await self._ordered(Resume(self._rank, request), call)
+
+    async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.checker.Check`."""
+        return await self._ordered(Check(self._rank, request), call)
+
+    async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.updates.Prepare`."""
+        return await self._ordered(Prepare(self._rank, request, call.update_id), call)
+
+    async def update_weights_from_disk(
+        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
+    ) -> Message | None:
+        """See :class:`rlctl_torch.disk.FromDisk`."""
+        return await self._ordered(FromDisk(self._rank, request, call.update_id), call)
+
+    async def update_weights_from_distributed(
+        self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
+    ) -> Message | None:
+        """See :class:`rlctl_torch.updates.FromDistributed`. A receive that outlasts the call is interrupted."""
+        return await self._bounded(FromDistributed(self._rank, request, call.update_id), call)
+
+    async def update_weights_from_tensor(
+        self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
+    ) -> Message | None:
+        """See :class:`rlctl_torch.updates.FromTensor`. Reading that outlasts the call is interrupted."""
+        return await self._bounded(FromTensor(self._rank, request, call.update_id), call)
+
+    async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.updates.Commit`."""
+        return await self._ordered(Commit(self._rank, call.update_id), call)
+
+    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
+        """See :class:`rlctl_torch.updates.Abort`."""
+        await self._ordered(Abort(self._rank, call.update_id), call)
+
+    async def _bounded(self, action: Action, call: Call) -> Message | None:
+        """Carry out what takes tensors in; it is interrupted when the time is up."""
+        self._check_ready()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.receiver.interrupt, call.update_id)
+        try:
+            return await self._ordered(action, call)
+        finally:
+            timer.cancel()
+
+    async def _ordered(self, action: Action, call: Call) -> Message | None:
+        self._check_ready()
+        return await self._commands.carry_out(action, call)
+
+    # Verbs that each rank carries out by itself.
+
+    async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
+        """What is loaded."""
+        self._check_ready()
+        return info.model_info(self._rank, self._version, reference=request.reference)
+
+    async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
+        """How the rank was started."""
+        self._check_ready()
+        return info.server_info(self._rank, self.name, self._since)
+
+    async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
+        """What runs and waits at rank 0; elsewhere the step only."""
+        self._check_ready()
+        if self._rank.scheduler is None:
+            return verbs_pb2.Loads(step=self._loop.step)
+        return self._rank.scheduler.loads(self._loop.step)
+
+    async def inspect_checkpoint(
+        self, request: verbs_pb2.InspectCheckpointRequest, call: Call
+    ) -> verbs_pb2.CheckpointReport:
+        """What a load from disk would find."""
+        self._check_ready()
+        return await asyncio.to_thread(self._disk.inspect, request)
+
+    async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
+        """Fetch a published version beside generation."""
+        self._check_ready()
+        remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
+        return await asyncio.to_thread(self._disk.pull, request, time.monotonic() + remaining)
+
+    async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
+        """End requests early; a follower has none."""
+        self._check_ready()
+        aborted, unknown = self._abort(list(request.rids), all_of_them=request.abort_all)
+        return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
+
+    async def init_weights_update_group(
+        self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
+    ) -> verbs_pb2.GroupReport:
+        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank."""
+        self._check_ready()
+        if request.num_ranks and self._config.rank >= request.num_ranks:
+            return verbs_pb2.GroupReport(group_name=request.group_name, world_size=request.world_size)
+        if request.backend == "nccl" and self._rank.device.type != "cuda":
+            raise Reason.FIELD_INVALID.error("this rank has no GPU, so it cannot join an nccl group", field="backend")
+        place = Membership(
+            host=request.master_address,
+            port=request.master_port,
+            rank=request.rank_offset + self._config.rank,
+            world_size=request.world_size,
+            backend=request.backend,
+        )
+        remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
+        if request.probe_only:
+            return await asyncio.to_thread(
+                self._groups.probe, request.group_name, place, timeout_s=max(remaining, 0.01)
+            )
+        limit = request.group_timeout.seconds + request.group_timeout.nanos / 1e9
+        return await asyncio.to_thread(
+            self._groups.join,
+            request.group_name,
+            place,
+            timeout_s=min(max(remaining, 0.01), limit or remaining),
+            broadcast_timeout_s=limit or max(remaining, 0.01),
+        )
+
+    async def destroy_weights_update_group(
+        self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
+    ) -> None:
+        """Leave a weight group; a receive in it ends."""
+        self._check_ready()
+        self._groups.leave(request.group_name)
+
+    async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.sending.Send`."""
+        return await self._ordered(Send(self._rank, request), call)
+
+    # Generation.
+
+    async def generate(  # type: ignore[override]
+        self, request: rollout_pb2.GenerateRequest
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
+        scheduler = self._leader()
+        stream = self._intake.submit(request, scheduler)
+        try:
+            async with aclosing(stream.messages()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            scheduler.drop(stream)
+
+    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
+        """End requests early."""
+        self._leader()
+        if request.abort_all and request.rids:
+            raise Reason.FIELD_CONFLICT.error("rids and abort_all exclude each other", field="rids")
+        aborted, unknown = self._abort(list(request.rids), all_of_them=request.abort_all)
+        return rollout_pb2.AbortResponse(aborted=aborted, unknown_rids=unknown)
+
+    def _abort(self, rids: list[str], *, all_of_them: bool) -> tuple[int, list[str]]:
+        if self._rank.scheduler is None:
+            return 0, []
+        return (self._rank.scheduler.abort_all(), []) if all_of_them else self._rank.scheduler.abort(rids)
+
+    def _leader(self) -> Scheduler:
+        self._check_ready()
+        if self._rank.scheduler is None:
+            raise Reason.NOT_RANK_ZERO.error("requests go to rank 0")
+        return self._rank.scheduler
+
+    def _check_ready(self) -> None:
+        if self._failure is not None:
+            raise rejected(self._failure)
+        if not self._ready:
+            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")

@@ -1,0 +1,135 @@
+"""The weight groups that this rank is a member of. Joined and left on helper threads, used by the engine thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from rlctl.errors import Reason
+from rlctl.v1.verbs_pb2 import GroupReport
+from rlctl.weights.groups import WeightGroup, join
+from rlctl.weights.interfaces import probe
+from rlctl.weights.rendezvous import GroupStore
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What makes two requests to join the same: where the group meets, its shape, and this rank's place in it."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+
+
+class Groups:
+    """Weight groups by name."""
+
+    def __init__(self, interface_host: str) -> None:
+        """``interface_host``: address of this host under which the other members reach it."""
+        self._interface_host = interface_host
+        self._lock = threading.Lock()
+        self._joining: dict[str, threading.Event] = {}
+        self._groups: dict[str, tuple[Membership, WeightGroup]] = {}
+        self._closed = False
+        self._store: GroupStore | None = None
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Where groups meet that this rank is the source of; the store is made when first asked for."""
+        with self._lock:
+            if self._store is None:
+                self._store = GroupStore(self._interface_host)
+            return self._store.address(self._interface_host)
+
+    def join(self, name: str, membership: Membership, *, timeout_s: float, broadcast_timeout_s: float) -> GroupReport:
+        """Join a group; blocks until all members have come. A group that stands with this membership is confirmed.
+
+        Raises GROUP_EXISTS (it stands with another membership), OPERATION_CONFLICT (it is being joined),
+        GROUP_FAILED.
+        """
+        report = GroupReport(group_name=name, group_rank=membership.rank, world_size=membership.world_size)
+        with self._lock:
+            if name in self._joining:
+                raise Reason.OPERATION_CONFLICT.error(f"group {name} is being joined")
+            if name in self._groups:
+                standing, _ = self._groups[name]
+                if standing != membership:
+                    raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing}, not {membership}")
+                return report
+            stop = self._joining[name] = threading.Event()
+            if self._closed:
+                stop.set()
+        try:
+            group = join(
+                (membership.host, membership.port),
+                name=name,
+                rank=membership.rank,
+                world_size=membership.world_size,
+                backend=membership.backend,
+                timeout_s=timeout_s,
+                broadcast_timeout_s=broadcast_timeout_s,
+                interface_host=self._interface_host,
+                stop=stop,
+            )
+            with self._lock:
+                self._groups[name] = (membership, group)
+        finally:
+            with self._lock:
+                self._joining.pop(name, None)
+        return report
+
+    def probe(self, name: str, membership: Membership, *, timeout_s: float) -> GroupReport:
+        """Whether this rank could join. Raises OPERATION_CONFLICT, GROUP_EXISTS, UNREACHABLE."""
+        with self._lock:
+            if name in self._joining:
+                raise Reason.OPERATION_CONFLICT.error(f"group {name} is being joined")
+            standing = self._groups.get(name)
+        if standing is None:
+            probe((membership.host, membership.port), self._interface_host, timeout_s=timeout_s)
+        elif standing[0] != membership:
+            raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing[0]}, not {membership}")
+        return GroupReport(group_name=name, group_rank=membership.rank, world_size=membership.world_size)
+
+    def get(self, name: str) -> WeightGroup:
+        """The group of this name. Raises GROUP_NOT_FOUND."""
+        with self._lock:
+            if name not in self._groups:
+                raise Reason.GROUP_NOT_FOUND.error(f"this rank is in no group {name!r}", field="group_name")
+            return self._groups[name][1]
+
+    def leave(self, name: str) -> None:
+        """Leave a group and forget it, or give up joining it; what is under way in it ends. Never blocks.
+
+        Raises GROUP_NOT_FOUND.
+        """
+        with self._lock:
+            joining = self._joining.get(name)
+        if joining is not None:
+            joining.set()
+            return
+        group = self.get(name)
+        with self._lock:
+            self._groups.pop(name, None)
+        group.close()
+
+    def drop(self, name: str, group: WeightGroup) -> None:
+        """Forget a group that has failed: it is spent, and joining under its name makes a new one. Never blocks."""
+        with self._lock:
+            if name in self._groups and self._groups[name][1] is group:
+                del self._groups[name]
+        group.close()
+
+    def close(self) -> None:
+        """Leave all groups, and give up those that are being joined."""
+        with self._lock:
+            self._closed = True
+            for stop in self._joining.values():
+                stop.set()
+            groups, self._groups = list(self._groups.values()), {}
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        for _, group in groups:
+            group.close()

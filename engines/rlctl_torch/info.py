@@ -1,0 +1,138 @@
+"""What the engine says about itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from google.protobuf.duration_pb2 import Duration
+
+from rlctl.v1 import common_pb2, fleet_pb2
+from rlctl.v1.verbs_pb2 import ModelInfo, ServerInfo
+from rlctl.verbs import VERBS
+from rlctl.version import __version__
+from rlctl.weights.block_fp8 import CODES
+from rlctl.weights.identity import device_id, host_id
+from rlctl.weights.loaders import load_formats
+from rlctl.weights.tensors import dtype_name, to_proto
+from rlctl_torch import checker, memory, pausing
+from rlctl_torch.options import FLOAT_DTYPES
+from rlctl_torch.rank import Rank
+
+
+def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
+    """What this engine can do, on its device, with its weights."""
+    cuda = rank.device.type == "cuda"
+    experimental = ["device.cuda", "transport.torch_nccl"] if cuda else []
+    transports = [common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_DISK]
+    verification = [common_pb2.VERIFICATION_LEVEL_NONE, common_pb2.VERIFICATION_LEVEL_REPLICA]
+    if cuda:
+        transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
+    if host_id():
+        transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
+    if host_id() and cuda:
+        transports.append(common_pb2.TRANSPORT_CUDA_IPC)
+        experimental.append("transport.cuda_ipc")
+    if rank.model.lossless:
+        # Otherwise the digest of what is held cannot equal that of what was sent.
+        verification.append(common_pb2.VERIFICATION_LEVEL_EXPECTED)
+    return fleet_pb2.Capabilities(
+        verbs=verbs,
+        pause_modes=pausing.PAUSE_MODES,
+        transports=transports,
+        verification=verification,
+        load_dtypes=[dtype_name(dtype) for dtype in (*FLOAT_DTYPES.values(), *([CODES] if rank.model.block else []))],
+        memory_tags=memory.TAGS,
+        check_actions=checker.ACTIONS,
+        cache_tiers=pausing.CACHE_TIERS,
+        fenced=True,
+        experimental=experimental,
+        unsupported={name: "the torch engine has no code for it" for name in VERBS if name not in verbs},
+    )
+
+
+def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
+    """Every rank's coordinates, and where groups of the stage's own meet; all ranks together."""
+    place = {"node": rank.config.node, "device": device_id(rank.device), "host_id": host_id()}
+    mine = json.dumps(place).encode()
+    with rank.ranks.exchanging() as exchange:
+        places = [json.loads(place) for place in exchange.all_gather_bytes(mine)]
+    return fleet_pb2.StageLayout(
+        tp_size=rank.ranks.size,
+        pp_size=1,
+        dp_size=1,
+        ep_size=1,
+        store_host=store[0],
+        store_port=store[1],
+        workers=[common_pb2.WorkerCoordinates(rank=number, tp=number, **place) for number, place in enumerate(places)],
+    )
+
+
+def model_info(rank: Rank, version: common_pb2.WeightVersion, *, reference: bool) -> ModelInfo:
+    """What the rank has loaded; ``reference``: with every tensor of the checkpoint that it was built from."""
+    model = rank.model
+    tensors = model.shards.reference.values() if reference else ()
+    return ModelInfo(
+        model_path=rank.checkpoint,
+        model_type=model.config.model_type,
+        architectures=model.config.architectures or [],
+        weight_version=version,
+        dtype=dtype_name(model.dtype),
+        vocab_size=model.vocab_size,
+        context_length=rank.longest,
+        local_parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+        tokenizer_path="" if rank.tokenizer is None else rank.tokenizer.path,
+        reference=[to_proto(meta) for meta in tensors],
+    )
+
+
+def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
+    """How the rank was started; ``started`` on :func:`time.monotonic`'s clock."""
+    options = rank.options
+    uptime = time.monotonic() - started
+    settings = {
+        "model_path": rank.config.model_path,
+        "rank": rank.ranks.rank,
+        "tp_size": rank.ranks.size,
+        "device": rank.config.device,
+        "dtype": rank.config.dtype,
+        "max_running": options.max_running,
+        "max_total_tokens": options.max_total_tokens,
+        "context_length": rank.longest,
+        "kv_dtype": dtype_name(options.kv_dtype or rank.model.dtype),
+        "threads": options.threads,
+        "seed": "" if options.seed is None else options.seed,
+        "allowed_roots": rank.roots,
+        "load_formats": ", ".join(load_formats()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return ServerInfo(
+        engine=name,
+        engine_version=__version__,
+        rlctl_version=__version__,
+        pid=os.getpid(),
+        node=rank.config.node,
+        settings={key: str(value) for key, value in settings.items()},
+        uptime=Duration(seconds=int(uptime), nanos=int(uptime % 1 * 1e9)),
+    )
+
+
+def end_tokens(rank: Rank) -> frozenset[int]:
+    """Ids that end the model's outputs: by its config, its generation config and its tokenizer."""
+    named: list[Any] = [getattr(rank.model.config, "eos_token_id", None)]
+    generation = Path(rank.config.model_path) / "generation_config.json"
+    if generation.exists():
+        named.append(json.loads(generation.read_text()).get("eos_token_id"))
+    if rank.tokenizer is not None:
+        named.append(rank.tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for entry in named:
+        ids.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
+    return frozenset(ids)

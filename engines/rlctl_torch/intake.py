@@ -1,0 +1,87 @@
+"""From a generation request to samples in the scheduler's queue: everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import random
+import uuid
+
+from rlctl.errors import Reason
+from rlctl.v1.rollout_pb2 import GenerateRequest
+from rlctl_torch.rank import Rank
+from rlctl_torch.samples import Sample
+from rlctl_torch.scheduler import Scheduler
+from rlctl_torch.settings import Settings, check
+from rlctl_torch.stream import Stream
+from rlctl_torch.text import TextStream
+
+
+class Intake:
+    """Takes requests in at rank 0; on the generation loop."""
+
+    def __init__(self, rank: Rank, eos: frozenset[int]) -> None:
+        """``eos``: ids that end the model's outputs."""
+        self._rank = rank
+        self._tokenizer = rank.tokenizer
+        self._eos = eos
+        self._random = random.Random(rank.options.seed)
+
+    def submit(self, request: GenerateRequest, scheduler: Scheduler) -> Stream:
+        """Queue a request and return its output to be.
+
+        Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, PROMPT_TOO_LONG, RID_IN_USE.
+        """
+        rank = self._rank
+        settings = check(
+            request, vocab_size=rank.model.vocab_size, eos=self._eos, tokenizer=self._tokenizer is not None
+        )
+        prompt = self._prompt(request)
+        self._check_length(prompt, settings)
+        seed = self._random.getrandbits(64) if settings.seed is None else settings.seed
+        stream = Stream(request.rid or uuid.uuid4().hex, settings, prompt, echo_prompt=request.HasField("text"))
+        samples = [
+            Sample(stream, index, prompt, settings, seed, longest=rank.longest, text=self._text(settings))
+            for index in range(settings.n)
+        ]
+        scheduler.submit(stream, samples)
+        return stream
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        if request.WhichOneof("prompt") is None:
+            raise Reason.FIELD_REQUIRED.error("there is neither text nor input_ids", field="text")
+        if request.HasField("text"):
+            if self._tokenizer is None:
+                raise Reason.UNSUPPORTED.error("the checkpoint has no tokenizer; send input_ids", field="text")
+            prompt, field = self._tokenizer.encode(request.text), "text"
+        else:
+            prompt, field = list(request.input_ids.ids), "input_ids.ids"
+        if not prompt:
+            raise Reason.FIELD_REQUIRED.error("the prompt has no tokens", field=field)
+        if max(prompt) >= self._rank.model.vocab_size:
+            raise Reason.FIELD_INVALID.error(
+                f"token {max(prompt)} is not in the vocabulary of {self._rank.model.vocab_size}", field=field
+            )
+        return prompt
+
+    def _check_length(self, prompt: list[int], settings: Settings) -> None:
+        longest = self._rank.longest
+        room = longest - 1 if settings.max_new_tokens else longest
+        if len(prompt) > room:
+            raise Reason.PROMPT_TOO_LONG.error(
+                f"the prompt has {len(prompt)} tokens; {room} fit beside the output",
+                metadata={"prompt_tokens": str(len(prompt)), "context_length": str(longest)},
+            )
+        if settings.logprob_start is not None and settings.logprob_start > len(prompt):
+            raise Reason.FIELD_INVALID.error(
+                f"logprob_start_len is {settings.logprob_start}, the prompt has {len(prompt)} tokens",
+                field="logprob_start_len",
+            )
+
+    def _text(self, settings: Settings) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        return TextStream(
+            self._tokenizer,
+            settings.stop,
+            skip_special_tokens=settings.skip_special_tokens,
+            keep_stop=settings.no_stop_trim,
+        )

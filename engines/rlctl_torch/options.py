@@ -1,0 +1,87 @@
+"""The engine's own settings, read from ``EngineConfig.options`` once: a typo is refused before anything loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+from rlctl.errors import Reason
+
+FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes that weights and KV entries may be held in, by name."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of one engine.
+
+    Attributes:
+        max_running: most sequences (samples) that run at the same time.
+        max_total_tokens: tokens that the KV cache has room for, over all sequences.
+        context_length: longest sequence (prompt and output) in tokens; 0: what the model's config says.
+        kv_dtype: dtype of KV entries; None: the weights'.
+        threads: threads that torch computes with.
+        seed: makes requests that carry no seed of their own repeatable, in order of arrival; None: random.
+        allowed_roots: directories below which checkpoints may be read and pulled, separated as in PATH; empty: the
+            one that the checkpoint lies in which the engine was started with.
+    """
+
+    max_running: int = 64
+    max_total_tokens: int = 16384
+    context_length: int = 0
+    kv_dtype: torch.dtype | None = None
+    threads: int = 1
+    seed: int | None = None
+    allowed_roots: tuple[str, ...] = ()
+
+
+def parse_options(given: Mapping[str, str]) -> Options:
+    """The settings; raises FIELD_INVALID, naming ``options.NAME``, for an unknown name or a bad value."""
+    known = {field.name for field in fields(Options)}
+    values: dict[str, int | torch.dtype | tuple[str, ...]] = {}
+    for name, text in given.items():
+        if name not in known:
+            raise Reason.FIELD_INVALID.error(
+                f"the torch engine has no option {name!r}; there are: {', '.join(sorted(known))}",
+                field=f"options.{name}",
+            )
+        parse = _PARSERS.get(name, _integer)
+        values[name] = parse(text, f"options.{name}")
+    for name in ("max_running", "max_total_tokens", "threads"):
+        if values.get(name) == 0:
+            raise Reason.FIELD_INVALID.error(f"{name} must be at least 1", field=f"options.{name}")
+    return Options(**values)  # type: ignore[arg-type]
+
+
+def float_dtype(text: str, field: str) -> torch.dtype:
+    """The dtype of this name, with or without "torch."; raises FIELD_INVALID."""
+    dtype = FLOAT_DTYPES.get(text.removeprefix("torch."))
+    if dtype is None:
+        raise Reason.FIELD_INVALID.error(
+            f"{field} is {text!r}; the torch engine computes in {', '.join(FLOAT_DTYPES)}", field=field
+        )
+    return dtype
+
+
+def _integer(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise Reason.FIELD_INVALID.error(f"{field} is {text!r}; it must be a whole number, not negative", field=field)
+    return int(text)
+
+
+def _directories(text: str, field: str) -> tuple[str, ...]:
+    directories = tuple(filter(None, text.split(os.pathsep)))
+    for directory in directories:
+        if not os.path.isabs(directory):
+            raise Reason.FIELD_INVALID.error(f"{field} holds {directory!r}, which is no absolute path", field=field)
+    return directories
+
+
+_PARSERS: dict[str, Callable[[str, str], int | torch.dtype | tuple[str, ...]]] = {
+    "kv_dtype": float_dtype,
+    "allowed_roots": _directories,
+}
+"""How the options that are no whole numbers are read."""

@@ -1,0 +1,195 @@
+"""Everything that one rank's engine thread works with, and the facts that decide whether requests may run."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from rlctl.engine import EngineConfig
+from rlctl.errors import Reason
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import MemoryTag, PauseMode
+from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
+from rlctl.weights.digest import usable_cores
+from rlctl.weights.loading import Loading
+from rlctl.weights.roots import Roots
+from rlctl.weights.segment_reader import SegmentReader
+from rlctl.weights.shards import ShardMap, model_digest
+from rlctl.weights.transfer import Receiver
+from rlctl_torch import sabotage
+from rlctl_torch.groups import Groups
+from rlctl_torch.kv_cache import KVCache, SlotAllocator
+from rlctl_torch.model import Model, build
+from rlctl_torch.options import Options
+from rlctl_torch.ranks import Ranks
+from rlctl_torch.scheduler import Scheduler
+from rlctl_torch.text import Tokenizer, find_tokenizer
+
+
+class Weights(enum.Enum):
+    """What the weights are, as far as this rank knows."""
+
+    WHOLE = "one version"
+    MIXED = "a mixture of versions, or scrambled"
+    LOST = "released without a copy"
+
+
+@dataclass
+class Origin:
+    """What the present weights were read from, all of them: the way back when a later load fails.
+
+    The files stay open. They can be read again when a pull has put others in their place, and need no memory.
+
+    Attributes:
+        stored: the opened checkpoint.
+        direct: its tensors are under the engine's own names and in this rank's shapes.
+        digest: model digest of the weights, hex, once somebody has computed it; or "".
+    """
+
+    stored: StoredWeights
+    direct: bool = False
+    digest: str = ""
+
+
+@dataclass
+class OpenUpdate:
+    """The update that is open.
+
+    Attributes:
+        loading: what the model does around it.
+        touched: it may have written something.
+        checkpoint: directory that it was loaded from, or "".
+        origin: the one read that wrote every tensor, if there was one.
+        report: what was taken in so far.
+    """
+
+    update_id: str
+    loading: Loading
+    touched: bool = False
+    checkpoint: str = ""
+    origin: Origin | None = None
+    report: verbs_pb2.WeightsReport = field(default_factory=verbs_pb2.WeightsReport)
+
+
+class Rank:
+    """One rank: its model, its KV cache, at rank 0 the scheduler, and what has been done to them.
+
+    Attributes:
+        checkpoint: directory of the checkpoint that was loaded last.
+        writable: the shard map that updates write through.
+        receiver: takes updates in.
+        segments: reads updates out of memory that is shared with a trainer.
+        roots: directories that requests may name paths in.
+        origin: what the weights were read from, or None when they came otherwise.
+        paused: with which mode generation is paused; PAUSE_MODE_UNSPECIFIED: it is not.
+        draining: a drain is waiting for the running samples; nothing new starts.
+        released: memory regions that are released.
+        snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
+    """
+
+    model: Model
+    cache: KVCache
+    writable: ShardMap
+    receiver: Receiver
+
+    def __init__(self, config: EngineConfig, options: Options, ranks: Ranks, groups: Groups) -> None:
+        self.config = config
+        self.options = options
+        self.ranks = ranks
+        self.groups = groups
+        self.device = torch.device(config.device)
+        # Nothing is generated while weights are copied: the ranks share the cores for it.
+        self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size))
+        self.scheduler: Scheduler | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.checkpoint = config.model_path
+        self.context_length = 0
+        self.paused: PauseMode.ValueType = common_pb2.PAUSE_MODE_UNSPECIFIED
+        self.draining = False
+        self.released: set[MemoryTag.ValueType] = set()
+        self.weights = Weights.WHOLE
+        self.update: OpenUpdate | None = None
+        self.roots = Roots.around(config.model_path, options.allowed_roots)
+        self.origin: Origin | None = None
+        self.snapshot: dict[str, str] | None = None
+
+    def load(self) -> str:
+        """Build and load the model and allocate the KV cache, all ranks together; returns the model digest, hex.
+
+        Raises what :func:`rlctl_torch.model.build` raises, on every rank when on one.
+        """
+        self.ranks.agree(self._build)
+        layers = self.model.probe(self.device)
+        tokens = self.options.max_total_tokens
+        self.cache = KVCache(
+            layers,
+            tokens=tokens,
+            rows=self.options.max_running,
+            longest=self.longest,
+            dtype=self.options.kv_dtype or self.model.dtype,
+            device=self.device,
+        )
+        if self.ranks.rank == 0:
+            self.scheduler = Scheduler(SlotAllocator(tokens, self.options.max_running), self.options.max_running)
+        self.writable = sabotage.for_updates(self.model.shards, self.ranks.rank, self.ranks.size)
+        self.receiver = Receiver(self.writable)
+        digest = self.model_digest()
+        assert self.origin is not None
+        self.origin.digest = digest
+        return digest
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can be served."""
+        return min(self.context_length, self.options.max_total_tokens)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether requests may run now."""
+        return not (self.paused or self.released or self.update) and self.weights is Weights.WHOLE
+
+    def model_digest(self) -> str:
+        """Digest of the full tensors, hex; all ranks together."""
+        with self.ranks.exchanging() as exchange:
+            return model_digest(self.model.shards, exchange).digest
+
+    def read_from(self, origin: Origin | None) -> None:
+        """The weights were read from there; what they were read from before is given back."""
+        if self.origin is not None and self.origin is not origin:
+            self.origin.stored.close()
+        self.origin = origin
+
+    def refuse_during_update(self) -> None:
+        """Raise UPDATE_IN_PROGRESS when an update is open."""
+        if self.update is not None:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {self.update.update_id} is open")
+
+    def refuse_active(self) -> None:
+        """Raise ACTIVE_REQUESTS, with their number and the first ids, when requests wait or run and none is paused."""
+        active = [] if self.scheduler is None or self.paused else self.scheduler.active
+        if active:
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"{len(active)} requests are waiting or running: {', '.join(active[:16])}",
+                metadata={"count": str(len(active)), "rids": ",".join(active[:16])},
+            )
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what was enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _build(self) -> None:
+        checkpoint = open_checkpoint(self.config.model_path)
+        self.model = build(checkpoint, self.config.dtype, self.ranks, self.device)
+        self.origin = Origin(checkpoint)
+        if self.ranks.rank == 0:
+            self.tokenizer = find_tokenizer(self.config.model_path)
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        self.context_length = self.options.context_length or longest or self.options.max_total_tokens
+        if longest and self.context_length > longest:
+            raise Reason.FIELD_INVALID.error(
+                f"context_length is {self.context_length}, the model's positions end at {longest}",
+                field="options.context_length",
+            )

@@ -1,0 +1,301 @@
+"""Which tokens the next step computes: continuous batching over the KV slots. Rank 0 only.
+
+Every step takes one token of each running sample and, beside them, prompts of waiting ones as far as rows, slots and
+:data:`PREFILL_TOKENS` allow; long prompts go in pieces. When slots run out, the sample that was admitted last goes back
+to waiting. The event loops submit and abort from other threads; the engine thread does everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.verbs_pb2 import Loads
+from rlctl_torch import sampling
+from rlctl_torch.kv_cache import SlotAllocator
+from rlctl_torch.plan import Batch
+from rlctl_torch.samples import Sample
+from rlctl_torch.stream import Stream, wake
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens per step: bounds the memory of a step, and how long running samples wait for a long prompt."""
+
+ABORTED = "Aborted"
+
+
+@dataclass
+class _Part:
+    """A sample's share of the step under way: how many of its prompt tokens are scored, and whether it gets a token."""
+
+    sample: Sample
+    scored: range
+    extends: bool
+
+
+class Scheduler:
+    """Waiting and running samples."""
+
+    def __init__(self, slots: SlotAllocator, max_running: int) -> None:
+        self._slots = slots
+        self._max_running = max_running
+        self._lock = threading.Lock()
+        self._requests: dict[str, list[Sample]] = {}
+        self._waiting: deque[Sample] = deque()
+        self._running: list[Sample] = []
+        self._under_way: list[_Part] = []
+        self._failure: RlctlError | None = None
+        self._version = WeightVersion()
+        self._generated = 0
+        self.work = threading.Event()
+        """Set when there may be something to do; the engine thread waits on it."""
+
+    # From any thread.
+
+    def submit(self, stream: Stream, samples: list[Sample]) -> None:
+        """Queue a request. Raises RID_IN_USE, or why the engine no longer works."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if stream.rid in self._requests:
+                raise Reason.RID_IN_USE.error(f"a request {stream.rid!r} is running", field="rid")
+            self._requests[stream.rid] = list(samples)
+            for sample in samples:
+                if sample.complete and sample.next_score is None:
+                    self._end(sample, "")
+                else:
+                    self._waiting.append(sample)
+        wake([stream])
+        self.work.set()
+
+    def abort(self, rids: Iterable[str]) -> tuple[int, list[str]]:
+        """End requests by id; returns how many were found, and the ids that were not."""
+        with self._lock:
+            wanted = list(dict.fromkeys(rids))
+            unknown = [rid for rid in wanted if rid not in self._requests]
+            found = [rid for rid in wanted if rid in self._requests]
+            streams = self._abort(found)
+        wake(streams)
+        self.work.set()
+        return len(found), unknown
+
+    def drop(self, stream: Stream) -> None:
+        """End the request of this stream if it has not ended yet: nobody listens any more."""
+        with self._lock:
+            samples = self._requests.get(stream.rid)
+            if samples and samples[0].stream is stream:
+                self._abort([stream.rid])
+        self.work.set()
+
+    def abort_all(self) -> int:
+        """End every request; returns how many there were."""
+        with self._lock:
+            rids = list(self._requests)
+            streams = self._abort(rids)
+        wake(streams)
+        self.work.set()
+        return len(rids)
+
+    def fail(self, error: RlctlError) -> None:
+        """End every request with an error, and refuse new ones with it."""
+        with self._lock:
+            self._failure = error
+            streams = [samples[0].stream for samples in self._requests.values()]
+            self._requests.clear()
+            self._waiting.clear()
+            self._running.clear()
+            for stream in streams:
+                stream.fail(error)
+        wake(streams)
+
+    def set_version(self, version: WeightVersion) -> None:
+        """What tokens are stamped with from the next step's on."""
+        self._version = WeightVersion.FromString(version.SerializeToString())
+
+    @property
+    def version(self) -> WeightVersion:
+        """What the weights are at."""
+        return self._version
+
+    def loads(self, step: int) -> Loads:
+        """What runs and waits, counted in samples."""
+        with self._lock:
+            return Loads(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                used_tokens=self._slots.used,
+                max_tokens=self._slots.tokens,
+                step=step,
+                generated_tokens=self._generated,
+            )
+
+    # From the engine thread.
+
+    @property
+    def running(self) -> int:
+        """Samples that hold KV entries."""
+        return len(self._running)
+
+    @property
+    def active(self) -> list[str]:
+        """Ids of the requests that wait or run."""
+        with self._lock:
+            return list(self._requests)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._requests
+
+    def retract_all(self) -> None:
+        """Send the running samples back to waiting, ahead of the others."""
+        with self._lock:
+            while self._running:
+                self._retract(self._running[-1])
+
+    def take_dropped(self) -> int:
+        """KV entries that finished and retracted samples have given up since the last call."""
+        with self._lock:
+            return self._slots.take_dropped()
+
+    def schedule(self, *, admit: bool) -> Batch | None:
+        """The next step's batch, or None when nothing can run; its outcome goes to :meth:`process`.
+
+        ``admit``: whether waiting samples may start.
+        """
+        with self._lock:
+            if admit:
+                self._admit()
+            parts = self._share()
+            while sum(count for _, count in parts) > self._slots.free:
+                self._retract(self._running[-1])
+                parts = self._share()
+            return self._form(parts) if parts else None
+
+    def process(self, logits: torch.Tensor) -> None:
+        """Take in the logits of the batch's outputs (``[outputs, vocabulary]``): sample, tell the streams."""
+        parts = self._under_way
+        scores, extended = [], []
+        row = 0
+        for part in parts:
+            rows = range(row, row + len(part.scored))
+            row += len(part.scored)
+            if part.scored:
+                tokens = part.sample.tokens[part.scored.start : part.scored.stop]
+                scores.append(
+                    (part.sample, sampling.score(logits[rows.start : rows.stop], tokens, part.sample.settings))
+                )
+            if part.extends:
+                extended.append((row, part.sample))
+                row += 1
+        choices: Sequence[sampling.Choice] = []
+        if extended:
+            chosen = logits if len(extended) == logits.shape[0] else logits[[r for r, _ in extended]]
+            choices = sampling.sample(chosen, [sample for _, sample in extended])
+        with self._lock:
+            self._under_way = []
+            for sample, found in scores:
+                sample.take_scores(found)
+            for (_, sample), choice in zip(extended, choices, strict=True):
+                if not sample.doomed:
+                    sample.extend(choice, self._version)
+                    self._generated += 1
+            for part in parts:
+                sample = part.sample
+                if sample.doomed or sample.ended or (sample.complete and not sample.pending):
+                    self._end(sample, sample.doomed)
+        wake({part.sample.stream for part in parts})
+
+    # With the lock held.
+
+    def _admit(self) -> None:
+        claimed = sum(sample.pending for sample in self._running)
+        while self._waiting and len(self._running) < self._max_running and self._slots.free_rows:
+            sample = self._waiting[0]
+            # Besides its own tokens, one for the next step of everybody.
+            if self._running and claimed + sample.pending + len(self._running) + 1 > self._slots.free:
+                return
+            claimed += sample.pending
+            sample.row = self._slots.take_row()
+            self._running.append(self._waiting.popleft())
+
+    def _share(self) -> list[tuple[Sample, int]]:
+        """The running samples that take part in the next step, and how many tokens of each."""
+        budget = PREFILL_TOKENS
+        parts = []
+        for sample in self._running:
+            count = sample.pending
+            if count > 1:
+                count = min(count, budget)
+                budget -= count
+            if count:
+                parts.append((sample, count))
+        return parts
+
+    def _form(self, shares: list[tuple[Sample, int]]) -> Batch:
+        batch = Batch([], [], [], [], [], [])
+        self._under_way = []
+        for sample, count in shares:
+            start = len(sample.slots)
+            end = start + count
+            offset = len(batch.tokens) - start
+            slots = self._slots.take(count)
+            batch.rows.append(sample.row)
+            batch.starts.append(start)
+            batch.lengths.append(count)
+            batch.tokens.extend(sample.tokens[start:end])
+            batch.slots.extend(slots)
+            sample.slots.extend(slots)
+            first = sample.next_score
+            scored = range(0) if first is None else range(first, min(end + 1, sample.prompt_length))
+            extends = end == len(sample.tokens) and not sample.complete
+            # The logits at a position are those of the token after it.
+            batch.outputs.extend(offset + position - 1 for position in scored)
+            if extends:
+                batch.outputs.append(offset + end - 1)
+            self._under_way.append(_Part(sample, scored, extends))
+        if not batch.outputs:
+            batch.outputs.append(len(batch.tokens) - 1)
+        return batch
+
+    def _retract(self, sample: Sample) -> None:
+        self._give_up(sample)
+        sample.retractions += 1
+        self._waiting.appendleft(sample)
+
+    def _abort(self, rids: Iterable[str]) -> list[Stream]:
+        under_way = {id(part.sample) for part in self._under_way}
+        streams = []
+        for rid in rids:
+            samples = self._requests[rid]
+            streams.append(samples[0].stream)
+            for sample in list(samples):
+                if id(sample) in under_way:
+                    sample.doomed = ABORTED
+                else:
+                    self._end(sample, ABORTED)
+        return streams
+
+    def _end(self, sample: Sample, aborted: str) -> None:
+        """Let go of a sample, and end its output unless that has ended by itself."""
+        if not sample.ended:
+            sample.end(self._version, aborted=aborted)
+        if sample.row >= 0:
+            self._give_up(sample)
+        elif sample in self._waiting:
+            self._waiting.remove(sample)
+        samples = self._requests.get(sample.stream.rid, [])
+        if sample in samples:
+            samples.remove(sample)
+            if not samples:
+                del self._requests[sample.stream.rid]
+
+    def _give_up(self, sample: Sample) -> None:
+        self._running.remove(sample)
+        self._slots.give_back(sample.slots, sample.row)
+        sample.slots, sample.row = [], -1

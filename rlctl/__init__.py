@@ -1,0 +1,69 @@
+"""rlctl: these weights, on every rank, verified, and only then generate.
+
+    fleet = rlctl.connect("127.0.0.1:5080")
+    publisher = fleet.publisher("actor")
+    publisher.update(model, version="step-1")
+
+``connect`` and ``embedded`` are for blocking code, ``rlctl.aio.connect`` for asyncio. Everything is imported when it is
+first used: ``import rlctl`` loads neither grpc nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rlctl.version import __version__
+
+if TYPE_CHECKING:
+    from rlctl.client import aio
+    from rlctl.client.fleet import Fleet, connect, publisher
+    from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest
+    from rlctl.embed import EmbeddedFleet, embedded
+    from rlctl.errors import OperationFailed, Reason, RlctlError
+
+_HOMES = {
+    "AsyncPublisher": "rlctl.client.publisher",
+    "EmbeddedFleet": "rlctl.embed",
+    "Fleet": "rlctl.client.fleet",
+    "OperationFailed": "rlctl.errors",
+    "Publisher": "rlctl.client.publisher",
+    "Reason": "rlctl.errors",
+    "RlctlError": "rlctl.errors",
+    "UpdateResult": "rlctl.client.publisher",
+    "aio": "rlctl.client.aio",
+    "connect": "rlctl.client.fleet",
+    "embedded": "rlctl.embed",
+    "model_digest": "rlctl.client.publisher",
+    "publisher": "rlctl.client.fleet",
+}
+
+__all__ = [
+    "AsyncPublisher",
+    "EmbeddedFleet",
+    "Fleet",
+    "OperationFailed",
+    "Publisher",
+    "Reason",
+    "RlctlError",
+    "UpdateResult",
+    "__version__",
+    "aio",
+    "connect",
+    "embedded",
+    "model_digest",
+    "publisher",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlctl' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__.endswith(f".{name}") and name == "aio" else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""``python -m rlctl``: the command line."""
+
+from rlctl.cli.main import main
+
+main()

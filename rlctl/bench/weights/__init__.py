@@ -1,0 +1,20 @@
+"""The benchmark of weight updates."""
+
+from __future__ import annotations
+
+from rlctl.bench.figures import Figure
+from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, small_tensors
+
+FIGURES: list[Figure] = [
+    broadcast.TP1,
+    broadcast.TP2,
+    broadcast.VERIFIED,
+    small_tensors.FIGURE,
+    overhead.CONTROL,
+    control.BUCKET,
+    control.REST,
+    overhead.GROUPS,
+    disk.FIGURE,
+    checksum.FIGURE,
+    overhead.MEMORY,
+]

@@ -1,0 +1,116 @@
+"""Real fleets to measure: coordinator, torch engines and the SDK's publisher, each in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.bench.figures import Setting
+from rlctl.bench.weights import member
+from rlctl.bench.weights.peers import Peers
+from rlctl.bench.weights.shapes import ONE_LAYER, QWEN3_0_6B, Shape, Synthetic, save
+from rlctl.client.fleet import Fleet
+from rlctl.client.publisher import Publisher, UpdateResult
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.processes import Process
+
+OPTIONS = {"max_total_tokens": "256", "max_running": "4"}
+"""No requests run: the KV cache is kept small."""
+
+
+@dataclass
+class Running:
+    """A fleet that is up, this process its trainer.
+
+    Attributes:
+        client: the SDK.
+        publisher: sends the weights.
+        source: the weights.
+        checkpoint: directory that the engines were started from; it holds the same weights.
+        engines: the processes of the engines' ranks.
+        peers: the same processes as an ordinary torch.distributed group.
+    """
+
+    client: Fleet
+    publisher: Publisher
+    source: Synthetic
+    checkpoint: str
+    engines: list[Process]
+    peers: Peers
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def update(self, weights: Any = None, **settings: Any) -> Update:
+        """One update of the source's weights (or of ``weights``), verified only if ``verify`` says so."""
+        watched = {"verify": "none", **settings}
+        started = time.perf_counter()
+        result = self.publisher.update(
+            self.source if weights is None else weights, version=f"bench-{next(self._numbers)}", **watched
+        )
+        return Update(result, time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update.
+
+    Attributes:
+        result: what the publisher says of it.
+        total_s: from the call to its return: begin to resumed, seconds.
+    """
+
+    result: UpdateResult
+    total_s: float
+
+
+@contextlib.contextmanager
+def running(setting: Setting, shape: Shape, *, engines: int, tp_size: int = 1) -> Iterator[Running]:
+    """A fleet of torch engines on the CPU that hold a model of this shape; the only one while it is up."""
+    setting.close()
+    source = Synthetic(shape)
+    root = setting.directory / f"fleet-{time.monotonic_ns()}"
+    members = root / "members"
+    members.mkdir(parents=True)
+    checkpoint = str(save(shape, source.weights, root / "checkpoint"))
+    environment = {member.DIRECTORY: str(members), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    specs = [EngineSpec(f"actor-{i}", checkpoint, tp_size=tp_size, options=OPTIONS) for i in range(engines)]
+    with _environment(environment), contextlib.ExitStack() as stack:
+        fleet = LocalFleet(specs, directory=root / "fleet", module=member.__name__)
+        stack.enter_context(fleet)
+        ranks = [process for process in fleet.processes if process.name != "coordinator"]
+        peers = Peers(members, [process.pid for process in ranks])
+        stack.callback(peers.close)
+        client = stack.enter_context(fleet.connect())
+        publisher = client.publisher("actor")
+        stack.callback(publisher.close)
+        setting.say(f"fleet of {engines} engines, TP {tp_size}, {source.nbytes / 2**30:.2f} GiB of weights")
+        yield Running(client, publisher, source, checkpoint, ranks, peers)
+
+
+def single(setting: Setting) -> contextlib.AbstractContextManager[Running]:
+    """A fleet of one engine of one rank, to be shared."""
+    return running(setting, model(setting), engines=1)
+
+
+def model(setting: Setting) -> Shape:
+    """The model that is measured."""
+    return ONE_LAYER if setting.quick else QWEN3_0_6B
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables that child processes, and gloo in this one, are to see."""
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

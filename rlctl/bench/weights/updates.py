@@ -1,0 +1,97 @@
+"""Rounds of whole updates beside bare broadcasts of as many bytes: several figures are read from the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.bench.figures import Setting
+from rlctl.bench.rounds import interleaved
+from rlctl.bench.weights import collectives, fleets
+from rlctl.bench.weights.fleets import Running, Update
+from rlctl.bench.weights.memory import peaks
+from rlctl.times import seconds
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.weights.tensors import as_bytes
+
+RECEIVERS = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round of one side.
+
+    Attributes:
+        total_s: the whole of it.
+        control_s: of an update: what was neither collective nor copying into place; packing while nothing was sent
+            is part of it.
+        extra_bytes: most memory that a rank's process took beyond what it held before.
+    """
+
+    total_s: float
+    control_s: float = 0.0
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What the rounds of one kind of fleet gave.
+
+    Attributes:
+        nbytes: size of the weights.
+        bare, plain, verified: the sides' samples, round by round.
+        formed: groups that were formed by the first update, and by all later ones together.
+    """
+
+    nbytes: int
+    bare: Sequence[Sample]
+    plain: Sequence[Sample]
+    verified: Sequence[Sample]
+    formed: tuple[int, int]
+
+
+def tp1(setting: Setting) -> Rounds:
+    """Receivers that hold the whole model each."""
+    return _rounds(setting, tp_size=1)
+
+
+def tp2(setting: Setting) -> Rounds:
+    """Receivers of two ranks, which keep their slices."""
+    return _rounds(setting, tp_size=2)
+
+
+def _rounds(setting: Setting, *, tp_size: int) -> Rounds:
+    with fleets.running(setting, fleets.model(setting), engines=RECEIVERS, tp_size=tp_size) as fleet:
+        # Of real bytes: memory that was never written is one page of zeros, and costs nothing to read.
+        flat = torch.cat([as_bytes(tensor) for tensor in fleet.source.weights.values()])
+        fleet.update()
+        first = _groups_formed(fleet)
+        sides = {
+            "bare": lambda: Sample(fleet.peers.broadcast(flat)),
+            "plain": lambda: _update(fleet, "none"),
+            "verified": lambda: _update(fleet, "expected"),
+        }
+        samples = interleaved(setting.rounds, sides)
+        return Rounds(fleet.source.nbytes, **samples, formed=(first, _groups_formed(fleet) - first))
+
+
+def _update(fleet: Running, verify: str) -> Sample:
+    with collectives.timed() as inside, peaks(fleet.engines) as extra:
+        update = fleet.update(verify=verify)
+    return Sample(update.total_s, _control_s(update, inside.seconds), max(extra))
+
+
+def _control_s(update: Update, inside_s: float) -> float:
+    """Receiving goes on from the last rank's first broadcast to its last copy; what the source spends outside of
+    broadcasts meanwhile is packing that was not overlapped."""
+    ranks = [rank.weights for stage in update.result.operation.stage_results for rank in stage.rank_results]
+    receiving_s = min(seconds(weights.transfer) + seconds(weights.load) for weights in ranks)
+    packing_s = update.result.transfer_s - inside_s
+    return update.total_s - (receiving_s - packing_s)
+
+
+def _groups_formed(fleet: Running) -> int:
+    made = fleet.client.operations(verb="InitWeightsUpdateGroup", page_size=1000)
+    return sum(operation.state == OPERATION_STATE_OK for operation in made)

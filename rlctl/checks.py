@@ -1,0 +1,307 @@
+"""What a request must satisfy before anything looks at the fleet. Pure: bad input never changes state.
+
+:func:`check` walks every message for enum values that this version does not know and then applies the rules of its
+type. Coordinator, stage and worker all call it, so that a request is refused with the same words wherever it enters.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.times import seconds
+from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
+
+MAX_TIMEOUT_S = 24 * 3600.0
+BACKENDS = ("gloo", "nccl")
+
+M = TypeVar("M", bound=Message)
+_RULES: dict[type[Message], Callable[..., None]] = {}
+
+
+def _rule(kind: type[M]) -> Callable[[Callable[[M], None]], Callable[[M], None]]:
+    def register(function: Callable[[M], None]) -> Callable[[M], None]:
+        _RULES[kind] = function
+        return function
+
+    return register
+
+
+def check(request: Message) -> None:
+    """Raise an :class:`rlctl.errors.RlctlError` that names the field, or return."""
+    _enums(request, "")
+    header = getattr(request, "header", None)
+    if header is not None:
+        if header.HasField("timeout"):
+            timeout_s(header.timeout, "header.timeout")
+        if header.request_id:
+            request_id(header.request_id, "header.request_id")
+    rule = _RULES.get(type(request))
+    if rule is not None:
+        rule(request)
+
+
+def timeout_s(value: Duration, field: str) -> float:
+    """Seconds of a duration that must be above zero and at most a day."""
+    given = seconds(value)
+    if not 0 < given <= MAX_TIMEOUT_S:
+        raise Reason.DEADLINE_INVALID.error(
+            f"{field} is {given:g} s; it must be above 0 and at most {MAX_TIMEOUT_S:g} s", field=field
+        )
+    return given
+
+
+def request_id(value: str, field: str) -> None:
+    """A request_id must be a UUIDv7: its time tells whether it is older than what is remembered."""
+    try:
+        version = uuid.UUID(value).version
+    except ValueError:
+        version = None
+    if version != 7 or str(uuid.UUID(value)) != value:  # in the one spelling by which it is remembered
+        raise Reason.FIELD_INVALID.error(
+            f"{field} {value!r} is not a UUIDv7 as RFC 9562 writes it, in lower case",
+            field=field,
+            next_step="Leave it empty, or make a UUIDv7 once per logical call.",
+        )
+
+
+def _enums(message: Message, path: str) -> None:
+    for descriptor in _fields_with_enums(message.DESCRIPTOR):
+        where = f"{path}{descriptor.name}"
+        value = getattr(message, descriptor.name)
+        if descriptor.enum_type is not None:
+            for number in value if descriptor.is_repeated else [value]:
+                if number not in descriptor.enum_type.values_by_number:
+                    raise Reason.UNKNOWN_ENUM_VALUE.error(
+                        f"{where} is {number}, which {descriptor.enum_type.full_name} does not have",
+                        field=where,
+                    )
+        elif descriptor.is_repeated:
+            for index, item in enumerate(value):
+                _enums(item, f"{where}[{index}].")
+        elif message.HasField(descriptor.name):
+            _enums(value, f"{where}.")
+
+
+@functools.cache
+def _fields_with_enums(kind: Descriptor) -> tuple[FieldDescriptor, ...]:
+    """Fields of a message that are enums or lead to some: the thousands of shapes in an update's buckets do not."""
+    return tuple(field for field in kind.fields if _leads_to_enum(field, set()))
+
+
+def _leads_to_enum(field: FieldDescriptor, seen: set[str]) -> bool:
+    inner = field.message_type
+    if inner is None:
+        return field.enum_type is not None
+    if inner.GetOptions().map_entry or inner.full_name in seen:
+        return False
+    seen.add(inner.full_name)
+    return any(_leads_to_enum(deeper, seen) for deeper in inner.fields)
+
+
+def _required(value: object, field: str) -> None:
+    if not value:
+        raise Reason.FIELD_REQUIRED.error(f"{field} is empty", field=field)
+
+
+def _invalid(message: str, field: str, next_step: str = "") -> RlctlError:
+    return Reason.FIELD_INVALID.error(message, field=field, next_step=next_step)
+
+
+def _unique(values: Sequence[object], field: str) -> None:
+    repeated = [value for value, count in Counter(values).items() if count > 1]
+    if repeated:
+        raise _invalid(f"{field} names {repeated[0]!r} more than once", field)
+
+
+@_rule(verbs_pb2.AbortRequestsRequest)
+def _abort(request: verbs_pb2.AbortRequestsRequest) -> None:
+    if request.abort_all and request.rids:
+        raise Reason.FIELD_CONFLICT.error("rids and abort_all exclude each other", field="rids")
+    if not request.abort_all:
+        _required(request.rids, "rids")
+
+
+@_rule(verbs_pb2.ReleaseMemoryRequest)
+def _release(request: verbs_pb2.ReleaseMemoryRequest) -> None:
+    _tags(request.tags)
+
+
+@_rule(verbs_pb2.ResumeMemoryRequest)
+def _resume(request: verbs_pb2.ResumeMemoryRequest) -> None:
+    _tags(request.tags)
+
+
+def _tags(tags: Sequence[int]) -> None:
+    if 0 in tags:
+        raise _invalid("tags holds an unspecified region", "tags")
+    _unique(list(tags), "tags")
+
+
+@_rule(verbs_pb2.FlushCacheRequest)
+def _flush(request: verbs_pb2.FlushCacheRequest) -> None:
+    if request.HasField("idle_timeout"):
+        timeout_s(request.idle_timeout, "idle_timeout")
+
+
+@_rule(verbs_pb2.UpdateWeightsFromDiskRequest)
+def _from_disk(request: verbs_pb2.UpdateWeightsFromDiskRequest) -> None:
+    _path(request.model_path, "model_path")
+    if request.header.target.slots or request.header.target.stages:
+        raise _invalid("an update reaches every stage of its model; name the model only", "header.target.slots")
+    _modules(request.target_modules)
+    _digest(request.expected_digest, "expected_digest")
+
+
+@_rule(verbs_pb2.InspectCheckpointRequest)
+def _inspect(request: verbs_pb2.InspectCheckpointRequest) -> None:
+    _path(request.model_path, "model_path")
+    _modules(request.target_modules)
+
+
+@_rule(verbs_pb2.PullWeightsRequest)
+def _pull(request: verbs_pb2.PullWeightsRequest) -> None:
+    _path(request.source_dir, "source_dir")
+    _path(request.local_checkpoint_dir, "local_checkpoint_dir")
+    _required(request.target_version, "target_version")
+
+
+def _path(value: str, field: str) -> None:
+    _required(value, field)
+    if "\0" in value:
+        raise _invalid(f"{field} holds a zero byte", field)
+
+
+def _modules(names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        _required(name, f"target_modules[{index}]")
+    _unique(names, "target_modules")
+
+
+@_rule(verbs_pb2.InitWeightsUpdateGroupRequest)
+def _init_group(request: verbs_pb2.InitWeightsUpdateGroupRequest) -> None:
+    _required(request.group_name, "group_name")
+    _required(request.master_address, "master_address")
+    if not 0 < request.master_port < 65536:
+        raise _invalid(f"master_port is {request.master_port}; it must be 1 to 65535", "master_port")
+    if request.backend not in BACKENDS:
+        raise _invalid(f"backend is {request.backend!r}; it must be one of {', '.join(BACKENDS)}", "backend")
+    if request.world_size < 2:
+        raise _invalid(f"world_size is {request.world_size}; a source and a rank make 2", "world_size")
+    if request.HasField("group_timeout"):
+        timeout_s(request.group_timeout, "group_timeout")
+
+
+@_rule(verbs_pb2.DestroyWeightsUpdateGroupRequest)
+def _destroy_group(request: verbs_pb2.DestroyWeightsUpdateGroupRequest) -> None:
+    _required(request.group_name, "group_name")
+
+
+@_rule(verbs_pb2.UpdateWeightsFromDistributedRequest)
+def _from_distributed(request: verbs_pb2.UpdateWeightsFromDistributedRequest) -> None:
+    _required(request.buckets, "buckets")
+    for index, bucket in enumerate(request.buckets):
+        path = f"buckets[{index}]"
+        _required(bucket.group_name or request.group_name, "group_name")
+        for name in ("names", "dtypes", "shapes"):
+            _required(getattr(bucket, name), f"{path}.{name}")
+        lengths = (len(bucket.names), len(bucket.dtypes), len(bucket.shapes))
+        if len(set(lengths)) != 1:
+            raise Reason.LENGTH_MISMATCH.error(
+                f"{path} has {lengths[0]} names, {lengths[1]} dtypes and {lengths[2]} shapes",
+                field=f"{path}.names",
+            )
+        for position, name in enumerate(bucket.names):
+            _required(name, f"{path}.names[{position}]")
+    _unique([name for bucket in request.buckets for name in bucket.names], "buckets.names")
+
+
+@_rule(verbs_pb2.UpdateWeightsFromTensorRequest)
+def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
+    if not request.engine_payloads:
+        _required(request.segments, "segments")
+    for index, segment in enumerate(request.segments):
+        path = f"segments[{index}]"
+        for name in ("node", "device", "size", "generation", "tensors"):
+            _required(getattr(segment, name), f"{path}.{name}")
+        handle = segment.WhichOneof("handle")
+        if handle is None:
+            raise Reason.FIELD_REQUIRED.error(f"{path} says not how to map it", field=f"{path}.handle")
+        _required(getattr(segment, handle), f"{path}.{handle}")
+        if handle == "cuda_ipc":
+            _required(segment.header_memory, f"{path}.header_memory")
+        if not segment.HasField("lease"):
+            raise Reason.FIELD_REQUIRED.error(f"{path} may be read for how long?", field=f"{path}.lease")
+        timeout_s(segment.lease, f"{path}.lease")
+
+
+@_rule(verbs_pb2.CheckWeightsRequest)
+def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
+    _digest(request.expected_digest, "expected_digest")
+
+
+def _digest(value: str, field: str) -> None:
+    if value and (len(value) != 64 or set(value) - set("0123456789abcdef")):
+        raise _invalid(f"{field} is not a SHA-256 in lower-case hex", field)
+
+
+@_rule(coordinator_pb2.RegisterStageRequest)
+def _register(request: coordinator_pb2.RegisterStageRequest) -> None:
+    registration = request.registration
+    for name in ("slot", "model", "address", "boot_id", "engine"):
+        _required(getattr(registration, name), f"registration.{name}")
+    _required(registration.layout.workers, "registration.layout.workers")
+    ranks = [worker.rank for worker in registration.layout.workers]
+    if ranks != list(range(len(ranks))):
+        raise _invalid(f"ranks are {ranks}; they must run from 0, in order", "registration.layout.workers")
+
+
+@_rule(update_pb2.BeginWeightUpdateRequest)
+def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
+    _required(request.model, "model")
+    _required(request.version, "version")
+    target = request.header.target
+    if target.slots or target.stages or target.model not in ("", request.model):
+        raise _invalid("an update reaches every stage of its model; leave the target empty", "header.target")
+    if request.HasField("lease_ttl"):
+        timeout_s(request.lease_ttl, "lease_ttl")
+
+
+@_rule(update_pb2.JoinWeightUpdateRequest)
+def _join_update(request: update_pb2.JoinWeightUpdateRequest) -> None:
+    _required(request.update_id, "update_id")
+
+
+@_rule(update_pb2.RetryWeightUpdateRequest)
+def _retry_update(request: update_pb2.RetryWeightUpdateRequest) -> None:
+    _required(request.update_id, "update_id")
+    _required(request.failed_attempt, "failed_attempt")
+
+
+@_rule(update_pb2.CommitWeightUpdateRequest)
+def _commit(request: update_pb2.CommitWeightUpdateRequest) -> None:
+    _required(request.update_id, "update_id")
+    _digest(request.expected_digest, "expected_digest")
+
+
+@_rule(update_pb2.AbortWeightUpdateRequest)
+def _abort_update(request: update_pb2.AbortWeightUpdateRequest) -> None:
+    _required(request.update_id, "update_id")
+
+
+@_rule(update_pb2.RenewLeaseRequest)
+def _renew(request: update_pb2.RenewLeaseRequest) -> None:
+    _required(request.update_id, "update_id")
+
+
+@_rule(coordinator_pb2.SetStageEnabledRequest)
+def _enabled(request: coordinator_pb2.SetStageEnabledRequest) -> None:
+    _required(request.slots, "slots")

@@ -1,0 +1,56 @@
+"""``rlctl down``: the end of a fleet that ``rlctl up`` started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import asdict
+
+import click
+
+from rlctl.cli import state
+from rlctl.cli.options import Command, pass_settings
+from rlctl.cli.output import View, show
+from rlctl.cli.settings import Settings
+from rlctl.cli.state import FleetState
+from rlctl.cli.tables import Table
+from rlctl.errors import Reason
+
+STOP_S = 60.0
+LOOK_S = 0.05
+
+
+@click.command(cls=Command)
+@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@pass_settings
+def down(settings: Settings, name: str) -> None:
+    """Take down a fleet that `up` started, detached or in another terminal, and wait until it is gone."""
+    running = state.read(name)
+    if running is None:
+        raise click.ClickException(f"no fleet {name!r} is up on this machine")
+    if not running.alive:
+        state.remove(name)
+        raise click.ClickException(
+            f"no fleet {name!r} is up on this machine: its supervisor {running.pid} ended without cleaning up; "
+            "its processes ended with it"
+        )
+    if settings.dry_run:
+        show(settings, _view(running))
+        settings.say("Nothing was done.")
+        return
+    settings.confirm(f"Take down fleet {name!r} ({len(running.processes)} processes at {running.endpoint})?")
+    os.kill(running.pid, signal.SIGTERM)
+    limit_s = settings.timeout_s or STOP_S
+    deadline = time.monotonic() + limit_s
+    while running.alive:
+        if time.monotonic() > deadline:
+            raise Reason.DEADLINE_EXCEEDED.error(f"supervisor {running.pid} did not end in {limit_s:g} s")
+        time.sleep(LOOK_S)
+    show(settings, _view(running))
+    settings.say(f"Fleet {name} is down.")
+
+
+def _view(stopped: FleetState) -> View:
+    rows = [[name, str(pid)] for name, pid in {**stopped.processes, "supervisor": stopped.pid}.items()]
+    return View(asdict(stopped), lambda _: [Table(("PROCESS", "PID"), rows)], lambda: list(stopped.processes))

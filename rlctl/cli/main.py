@@ -1,0 +1,267 @@
+"""The root command: finds subcommands by their words and imports a module only when its command is used.
+
+Commands are the entries of ``COMMANDS`` and the rows of the verb table.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from rlctl.cli.options import Command, global_options
+from rlctl.cli.settings import Settings
+from rlctl.version import __version__
+
+SECTIONS = FLEET, VERBS, GENERATION, TOOLS, SERVERS = (
+    "The fleet",
+    "Verbs",
+    "Generation",
+    "Tools",
+    "Servers (`up` starts them)",
+)
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("rlctl.cli.up", "Start a fleet on this machine."),
+    "down": ("rlctl.cli.down", "Take down a fleet that `up` started."),
+    "status": ("rlctl.cli.status", "Show models and stages; -w follows them."),
+    "get stages": ("rlctl.cli.get", "List the stages."),
+    "get models": ("rlctl.cli.get", "List the models."),
+    "get operations": ("rlctl.cli.get", "List operations, newest first."),
+    "get operation": ("rlctl.cli.get", "Show one operation."),
+    "operations": ("rlctl.cli.get", "List operations, newest first (as `get operations`)."),
+    "describe stage": ("rlctl.cli.describe", "Show everything about a stage."),
+    "describe model": ("rlctl.cli.describe", "Show everything about a model."),
+    "describe operation": ("rlctl.cli.describe", "Show everything about an operation."),
+    "enable": ("rlctl.cli.enable", "Let stages be routed to."),
+    "disable": ("rlctl.cli.enable", "Route nothing to stages."),
+    "heal": ("rlctl.cli.heal", "Bring stages to the published version without the trainer."),
+    "wait": ("rlctl.cli.wait", "Wait until stages are routable, or at a version."),
+    "cancel": ("rlctl.cli.cancel", "Give up an operation that has had no effect yet."),
+    "weights abort": ("rlctl.cli.weights", "End the open weight update of a model without a version."),
+    "generate": ("rlctl.cli.generate", "Generate from prompts."),
+    "demo": ("rlctl.cli.demo", "Train a tiny model by GRPO through a fleet on this machine."),
+    "explain": ("rlctl.cli.explain", "Explain a message, field, enum or RPC of the contract."),
+    "completion": ("rlctl.cli.completion", "Print the completion script of a shell."),
+    "version": ("rlctl.cli.version", "Print the versions of rlctl and of its contract."),
+    "coordinator": ("rlctl.cli.serve", "Run a coordinator."),
+    "stage": ("rlctl.cli.serve", "Run a stage server: rank 0 of one engine."),
+    "worker": ("rlctl.cli.serve", "Run a follower rank."),
+}
+"""Words of a command → (module that has it, one line of help). It is the module's attribute of that name, with
+underscores: ``get stages`` is ``get_stages``."""
+
+_SECTIONS = {
+    **dict.fromkeys(("generate", "demo"), GENERATION),
+    **dict.fromkeys(("explain", "completion", "version"), TOOLS),
+    **dict.fromkeys(("coordinator", "stage", "worker"), SERVERS),
+    **dict.fromkeys(("weights",), VERBS),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command that can be loaded.
+
+    Attributes:
+        words: what is typed after ``rlctl``.
+        section: where the root's help lists it.
+        help: one line.
+        load: imports or builds it.
+    """
+
+    words: str
+    section: str
+    help: str
+    load: Callable[[], click.Command]
+
+
+def entries() -> dict[str, Entry]:
+    """Every command by its words, read anew from ``COMMANDS`` and the verb table."""
+    from rlctl import verbs
+
+    found = {verb.cli: _verb_entry(verb) for verb in verbs.VERBS.values() if verb.cli and verb.fleet}
+    for words, (module, line) in COMMANDS.items():
+        found[words] = Entry(words, _SECTIONS.get(words.split()[0], FLEET), line, _loader(module, words))
+    return found
+
+
+def _loader(module: str, words: str) -> Callable[[], click.Command]:
+    def load() -> click.Command:
+        command: click.Command = getattr(importlib.import_module(module), words.replace(" ", "_"))
+        return command
+
+    return load
+
+
+def _verb_entry(verb: Any) -> Entry:
+    from rlctl.cli import verb as builder
+
+    return Entry(verb.cli, VERBS, builder.about(verb)[0], lambda: builder.VerbCommand(verb))
+
+
+class Words(click.Group):
+    """The commands whose words begin so; a further word that several share is a group."""
+
+    def __init__(self, prefix: str = "", **settings: Any) -> None:
+        super().__init__(**settings)
+        self.prefix = prefix
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Next words, in the order of the entries."""
+        del ctx
+        return list(self._below())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load the one that is used."""
+        del ctx
+        below = self._below().get(cmd_name)
+        if below is None:
+            return None
+        words = f"{self.prefix}{cmd_name}"
+        if len(below) == 1 and below[0].words == words:
+            return below[0].load()
+        return Words(f"{words} ", name=cmd_name, help=_list_of(words, below))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Words with their one line, by section."""
+        del ctx
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for word, below in self._below().items():
+            words = f"{self.prefix}{word}"
+            single = below[0].words == words
+            line = below[0].help if single else _list_of(words, below)
+            sections.setdefault(below[0].section if not self.prefix else "Commands", []).append((word, line))
+        for section in (*SECTIONS, "Commands"):
+            if section in sections:
+                with formatter.section(section):
+                    formatter.write_dl(sections[section])
+
+    def _below(self) -> dict[str, list[Entry]]:
+        below: dict[str, list[Entry]] = {}
+        for words, entry in entries().items():
+            if words.startswith(self.prefix):
+                below.setdefault(words.removeprefix(self.prefix).split()[0], []).append(entry)
+        return below
+
+
+def _list_of(words: str, below: Sequence[Entry]) -> str:
+    return ", ".join(entry.words.removeprefix(words).strip() for entry in below)
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. It ends a command as Ctrl-C does, with an exit code of its own."""
+
+
+class Root(Words):
+    """The root. Errors end in an exit code and a line on stderr that says what to do next."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line; in standalone mode exit with its code."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        settings = extra.setdefault("obj", Settings(arguments))
+
+        def run() -> Any:
+            return super(Root, self).main(arguments, prog_name or "rlctl", complete_var, False, **extra)
+
+        return _exit(settings, run) if standalone_mode else run()
+
+
+def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
+    from rlctl.errors import RlctlError
+
+    try:
+        code = run()
+        sys.stdout.flush()
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
+        from rlctl.cli.exits import Exit
+
+        terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
+        code = Exit.TERMINATED if terminated else Exit.INTERRUPTED
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _give_up(sys.stdout)
+        from rlctl.cli.failures import report_click
+
+        code = report_click(settings, click.ClickException(f"could not write: {error.strerror}"))
+    except click.ClickException as error:
+        from rlctl.cli.failures import report_click
+
+        settings.flags.setdefault("output", _output_given(settings.arguments))
+        code = report_click(settings, error)
+    except RlctlError as error:
+        from rlctl.cli.failures import report
+
+        code = report(settings, error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let go what a stream does not take; Python would try again at its end, and exit with 120."""
+    try:
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _output_given(arguments: Sequence[str]) -> str | None:
+    """The output format of a command line that could not be parsed."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("-o", "--output"):
+            return value if equals else next(iter(arguments[index + 1 :]), None)
+        if argument.startswith("-o") and len(argument) > 2:
+            return argument[2:]
+    return None
+
+
+@click.group(
+    "rlctl", cls=Root, params=[*global_options(root=True)], context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(__version__, message="rlctl %(version)s")
+def root() -> None:
+    """Control plane for RL post-training fleets: these weights, on every rank, verified, and only then generate.
+
+    Exit codes: 0 every target confirmed, 1 failed, 2 usage, 3 partial, 4 unknown, 5 coordinator unreachable, 6 timed
+    out, 7 precondition or fencing conflict, 130/143 signals.
+    """
+
+
+def main() -> None:
+    """Entry point."""
+
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        del number, frame
+        raise Terminated
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        root()
+    finally:
+        # Or Python ends with a collection over all that torch has imported: seconds on a busy machine.
+        gc.freeze()
+
+
+__all__ = ["COMMANDS", "Command", "entries", "main", "root"]

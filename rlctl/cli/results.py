@@ -1,0 +1,205 @@
+"""An operation as tables: a line for each stage, or for each rank with ``-o wide``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlctl.cli import data, text
+from rlctl.cli.output import View
+from rlctl.cli.tables import Table
+from rlctl.errors import InvalidRequest, NotFound, PreconditionFailed, Reason, Unsupported
+from rlctl.outcomes import acknowledged
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    STAGE_STATE_STALE,
+    Evidence,
+    Outcome,
+    StageState,
+    VerificationLevel,
+)
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_RUNNING,
+    ExcludedStage,
+    Operation,
+    OperationState,
+    RankResult,
+    StageResult,
+)
+from rlctl.verbs import VERBS
+
+_STAGE = ("SLOT", "OUTCOME", "STATE", "VERSION", "SEQ")
+_PROOF = ("EVIDENCE", "VERIFIED", "RANKS", "STEP", "ELAPSED")
+_RANK = ("SLOT", "RANK", "OUTCOME", "NODE", "DEVICE", "EVIDENCE", "STEP", "ELAPSED")
+_ANSWER = ("SLOT", "RANK", "OUTCOME", "VERSION", "SEQ")
+_OPTIONAL = frozenset({"ERROR", "WARNING", "VERIFIED"})
+
+
+def view(operation: Operation) -> View:
+    """An operation, as the verbs and ``get operation`` print it."""
+    return View(operation, lambda wide: _tables(operation, wide), lambda: [operation.operation_id])
+
+
+def summary(operation: Operation) -> str:
+    """One line for stderr."""
+    state = text.name_of(OperationState.DESCRIPTOR, operation.state)
+    if operation.validate_only:
+        return f"{operation.verb}: nothing was done; it would be sent to {len(operation.targets)} stages."
+    update = is_update(operation)
+    confirmed = sum(acknowledged(result, update=update) for result in operation.stage_results)
+    parts = [f"{operation.verb} {state}: {confirmed} of {len(operation.targets)} stages confirmed"]
+    if update and operation.weight_version.label:
+        parts.append(f"version {text.version(operation.weight_version)}")
+    if update and operation.HasField("pause_time"):
+        parts.append(f"paused {text.duration(operation.pause_time)}")
+    if operation.replayed:
+        parts.append("record of an earlier call")
+    if operation.state == OPERATION_STATE_RUNNING:
+        parts.append(f"follow it with `rlctl get operation {operation.operation_id}`")
+    return "; ".join(parts) + f". (operation {operation.operation_id})"
+
+
+def is_update(operation: Operation) -> bool:
+    """Whether the operation is a weight update, where a target that SKIPPED has not confirmed."""
+    return bool(operation.update_id) and operation.update_id == operation.operation_id
+
+
+def unconfirmed(operation: Operation) -> list[str]:
+    """Slots that did not confirm."""
+    update = is_update(operation)
+    return [result.slot for result in operation.stage_results if not acknowledged(result, update=update)]
+
+
+def retriable(operation: Operation) -> list[str]:
+    """Slots that did not confirm, but may when asked again as things are."""
+    update = is_update(operation)
+    return [
+        result.slot
+        for result in operation.stage_results
+        if not acknowledged(result, update=update) and not (result.outcome == OUTCOME_REJECTED and _lasting(result))
+    ]
+
+
+def _lasting(result: StageResult) -> bool:
+    """Whether what a stage refuses with would be the same the next time."""
+    reason = Reason.__members__.get(result.error.reason, Reason.INTERNAL)
+    return issubclass(reason.exception, (InvalidRequest, NotFound, PreconditionFailed, Unsupported))
+
+
+def stale(operation: Operation) -> list[str]:
+    """Slots whose weights are at no admitted version now."""
+    return [result.slot for result in operation.stage_results if result.state == STAGE_STATE_STALE]
+
+
+def _tables(operation: Operation, wide: bool) -> list[Table]:
+    if operation.validate_only:
+        rows = [(slot, "TARGET", "", "") for slot in operation.targets]
+        rows += [(out.slot, "EXCLUDED", _state(out.state), out.reason) for out in operation.excluded]
+        return [Table(("SLOT", "OUTCOME", "STATE", "ERROR"), sorted(rows), frozenset({"STATE", "ERROR"}))]
+    name = _data_of(operation)
+    if wide or name in data.PER_RANK:
+        return [_ranks(operation, name, wide=wide)]
+    return [_stages(operation, name)]
+
+
+def _stages(operation: Operation, name: str) -> Table:
+    reads = operation.verb in VERBS and not VERBS[operation.verb].mutating
+    proof = () if reads else _PROOF
+    columns = data.columns(name)
+    headers = (*_STAGE, *proof, *(column.header for column in columns), "WARNING", "ERROR")
+    rows = [
+        [
+            *_stage(result),
+            *(() if reads else _proof(result)),
+            *data.cells(name, result.rank_results),
+            text.error(result.warning),
+            text.error(result.error),
+        ]
+        for result in operation.stage_results
+    ]
+    rows += [_excluded(out, len(headers), by_rank=False) for out in operation.excluded]
+    return Table(headers, rows, _OPTIONAL | {column.header for column in columns if column.optional})
+
+
+def _ranks(operation: Operation, name: str, *, wide: bool) -> Table:
+    columns = data.columns(name)
+    about = _RANK if wide else _ANSWER
+    headers = (*about, *(column.header for column in columns), "ERROR")
+    rows = []
+    for result in operation.stage_results:
+        for rank in result.rank_results:
+            facts = _rank(result, rank) if wide else _answer(result, rank)
+            rows.append([*facts, *data.cells(name, [rank]), text.error(rank.error)])
+        if not result.rank_results:
+            blank = [""] * (len(headers) - 4)
+            rows.append([result.slot, "", _outcome(result), *blank, text.error(result.error)])
+    rows += [_excluded(out, len(headers), by_rank=True) for out in operation.excluded]
+    return Table(headers, rows, _OPTIONAL | {column.header for column in columns if column.optional})
+
+
+def _stage(result: StageResult) -> Iterator[str]:
+    yield result.slot
+    yield _outcome(result)
+    yield _state(result.state)
+    yield result.weight_version.label
+    yield text.sequence(result.weight_version)
+
+
+def _proof(result: StageResult) -> Iterator[str]:
+    ranks = result.rank_results
+    yield text.name_of(Evidence.DESCRIPTOR, result.evidence)
+    yield text.name_of(VerificationLevel.DESCRIPTOR, result.verified)
+    yield f"{sum(rank.outcome == OUTCOME_APPLIED for rank in ranks)}/{len(ranks)}" if ranks else ""
+    yield _steps(ranks)
+    yield text.duration(result.elapsed)
+
+
+def _rank(result: StageResult, rank: RankResult) -> Iterator[str]:
+    yield result.slot
+    yield str(rank.coordinates.rank)
+    yield text.name_of(Outcome.DESCRIPTOR, rank.outcome)
+    yield rank.coordinates.node
+    yield rank.coordinates.device
+    yield text.name_of(Evidence.DESCRIPTOR, rank.evidence)
+    yield str(rank.step) if rank.step else ""
+    yield text.duration(rank.elapsed)
+
+
+def _answer(result: StageResult, rank: RankResult) -> Iterator[str]:
+    yield result.slot
+    yield str(rank.coordinates.rank)
+    yield text.name_of(Outcome.DESCRIPTOR, rank.outcome)
+    yield result.weight_version.label
+    yield text.sequence(result.weight_version)
+
+
+def _steps(ranks: Sequence[RankResult]) -> str:
+    """The step that all ranks agree on, or each that there was."""
+    return text.joined(sorted({rank.step for rank in ranks if rank.step}))
+
+
+def _excluded(out: ExcludedStage, width: int, *, by_rank: bool) -> list[str]:
+    why = f"{_state(out.state)}: {out.reason}"
+    return (
+        [out.slot, "", "EXCLUDED", *[""] * (width - 4), why]
+        if by_rank
+        else ([out.slot, "EXCLUDED", *[""] * (width - 3), why])
+    )
+
+
+def _outcome(result: StageResult) -> str:
+    return text.name_of(Outcome.DESCRIPTOR, result.outcome)
+
+
+def _state(state: StageState.ValueType) -> str:
+    return text.name_of(StageState.DESCRIPTOR, state)
+
+
+def _data_of(operation: Operation) -> str:
+    """Field of RankResult that carries the verb's data: what the ranks sent, else what the table says."""
+    for result in operation.stage_results:
+        for rank in result.rank_results:
+            answered = rank.WhichOneof("data")
+            if answered is not None:
+                return str(answered)
+    return VERBS[operation.verb].data if operation.verb in VERBS else ""

@@ -1,0 +1,198 @@
+"""Stages and models as tables: what ``status``, ``get`` and ``describe`` print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl.cli import text
+from rlctl.cli.output import View
+from rlctl.cli.tables import Table, facts
+from rlctl.client.enums import short_name
+from rlctl.v1.common_pb2 import PauseMode, StageState, WorkerType
+from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Stage
+
+_STAGES = ("SLOT", "MODEL", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
+_STAGES_WIDE = (
+    *("SLOT", "MODEL", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD"),
+    *("ENABLED", "INCARNATION", "ENGINE", "ADDRESS", "ROLLOUT ADDRESS", "DIGEST", "WHY NOT"),
+)
+_MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
+_MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
+
+
+def stages_view(stages: Sequence[Stage]) -> View:
+    """Stages, a line each."""
+    return View(list(stages), lambda wide: [stages_table(stages, wide)], lambda: [_slot(stage) for stage in stages])
+
+
+def models_view(fleet: Fleet) -> View:
+    """Models, a line each."""
+    return View(
+        list(fleet.models), lambda wide: [models_table(fleet, wide)], lambda: [model.name for model in fleet.models]
+    )
+
+
+def fleet_view(fleet: Fleet, endpoint: str) -> View:
+    """The whole fleet."""
+
+    def tables(wide: bool) -> list[Table]:
+        about = f"Fleet at {endpoint}, epoch {fleet.header.fleet_epoch}"
+        models = models_table(fleet, wide)
+        if not fleet.stages:
+            return [facts([("Stages", "none is registered")], title=about)]
+        return [Table(models.headers, models.rows, models.optional, about), stages_table(fleet.stages, wide)]
+
+    return View(fleet, tables, lambda: [_slot(stage) for stage in fleet.stages])
+
+
+def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
+    """A line for each stage."""
+    rows = []
+    for stage in stages:
+        version = stage.report.weight_version
+        ranks = stage.report.ranks
+        row = [
+            _slot(stage),
+            stage.registration.model,
+            _state(stage),
+            text.yes(stage.routable),
+            version.label,
+            text.sequence(version),
+            f"{sum(rank.alive for rank in ranks)}/{len(ranks)}" if ranks else "",
+            text.duration(stage.last_heard) if stage.HasField("last_heard") else "",
+        ]
+        if wide:
+            row += [
+                text.yes(stage.enabled),
+                str(stage.incarnation),
+                stage.registration.engine,
+                stage.registration.address,
+                stage.registration.rollout_address,
+                stage.report.model_digest,
+            ]
+        rows.append([*row, why_not(stage)])
+    return Table(_STAGES_WIDE if wide else _STAGES, rows, frozenset({"WHY NOT"}), title)
+
+
+def models_table(fleet: Fleet, wide: bool) -> Table:
+    """A line for each model."""
+    rows = []
+    for model in fleet.models:
+        stages = [stage for stage in fleet.stages if stage.registration.model == model.name]
+        row = [
+            model.name,
+            model.latest.label,
+            text.sequence(model.latest),
+            model.model_digest,
+            text.yes(model.updatable),
+            str(len(stages)),
+            str(sum(stage.routable for stage in stages)),
+            model.update_id,
+        ]
+        if wide:
+            admitted = text.joined(text.version(version) for version in model.admitted)
+            row += [model.update_owner, admitted, str(model.trainer_incarnation), model.checkpoint]
+        rows.append(row)
+    return Table(_MODELS_WIDE if wide else _MODELS, rows, frozenset({"UPDATE", "OWNER"}))
+
+
+def why_not(stage: Stage) -> str:
+    """Why generation may not go there, when its state does not say it."""
+    if stage.routable or stage.not_routable == _state(stage):
+        return text.error(stage.quarantine)
+    return stage.not_routable
+
+
+def stage_view(stage: Stage) -> View:
+    """Everything about one stage."""
+    return View(stage, lambda _: _stage_tables(stage), lambda: [_slot(stage)], whole_ids=True)
+
+
+def model_view(model: Model, stages: Sequence[Stage]) -> View:
+    """Everything about one model."""
+
+    def tables(wide: bool) -> list[Table]:
+        about = facts(
+            [
+                ("Model", model.name),
+                ("Version", text.version(model.latest)),
+                ("Admitted", text.joined(text.version(version) for version in model.admitted)),
+                ("Digest", model.model_digest),
+                ("Checkpoint", model.checkpoint),
+                ("Updatable", text.yes(model.updatable)),
+                ("Open update", model.update_id),
+                ("Held by", model.update_owner),
+                ("Trainer incarnation", str(model.trainer_incarnation)),
+            ]
+        )
+        return [about, stages_table(stages, wide)] if stages else [about]
+
+    return View(model, tables, lambda: [model.name], whole_ids=True)
+
+
+def _stage_tables(stage: Stage) -> list[Table]:
+    registration, report, layout = stage.registration, stage.report, stage.registration.layout
+    about = facts(
+        [
+            ("Slot", registration.slot),
+            ("Model", registration.model),
+            ("Logical stage", registration.stage),
+            ("State", _state(stage)),
+            ("Routable", text.yes(stage.routable)),
+            ("Why not", why_not(stage)),
+            ("Enabled", text.yes(stage.enabled)),
+            ("Quarantine", text.error(stage.quarantine)),
+            ("Version", text.version(report.weight_version)),
+            ("Digest", report.model_digest),
+            ("Checkpoint", report.checkpoint),
+            ("Open update", report.update_id),
+            ("Staging", stage.staging_update_id),
+            ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
+            ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
+            ("Released", text.field(report, report.DESCRIPTOR.fields_by_name["released"])),
+            ("Serving lease", text.yes(report.lease_held)),
+            ("Incarnation", str(stage.incarnation)),
+            ("Boot id", registration.boot_id),
+            ("Address", registration.address),
+            ("Rollout address", registration.rollout_address),
+            ("Engine", registration.engine),
+            ("Worker type", short_name(WorkerType.DESCRIPTOR, registration.worker_type)),
+            ("Layout", f"TP {layout.tp_size}, PP {layout.pp_size}, DP {layout.dp_size}, EP {layout.ep_size}"),
+            ("Last heard", f"{text.duration(stage.last_heard)} ago" if stage.HasField("last_heard") else ""),
+        ]
+    )
+    return [about, _ranks(stage), _capabilities(registration.capabilities)]
+
+
+def _ranks(stage: Stage) -> Table:
+    rows = [
+        [
+            str(rank.coordinates.rank),
+            str(rank.coordinates.tp),
+            rank.coordinates.node,
+            rank.coordinates.device,
+            str(rank.pid or ""),
+            text.yes(rank.alive),
+            rank.reason,
+        ]
+        for rank in stage.report.ranks
+    ]
+    return Table(("RANK", "TP", "NODE", "DEVICE", "PID", "ALIVE", "WHY NOT"), rows, frozenset({"WHY NOT"}), "Ranks")
+
+
+def _capabilities(capabilities: Capabilities) -> Table:
+    shown = [
+        (field.name.replace("_", " ").capitalize(), text.field(capabilities, field).replace(",", ", "))
+        for field in capabilities.DESCRIPTOR.fields
+        if field.name != "unsupported"
+    ]
+    refused = [(f"No {name}", why) for name, why in sorted(capabilities.unsupported.items())]
+    return facts([*shown, *refused], title="Capabilities")
+
+
+def _slot(stage: Stage) -> str:
+    return stage.registration.slot
+
+
+def _state(stage: Stage) -> str:
+    return text.name_of(StageState.DESCRIPTOR, stage.state)

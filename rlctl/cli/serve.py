@@ -1,0 +1,218 @@
+"""``rlctl coordinator``, ``rlctl stage``, ``rlctl worker``: one server in the foreground, as launchers start them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlctl.cli.state import state_directory
+from rlctl.cli.types import pairs
+
+
+def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any."),
+        click.option(
+            "--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
+        ),
+        click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
+        click.option("--log-level", default="INFO", show_default=True, help="Level of the log on stderr."),
+        click.option("--end-with-parent", is_flag=True, help="End when standard input ends."),
+    )
+    return _with(command, options)
+
+
+def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option("--engine", default="torch", show_default=True, help="Engine plug-in."),
+        click.option("--model-path", required=True, help="Directory of the checkpoint."),
+        click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks."),
+        click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:N."),
+        click.option("--dtype", default="auto", show_default=True, help="Dtype to hold the weights in."),
+        click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in."),
+        click.option("--node", default=socket.gethostname, help="Name of this host, as others know it."),
+    )
+    return _with(command, options)
+
+
+def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """The command with the options, which help then lists in their order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option(
+    "--journal", default="", help="File of the journal.  [default: journal.db in the state directory of the fleet]"
+)
+@_server_options
+def coordinator(
+    journal: str, listen: str, token_file: str, insecure: bool, log_level: str, end_with_parent: bool
+) -> None:
+    """Run a coordinator."""
+    from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+    from rlctl.process import announce
+    from rlctl.transport.auth import load_token
+
+    path = Path(journal) if journal else state_directory() / "journal.db"
+    config = CoordinatorConfig(path, listen, load_token(file=token_file), insecure)
+
+    async def start() -> Callable[[], Any]:
+        server = CoordinatorServer(config)
+        await server.start()
+        announce("coordinator", address=server.address, pid=os.getpid())
+        return server.stop
+
+    _serve(start, log_level, end_with_parent)
+
+
+@click.command()
+@click.option("--slot", required=True, help="Stable name of the stage in the fleet.")
+@click.option("--model", default="actor", show_default=True, help="Model that it serves.")
+@click.option("--coordinator", default="", help="Address of the coordinator; without it one must attach by itself.")
+@click.option("--follower", "followers", multiple=True, help="Address of a follower's worker, in rank order.")
+@click.option("--rollout-listen", default="127.0.0.1:0", show_default=True, help="Address for generation.")
+@click.option("--advertise", default="", help="Host under which others reach this one.")
+@click.option("--weight-version", default="", help="Label of the model's first version.")
+@click.option("--frozen", is_flag=True, help="The model never receives weights.")
+@_engine_options
+@_server_options
+def stage(
+    slot: str,
+    model: str,
+    coordinator: str,
+    followers: tuple[str, ...],
+    rollout_listen: str,
+    advertise: str,
+    weight_version: str,
+    frozen: bool,
+    engine: str,
+    model_path: str,
+    tp_size: int,
+    device: str,
+    dtype: str,
+    options: tuple[str, ...],
+    node: str,
+    listen: str,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run a stage server: rank 0 of one engine."""
+    from rlctl.engine import EngineConfig
+    from rlctl.process import announce
+    from rlctl.stage.server import StageConfig, StageServer
+    from rlctl.transport.auth import load_token
+
+    config = StageConfig(
+        slot=slot,
+        model=model,
+        engine=engine,
+        engine_config=EngineConfig(model_path, 0, tp_size, node, device, dtype, pairs(options)),
+        followers=followers,
+        listen=listen,
+        rollout_listen=rollout_listen,
+        advertise=advertise,
+        coordinator=coordinator,
+        weight_version=weight_version,
+        frozen=frozen,
+        token=load_token(file=token_file),
+        insecure=insecure,
+    )
+
+    async def start() -> Callable[[], Any]:
+        server = StageServer(config)
+        await server.start()
+        announce("stage", address=server.address, rollout_address=server.rollout_address, pid=os.getpid())
+        return server.stop
+
+    _serve(start, log_level, end_with_parent)
+
+
+@click.command()
+@click.option("--rank", required=True, type=click.IntRange(1), help="Rank, 1 or more.")
+@_engine_options
+@_server_options
+def worker(
+    rank: int,
+    engine: str,
+    model_path: str,
+    tp_size: int,
+    device: str,
+    dtype: str,
+    options: tuple[str, ...],
+    node: str,
+    listen: str,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
+) -> None:
+    """Run a follower rank; its engine starts when rank 0 attaches, and it ends when rank 0 is gone."""
+    from rlctl.engine import EngineConfig
+    from rlctl.process import announce
+    from rlctl.transport.auth import load_token
+    from rlctl.worker.server import WorkerConfig, WorkerServer
+
+    config = WorkerConfig(
+        engine=engine,
+        engine_config=EngineConfig(model_path, rank, tp_size, node, device, dtype, pairs(options)),
+        listen=listen,
+        token=load_token(file=token_file),
+        insecure=insecure,
+    )
+
+    async def start() -> Callable[[], Any]:
+        server = WorkerServer(config)
+        address = await server.start()
+        announce("worker", address=address, pid=os.getpid())
+        abandoned.append(server.abandoned)
+        return server.stop
+
+    abandoned: list[asyncio.Event] = []
+    _serve(start, log_level, end_with_parent, abandoned)
+
+
+def _serve(
+    start: Callable[[], Any],
+    log_level: str,
+    end_with_parent: bool,
+    also_until: list[asyncio.Event] | None = None,
+) -> None:
+    """Start, wait for SIGTERM (or for one of the events that ``start`` appends), stop."""
+    from rlctl import loops, process
+    from rlctl.cli.exits import of_reason
+    from rlctl.errors import RlctlError
+
+    process.configure_logging(log_level)
+
+    async def main() -> None:
+        stop = process.stop_event()
+        if end_with_parent:
+            process.end_with_parent()
+        starting = asyncio.ensure_future(start())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        end = starting.result()
+        waits = [stopping, *(asyncio.ensure_future(event.wait()) for event in also_until or ())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await end()
+
+    try:
+        loops.run(main())
+    except RlctlError as error:
+        # One line, as launchers quote the last one of a log.
+        click.echo(str(error), err=True)
+        sys.exit(of_reason(error.reason))

@@ -1,0 +1,111 @@
+"""What is known on this machine about a fleet that ``rlctl up`` started: who supervises it and where it answers.
+
+A supervisor holds the lock of its state directory for as long as it lives, so that two never share one, and writes
+``fleet.json``. A pid alone proves nothing, as pids are used again: the file also says when that process started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STARTING, READY = "starting", "ready"
+
+
+def state_directory(name: str = "default") -> Path:
+    """Where a fleet's journal, logs and process ids are kept: XDG_STATE_HOME/rlctl/NAME."""
+    base = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
+    return Path(base) / "rlctl" / name
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """A supervised fleet.
+
+    Attributes:
+        name: the fleet's name.
+        pid: of its supervisor.
+        started: when that process started, as :func:`identity` tells it.
+        phase: STARTING or READY.
+        endpoint: address of the coordinator; "" until it is known.
+        directory: state directory: journal and logs.
+        processes: pids of what it started, by name.
+    """
+
+    name: str
+    pid: int
+    started: str
+    phase: str
+    endpoint: str
+    directory: str
+    processes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        return bool(self.started) and identity(self.pid) == self.started
+
+
+def read(name: str) -> FleetState | None:
+    """What the state file says; None when there is none that can be read."""
+    try:
+        found: dict[str, Any] = json.loads(_file(name).read_text())
+        return FleetState(**found)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write(state: FleetState) -> None:
+    """Replace the state file in one step."""
+    path = _file(state.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(dataclasses.asdict(state), indent=2))
+    fresh.replace(path)
+
+
+def remove(name: str) -> None:
+    """Remove the state file."""
+    _file(name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claimed(name: str) -> Iterator[None]:
+    """Hold the fleet's lock. Raises BlockingIOError when another process does."""
+    directory = state_directory(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def identity(pid: int) -> str:
+    """What tells a process from a later one with the same pid: when it started. "" when it does not run."""
+    try:
+        # The name may hold spaces and brackets: fields are counted after the last one. The 22nd is the start time in
+        # ticks since the boot.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else _started_by_ps(pid)
+    return "" if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+
+
+def _started_by_ps(pid: int) -> str:
+    """Start time on systems without /proc."""
+    command = ["ps", "-o", "lstart=", "-p", str(pid)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
+    ).stdout.strip()
+
+
+def _file(name: str) -> Path:
+    return state_directory(name) / "fleet.json"

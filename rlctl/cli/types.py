@@ -1,0 +1,81 @@
+"""Types of command-line values: durations, enums by their short names, NAME=VALUE pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+from google.protobuf.descriptor import EnumDescriptor
+
+from rlctl.client.enums import number, short_names
+from rlctl.errors import RlctlError
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:  # generic only in the newest releases
+    ParamType = click.ParamType
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
+
+
+class DurationType(ParamType):
+    """A time such as 30s, 500ms, 2m or 1h; a bare number is seconds. Converts to seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds, above zero."""
+        if isinstance(value, int | float):
+            return float(value)
+        match = _DURATION.fullmatch(str(value).strip())
+        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        if seconds <= 0:
+            self.fail(f"{value!r} is not a time above zero; write 500ms, 30s, 2m or 1h", param, ctx)
+        return seconds
+
+
+DURATION = DurationType()
+
+
+class EnumType(ParamType):
+    """A value of a protobuf enum by its short name ("retract") or its full one. Converts to its number."""
+
+    def __init__(self, enum: EnumDescriptor) -> None:
+        self.enum = enum
+        self.name = enum.name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The names, as in [abort|retract]."""
+        del param, ctx
+        return f"[{'|'.join(short_names(self.enum))}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        if isinstance(value, int):
+            return value
+        found = 0
+        with contextlib.suppress(RlctlError):
+            found = number(self.enum, value, self.name)
+        if not found:
+            self.fail(f"{value!r} is none of {', '.join(short_names(self.enum))}", param, ctx)
+        return found
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names that begin so."""
+        del ctx, param
+        return [CompletionItem(name) for name in short_names(self.enum) if name.startswith(incomplete)]
+
+
+def pairs(options: tuple[str, ...]) -> dict[str, str]:
+    """Settings given as NAME=VALUE. Raises click.BadParameter."""
+    pairs = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{option!r} is not NAME=VALUE", param_hint="--option")
+        pairs[name] = value
+    return pairs

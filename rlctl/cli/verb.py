@@ -1,0 +1,128 @@
+"""Commands of the verb table: a row and the descriptor of its request become a command, and nothing else is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rlctl import descriptors
+from rlctl.cli import fields, results
+from rlctl.cli.fields import Field
+from rlctl.cli.options import Command, global_options
+from rlctl.cli.output import show
+from rlctl.cli.session import connected, interruptible
+from rlctl.cli.settings import Settings
+from rlctl.errors import OperationFailed, Reason
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
+from rlctl.verbs import Verb
+
+SERVICES = ("CoordinatorService", "StageService")
+"""Where a verb's comment stands: at the coordinator, or for the steps of an update at the stage."""
+
+
+class VerbCommand(Command):
+    """A verb. Its help is the RPC's comment."""
+
+    def __init__(self, verb: Verb) -> None:
+        self.verb = verb
+        self.text, self.answers = about(verb)
+        params = targeting()
+        taken = {name for param in (*params, *global_options()) for name in param.opts} | {"--help"}
+        self.fields = fields.fields_of(verb.request.DESCRIPTOR, taken)
+        super().__init__(
+            verb.cli.split()[-1],
+            params=[*map(fields.option, self.fields), *params],
+            callback=self._run,
+            help=self.text,
+            short_help=self.text,
+        )
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The comment: what it does, then its answers."""
+        del ctx
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(self.text)
+        with formatter.section(f"Contract of {self.verb.name}"):
+            formatter.write_dl(list(self.answers.items()))
+
+    def _run(self, **values: Any) -> None:
+        settings = click.get_current_context().find_object(Settings)
+        assert settings is not None
+        call(settings, self.verb, self.fields, values)
+
+
+def about(verb: Verb) -> tuple[str, dict[str, str]]:
+    """(what a verb does, its answers) from the comment of its RPC, or else from that of its request message."""
+    for service in SERVICES:
+        text, answers = descriptors.rpc(service, verb.name)
+        if text:
+            break
+    else:
+        text, answers = descriptors.summary(verb.request.DESCRIPTOR.full_name), {}
+    return text if verb.implemented else f"{text} (not implemented yet)", answers
+
+
+def targeting() -> list[click.Parameter]:
+    """What every verb takes beside its own fields."""
+    return [
+        click.Option(["--model"], default="", metavar="NAME", help="Only the stages of this model."),
+        click.Option(["--slot", "slots"], multiple=True, metavar="SLOT", help="Only this stage.  [repeatable]"),
+        click.Option(
+            ["--stage", "stages"],
+            multiple=True,
+            metavar="NAME",
+            help="Only this logical stage of a pipeline, all its replicas.  [repeatable]",
+        ),
+        click.Option(
+            ["--request-id"],
+            default="",
+            metavar="UUIDv7",
+            help="Repeat an earlier call: it runs at most once.  [default: a new one]",
+        ),
+    ]
+
+
+def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str, Any]) -> None:
+    """Send one verb, print its operation. Raises OperationFailed when it did not end OK."""
+    from rlctl.ports import new_uuid7
+
+    request = verb.request()
+    for field in options:
+        fields.assign(request, field, values[field.parameter])
+    mutates = verb.mutates(request)
+    if mutates and verb.reads_if is not None and not settings.dry_run:
+        settings.confirm(f"This {verb.cli} changes the stages. Go on?")
+    settings.request_id = values["request_id"] or new_uuid7()
+    settings.mutating = mutates and not settings.dry_run
+    if settings.verbose:
+        settings.say(f"request_id {settings.request_id}")
+
+    def farewell() -> None:
+        if settings.mutating:
+            click.echo(
+                f"\nStopped waiting; what was sent goes on. request_id: {settings.request_id}\n"
+                f"  How it stands: rlctl get operation {settings.request_id}\n"
+                f"  Wait for it again: {settings.command(request_id=settings.request_id)}",
+                err=True,
+            )
+
+    with connected(settings) as fleet, interruptible(farewell):
+        operation = fleet.call(
+            request,
+            model=values["model"],
+            slots=values["slots"],
+            stages=values["stages"],
+            timeout_s=settings.timeout_s,
+            request_id=settings.request_id,
+            validate_only=settings.dry_run,
+            check=False,
+        )
+    show(settings, results.view(operation))
+    if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_RUNNING):
+        raise OperationFailed(operation)
+    if mutates:
+        settings.say(results.summary(operation))
+        if slots := results.stale(operation):
+            settings.say(f"STALE: {', '.join(slots)}. {Reason.WEIGHTS_STALE.next_step}")

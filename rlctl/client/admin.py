@@ -1,0 +1,205 @@
+"""The admin half of the SDK: the table's verbs, the fleet, its operations. For asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypedDict, Unpack
+
+from google.protobuf.message import Message
+
+from rlctl.client.connection import Connection
+from rlctl.client.enums import number
+from rlctl.errors import OperationFailed
+from rlctl.times import duration
+from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
+from rlctl.v1.fleet_pb2 import Fleet, FleetEvent
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation, OperationState
+from rlctl.verbs import of_request
+
+READ_S = 30.0
+ABORT_S = 60.0
+HEAL_S = 300.0
+
+
+class Targets(TypedDict, total=False):
+    """What every verb takes: its targets and how to call it."""
+
+    model: str
+    slots: Sequence[str]
+    stages: Sequence[str]
+    timeout_s: float | None
+    request_id: str
+    validate_only: bool
+    check: bool
+
+
+class AsyncAdmin:
+    """Administers a fleet through its coordinator.
+
+    Verbs return the ``Operation`` when every target confirmed and raise :class:`rlctl.errors.OperationFailed`, which
+    carries it, when not. ``model``, ``slots`` and ``stages`` name the targets; none of them: every stage.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    # Verbs.
+
+    async def call(
+        self,
+        request: Message,
+        *,
+        model: str = "",
+        slots: Sequence[str] = (),
+        stages: Sequence[str] = (),
+        timeout_s: float | None = None,
+        request_id: str = "",
+        validate_only: bool = False,
+        check: bool = True,
+    ) -> Operation:
+        """Carry out any verb of the table from its request message.
+
+        ``timeout_s`` bounds the operation (the verb's default if None), ``request_id`` makes a repeat return the
+        recorded result, ``check=False`` returns operations that did not end OK instead of raising.
+        """
+        verb = of_request(request)
+        header: common_pb2.RequestHeader = request.header  # type: ignore[attr-defined]
+        if model or slots or stages:
+            header.target.CopyFrom(common_pb2.Target(model=model, slots=slots, stages=stages))
+        if timeout_s is not None:
+            header.timeout.CopyFrom(duration(timeout_s))
+        header.request_id = request_id or header.request_id
+        header.validate_only = validate_only
+        wait_s = verb.deadline_s if timeout_s is None else max(0.0, timeout_s)
+        operation: Operation = await self.connection.call(verb.name, request, wait_s)
+        if check and operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_RUNNING):
+            raise OperationFailed(operation)
+        return operation
+
+    async def pause_generation(self, mode: str = "abort", **targets: Unpack[Targets]) -> Operation:
+        """Stop generation. Modes: abort, retract, in_place, drain."""
+        value = number(common_pb2.PauseMode.DESCRIPTOR, mode, "mode")
+        return await self.call(verbs_pb2.PauseGenerationRequest(mode=value), **targets)  # type: ignore[arg-type]
+
+    async def continue_generation(self, **targets: Unpack[Targets]) -> Operation:
+        """Start generation again."""
+        return await self.call(verbs_pb2.ContinueGenerationRequest(), **targets)
+
+    async def abort_requests(
+        self, rids: Sequence[str] = (), *, abort_all: bool = False, **targets: Unpack[Targets]
+    ) -> Operation:
+        """End requests early; they return what they have."""
+        return await self.call(verbs_pb2.AbortRequestsRequest(rids=rids, abort_all=abort_all), **targets)
+
+    async def flush_cache(self, *, idle_timeout_s: float | None = None, **targets: Unpack[Targets]) -> Operation:
+        """Empty the KV caches."""
+        wait = None if idle_timeout_s is None else duration(idle_timeout_s)
+        return await self.call(verbs_pb2.FlushCacheRequest(idle_timeout=wait), **targets)
+
+    async def release_memory(self, tags: Sequence[str] = (), **targets: Unpack[Targets]) -> Operation:
+        """Give memory regions back: kv_cache, weights, cuda_graph; none named: all."""
+        return await self.call(verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags)), **targets)
+
+    async def resume_memory(self, tags: Sequence[str] = (), **targets: Unpack[Targets]) -> Operation:
+        """Allocate memory regions again."""
+        return await self.call(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)), **targets)
+
+    async def check_weights(
+        self,
+        action: str = "checksum",
+        *,
+        expected_digest: str = "",
+        per_tensor: bool = False,
+        **targets: Unpack[Targets],
+    ) -> Operation:
+        """Digest weights. Actions: checksum, snapshot, reset_tensors, compare."""
+        request = verbs_pb2.CheckWeightsRequest(
+            action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]
+            expected_digest=expected_digest,
+            per_tensor=per_tensor,
+        )
+        return await self.call(request, **targets)
+
+    async def update_weights_from_disk(
+        self,
+        model_path: str,
+        *,
+        version: str = "",
+        options: verbs_pb2.UpdateOptions | None = None,
+        expected_digest: str = "",
+        **targets: Unpack[Targets],
+    ) -> Operation:
+        """Every target reads a checkpoint; a whole update in one call. ``model_path`` is as the engines see it."""
+        request = verbs_pb2.UpdateWeightsFromDiskRequest(
+            model_path=model_path, weight_version=version, options=options, expected_digest=expected_digest
+        )
+        return await self.call(request, **targets)
+
+    # The fleet and its operations.
+
+    async def status(self, model: str = "") -> Fleet:
+        """The fleet as the coordinator sees it now."""
+        fleet: Fleet = await self.connection.call("GetFleet", coordinator_pb2.GetFleetRequest(model=model), READ_S)
+        return fleet
+
+    async def watch(self, model: str = "") -> AsyncIterator[FleetEvent]:
+        """A snapshot of the fleet, then every change."""
+        async for event in self.connection.stream("WatchFleet", coordinator_pb2.WatchFleetRequest(model=model)):
+            yield event
+
+    async def operation(self, operation_id: str) -> Operation:
+        """One operation as it stands."""
+        request = coordinator_pb2.GetOperationRequest(operation_id=operation_id)
+        operation: Operation = await self.connection.call("GetOperation", request, READ_S)
+        return operation
+
+    async def operations(self, *, verb: str = "", state: str = "", page_size: int = 50) -> list[Operation]:
+        """The newest operations, newest first. States: running, ok, partial, failed, unknown, cancelled."""
+        value = number(OperationState.DESCRIPTOR, state, "state")
+        request = coordinator_pb2.ListOperationsRequest(verb=verb, state=value, page_size=page_size)  # type: ignore[arg-type]
+        return list((await self.connection.call("ListOperations", request, READ_S)).operations)
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        """Give up an operation where it has not started."""
+        request = coordinator_pb2.CancelOperationRequest(operation_id=operation_id)
+        operation: Operation = await self.connection.call("CancelOperation", request, READ_S)
+        return operation
+
+    async def abort_update(self, update_id: str, *, reason: str = "") -> Operation:
+        """End an open weight update without a version, whoever holds it. Targets past their first byte are DIRTY."""
+        request = update_pb2.AbortWeightUpdateRequest(update_id=update_id, reason=reason)
+        operation: Operation = await self.connection.call("AbortWeightUpdate", request, ABORT_S)
+        return operation
+
+    async def heal(
+        self,
+        slots: Sequence[str] = (),
+        *,
+        checkpoint: str = "",
+        timeout_s: float | None = None,
+        validate_only: bool = False,
+        check: bool = True,
+    ) -> Operation:
+        """Bring stages to the published version without the trainer; none named: every one that is STALE or DIRTY.
+
+        ``checkpoint``: read this directory, as the engines see it, instead of the version's own.
+        """
+        request = coordinator_pb2.HealStageRequest(slots=slots, checkpoint=checkpoint)
+        request.header.validate_only = validate_only
+        if timeout_s is not None:
+            request.header.timeout.CopyFrom(duration(timeout_s))
+        operation: Operation = await self.connection.call("HealStage", request, timeout_s or HEAL_S)
+        if check and operation.state != OPERATION_STATE_OK:
+            raise OperationFailed(operation)
+        return operation
+
+    async def set_enabled(self, slots: Sequence[str], enabled: bool, *, validate_only: bool = False) -> Fleet:
+        """Let stages be routed to, or not."""
+        request = coordinator_pb2.SetStageEnabledRequest(slots=slots, enabled=enabled)
+        request.header.validate_only = validate_only
+        fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
+        return fleet
+
+
+def _tags(tags: Sequence[str]) -> Any:
+    return [number(common_pb2.MemoryTag.DESCRIPTOR, tag, "tags") for tag in tags]

@@ -1,0 +1,169 @@
+"""The SDK for asyncio. :mod:`rlctl.client.fleet` is the same for blocking code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+
+from rlctl.client.admin import AsyncAdmin
+from rlctl.client.connection import Connection
+from rlctl.client.generation import Generator, build_request
+from rlctl.transport.auth import load_token
+from rlctl.v1.rollout_pb2 import GenerateResponse
+
+if TYPE_CHECKING:
+    from rlctl.client.publisher import AsyncPublisher
+
+CONNECT_S = 10.0
+GENERATE_S = 600.0
+
+
+class Sampling(TypedDict, total=False):
+    """The fields of SamplingParams (rollout.proto), where their meaning and defaults stand."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    no_stop_trim: bool
+    n: int
+    seed: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+
+
+class Generating(Sampling, total=False):
+    """What :meth:`AsyncFleet.generate` takes beside the prompt."""
+
+    model: str
+    rid: str
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    min_version_seq: int
+    timeout_s: float
+
+
+async def connect(address: str, *, token: str | None = None, timeout_s: float = CONNECT_S) -> AsyncFleet:
+    """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
+
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE.
+    """
+    connection = Connection(address, token if token is not None else load_token())
+    try:
+        await connection.ready(timeout_s)
+    except BaseException:
+        await connection.close()
+        raise
+    return AsyncFleet(connection)
+
+
+class AsyncFleet(AsyncAdmin):
+    """A fleet: its admin verbs (:class:`rlctl.client.admin.AsyncAdmin`), generation, and publishers of weights."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._generator = Generator(connection)
+
+    async def __aenter__(self) -> Self:
+        """Use it as a context manager to close it."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._generator.close()
+        await self.connection.close()
+
+    def publisher(self, model: str, **settings: Any) -> AsyncPublisher:
+        """What sends a model's weights from this process; see :class:`rlctl.client.publisher.AsyncPublisher`."""
+        from rlctl.client.publisher import AsyncPublisher  # loads torch
+
+        return AsyncPublisher(self, model, **settings)
+
+    # Generation.
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        rid: str = "",
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int = 0,
+        min_version_seq: int = 0,
+        timeout_s: float = GENERATE_S,
+        **sampling: Unpack[Sampling],
+    ) -> GenerateResponse:
+        """Generate on a routable stage. ``sampling`` are the fields of SamplingParams: max_new_tokens, n, stop, ...
+
+        ``prompt`` is text or token ids. Raises MODEL_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within
+        ``timeout_s``.
+        """
+        request = build_request(
+            prompt,
+            sampling,
+            model=model,
+            rid=rid,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            min_version_seq=min_version_seq,
+        )
+        return await self._generator.generate(request, timeout_s)
+
+    async def generate_batch(
+        self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Generating]
+    ) -> list[GenerateResponse]:
+        """:meth:`generate` for every prompt, side by side; results in the prompts' order.
+
+        With a ``seed``, prompt i gets ``seed + i``: equal prompts are sampled independently, and the batch repeatably.
+        """
+        requests: list[Generating] = [settings.copy() for _ in prompts]
+        for index, request in enumerate(requests):
+            if "seed" in request:
+                request["seed"] += index
+        calls = [self.generate(prompt, **request) for prompt, request in zip(prompts, requests, strict=True)]
+        return list(await asyncio.gather(*calls))
+
+    async def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        rid: str = "",
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int = 0,
+        min_version_seq: int = 0,
+        timeout_s: float = GENERATE_S,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """As :meth:`generate`, but yields what is new as it comes."""
+        request = build_request(
+            prompt,
+            sampling,
+            model=model,
+            rid=rid,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            min_version_seq=min_version_seq,
+        )
+        async for response in self._generator.stream(request, timeout_s):
+            yield response

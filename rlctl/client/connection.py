@@ -1,0 +1,85 @@
+"""One connection to a coordinator: calls with a deadline, retried where that is safe, failing with typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import new_uuid7
+from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.status import from_grpc
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+REPLY_S = 5.0
+"""Waited longer than the operation's own timeout, so that its outcome, UNKNOWN included, comes from the coordinator."""
+
+RETRY_S = (0.1, 0.2, 0.5, 1.0)
+
+
+class Connection:
+    """Calls one coordinator."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self.address = address
+        self.token = token
+        self._channel = open_channel(address)
+        self._stub: Any = CoordinatorServiceStub(self._channel)
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the coordinator can be reached. Raises UNREACHABLE."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise Reason.UNREACHABLE.error(
+                f"no coordinator answers at {self.address}", next_step="Is it up? `rlctl up` starts a fleet."
+            ) from None
+
+    async def call(self, method: str, request: Message, timeout_s: float) -> Any:
+        """One RPC. A call that may not have got through is repeated under the same request_id until the time is up.
+
+        A request that has a header gets a request_id, made once, if it has none; reads may always be repeated.
+        """
+        header = getattr(request, "header", None)
+        if header is not None and not header.request_id:
+            header.request_id = new_uuid7()
+        deadline = asyncio.get_running_loop().time() + timeout_s + REPLY_S
+        tries = 0
+        while True:
+            remaining = deadline - asyncio.get_running_loop().time()
+            try:
+                return await getattr(self._stub, method)(request, timeout=remaining, metadata=bearer(self.token))
+            except grpc.aio.AioRpcError as error:
+                failure = from_grpc(error)
+            pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
+            if not _repeatable(failure) or remaining < pause:
+                raise failure
+            await asyncio.sleep(pause)
+            tries += 1
+
+    async def stream(self, method: str, request: Message) -> AsyncIterator[Any]:
+        """A server-streaming RPC."""
+        call = getattr(self._stub, method)(request, metadata=bearer(self.token))
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_grpc(error) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+def _repeatable(error: RlctlError) -> bool:
+    """Whether a call failed on the way: our own refusals have another outcome."""
+    return error.reason is Reason.UNREACHABLE and error.outcome == OUTCOME_UNKNOWN

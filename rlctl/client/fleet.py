@@ -1,0 +1,148 @@
+"""The SDK for blocking code: every method of :class:`rlctl.client.aio.AsyncFleet`, run on a background loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from rlctl.client import aio
+from rlctl.client.aio import AsyncFleet
+from rlctl.loops import LoopThread
+
+if TYPE_CHECKING:
+    from rlctl.client.publisher import Publisher
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def connect(address: str, *, token: str | None = None, timeout_s: float = aio.CONNECT_S) -> Fleet:
+    """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
+
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE.
+    """
+    loop = LoopThread("rlctl client")
+    try:
+        return Fleet(loop.call(aio.connect(address, token=token, timeout_s=timeout_s)), loop)
+    except BaseException:
+        loop.stop()
+        raise
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncFleet, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Fleet, P], R]:
+    @functools.wraps(method)
+    def call(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.loop.call(method(self.aio, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncFleet, P], AsyncIterator[R]],
+) -> Callable[Concatenate[Fleet, P], Generator[R, None, None]]:
+    @functools.wraps(method)
+    def call(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> Generator[R, None, None]:
+        items: _Items[R] = _Items(method(self.aio, *args, **kwargs))
+        try:
+            while True:
+                try:
+                    yield self.loop.call(items.step())
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.loop.call(items.close())
+
+    return call
+
+
+class _Items(Generic[R]):
+    """An asynchronous iterator on the background loop, stepped from another thread that may be interrupted."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self._stepping: asyncio.Task[Any] | None = None
+
+    async def step(self) -> R:
+        self._stepping = asyncio.current_task()
+        try:
+            item: R = await anext(self._items)
+            return item
+        finally:
+            self._stepping = None
+
+    async def close(self) -> None:
+        # An interrupt may leave a step behind that nobody waits for; the iterator cannot be closed while it runs.
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.wait({self._stepping})
+        await self._items.aclose()
+
+
+class Fleet:
+    """A fleet, through its coordinator. See :class:`rlctl.client.aio.AsyncFleet` for every method.
+
+    Safe to use from several threads. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, fleet: AsyncFleet, loop: LoopThread) -> None:
+        self.aio = fleet
+        self.loop = loop
+
+    def __enter__(self) -> Self:
+        """Use it as a context manager to close it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the background loop."""
+        self.loop.call(self.aio.close())
+        self.loop.stop()
+
+    call = _blocking(AsyncFleet.call)
+    pause_generation = _blocking(AsyncFleet.pause_generation)
+    continue_generation = _blocking(AsyncFleet.continue_generation)
+    abort_requests = _blocking(AsyncFleet.abort_requests)
+    flush_cache = _blocking(AsyncFleet.flush_cache)
+    release_memory = _blocking(AsyncFleet.release_memory)
+    resume_memory = _blocking(AsyncFleet.resume_memory)
+    check_weights = _blocking(AsyncFleet.check_weights)
+    update_weights_from_disk = _blocking(AsyncFleet.update_weights_from_disk)
+    generate = _blocking(AsyncFleet.generate)
+    generate_batch = _blocking(AsyncFleet.generate_batch)
+    generate_stream = _iterating(AsyncFleet.generate_stream)
+    status = _blocking(AsyncFleet.status)
+    watch = _iterating(AsyncFleet.watch)
+    operation = _blocking(AsyncFleet.operation)
+    operations = _blocking(AsyncFleet.operations)
+    cancel_operation = _blocking(AsyncFleet.cancel_operation)
+    abort_update = _blocking(AsyncFleet.abort_update)
+    heal = _blocking(AsyncFleet.heal)
+    set_enabled = _blocking(AsyncFleet.set_enabled)
+
+    def publisher(self, model: str, **settings: Any) -> Publisher:
+        """What sends a model's weights from this process; see :class:`rlctl.client.publisher.Publisher`."""
+        from rlctl.client.publisher import Publisher  # loads torch
+
+        return Publisher(self.aio.publisher(model, **settings), self.loop)
+
+
+def publisher(fleet: Fleet | None, model: str, **settings: Any) -> Publisher:
+    """What sends a model's weights from this process; ``fleet`` is None at trainer ranks other than 0.
+
+    ``settings`` are those of :class:`rlctl.client.publisher.AsyncPublisher`.
+    """
+    from rlctl.client.publisher import AsyncPublisher, Publisher  # loads torch
+
+    if fleet is not None:
+        return fleet.publisher(model, **settings)
+    return Publisher(AsyncPublisher(None, model, **settings), LoopThread("rlctl publisher"), owns_loop=True)

@@ -1,0 +1,82 @@
+"""A trainer rank's side of an update that its lead runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from rlctl.client.part import Part, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.trainer import Lead
+from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.trainer_pb2 import Offer, Sent, Shipment
+from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.source import WeightSource
+
+
+async def follow(lead: Lead, part: Part, source: WeightSource, version: str, update: int) -> tuple[Operation, Sent]:
+    """Take part in the lead's update number ``update``: (the operation as it ended, what this rank sent).
+
+    Raises what this rank failed with, what the lead says, or TRAINER_RANK_LOST.
+    """
+    sent, number = Sent(), 0
+    attempt: asyncio.Task[Sent] | None = None
+    shipped: asyncio.Future[None] | None = None
+
+    async def ship(segments: Sequence[TensorSegment]) -> None:
+        nonlocal shipped
+        shipped = asyncio.get_running_loop().create_future()
+        lead.say(update, number, shipment=Shipment(segments=segments))
+        await shipped
+
+    offer = Offer(version=version)
+    hearing = asyncio.create_task(lead.hear(update))
+    try:
+        if part.source is not None:
+            offer.CopyFrom(describe(source, version, part.source))
+        lead.say(update, 0, offer=offer)
+        while True:
+            await asyncio.wait({hearing, *([attempt] if attempt else [])}, return_when=asyncio.FIRST_COMPLETED)
+            if attempt is not None and attempt.done():
+                failure, ended = attempt.exception(), attempt
+                attempt = None
+                if failure is None:
+                    sent = ended.result()
+                    lead.say(update, number, sent=sent)
+                elif cut_off(failure):
+                    lead.say(update, number, failed=detail(failure))  # the lead may try again
+                else:
+                    raise failure
+            if not hearing.done():
+                continue
+            said = hearing.result()
+            hearing = asyncio.create_task(lead.hear(update))
+            match said.WhichOneof("message"):
+                case "attempt":
+                    number = said.attempt.number
+                    attempt = asyncio.create_task(part.attempt(source, said.attempt, ship))
+                case "shipped":
+                    if shipped is not None and not shipped.done():
+                        if said.shipped.HasField("error"):
+                            # As a group that failed: the lead may try again.
+                            why = f"what was shared was not taken in: {said.shipped.error.message}"
+                            shipped.set_exception(Reason.GROUP_FAILED.error(why))
+                        else:
+                            shipped.set_result(None)
+                case "stop":
+                    await stopped(attempt)
+                    attempt = None
+                    lead.say(update, number, failed=said.stop)
+                case "failed":
+                    raise from_detail(said.failed)
+                case "ended":
+                    refuse_unpublished(said.ended)
+                    return said.ended, sent
+    except BaseException as error:
+        with contextlib.suppress(RlctlError):
+            lead.say(update, number, failed=detail(error))
+        raise
+    finally:
+        await stopped(attempt)
+        hearing.cancel()

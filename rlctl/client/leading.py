@@ -1,0 +1,331 @@
+"""The lead's side of an update: from the sources' offers to the coordinator's answer, attempt by attempt.
+
+Trainer rank 0 opens the update with the coordinator, has every source join its group and send, commits, and tells the
+other trainer ranks how it ended. A trainer of one process is a lead without members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from rlctl.client.admin import AsyncAdmin
+from rlctl.client.part import STOP_S, Part, Ship, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.trainer import Members
+from rlctl.client.wire import Offered, combined, fit, in_one_order, shared_devices
+from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.ports import new_uuid7
+from rlctl.times import duration, seconds
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.trainer_pb2 import Attempt, JoinResponse, Sent, Shipped
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_BROADCAST,
+    AbortWeightUpdateRequest,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitWeightUpdateRequest,
+    RenewLeaseRequest,
+    RetryWeightUpdateRequest,
+    Trainer,
+)
+from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights import buckets
+from rlctl.weights.buckets import Bucket
+from rlctl.weights.rendezvous import GroupStore
+from rlctl.weights.source import WeightSource
+from rlctl.weights.tensors import TensorMeta, from_proto
+
+ABORT_S = 60.0
+
+
+class Leading:
+    """Runs the updates of one model, one after the other."""
+
+    def __init__(
+        self,
+        fleet: AsyncAdmin,
+        model: str,
+        part: Part,
+        members: Members,
+        *,
+        host: str,
+        trainer: Trainer,
+        bucket_bytes: int,
+    ) -> None:
+        """``part``: this process's own; ``host``: address at which new groups meet."""
+        self._fleet = fleet
+        self._model = model
+        self._part = part
+        self._members = members
+        self._host = host
+        self._trainer = trainer
+        self._bucket_bytes = bucket_bytes
+        self._update = 0
+        self._reference: tuple[str, list[TensorMeta]] = ("", [])
+        self._renew_identity()
+
+    async def run(
+        self,
+        source: WeightSource,
+        request: BeginWeightUpdateRequest,
+        *,
+        update: int,
+        checkpoint: str,
+        deadline_s: float,
+    ) -> tuple[Operation, Sent]:
+        """Lead an update from the offers to its end, and tell the members how it ended."""
+        self._update = update
+        request.trainer.CopyFrom(self._trainer)
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        try:
+            offers = await self._offers(source, request.version)
+            if checkpoint:
+                operation, sent = await self._from_disk(source, offers, request, checkpoint, deadline)
+            else:
+                operation, sent = await self._broadcast(source, offers, request, deadline)
+        except BaseException as error:
+            # Our groups may be gone: the next update must not count on any.
+            self._renew_identity()
+            self._members.tell(JoinResponse(update=self._update, failed=detail(error)))
+            raise
+        self._members.tell(JoinResponse(update=self._update, ended=operation))
+        return operation, sent
+
+    async def _offers(self, source: WeightSource, version: str) -> list[Offered]:
+        """What each source sends, once every trainer rank has come to this update."""
+        found: dict[int, Offered] = {}
+        if self._part.source is not None:
+            found[self._part.source] = Offered.of(describe(source, version, self._part.source))
+        for rank, offer in (await self._members.offers(self._update)).items():
+            if offer.version != version:
+                raise Reason.FIELD_CONFLICT.error(
+                    f"trainer rank {rank} updates to {offer.version!r}, rank 0 to {version!r}", field="version"
+                )
+            if offer.HasField("source"):
+                if offer.source in found:
+                    raise Reason.FIELD_CONFLICT.error(f"two trainer ranks are source {offer.source}", field="source")
+                found[offer.source] = Offered.of(offer)
+        if sorted(found) != list(range(len(found))) or not found:
+            raise Reason.FIELD_INVALID.error(f"the sources are {sorted(found)}; count them from 0 on", field="source")
+        return [found[index] for index in range(len(found))]
+
+    async def _from_disk(
+        self,
+        source: WeightSource,
+        offers: list[Offered],
+        request: BeginWeightUpdateRequest,
+        checkpoint: str,
+        deadline: float,
+    ) -> tuple[Operation, Sent]:
+        """The sources only digest what the checkpoint must contain."""
+        reference = {meta.name: meta for meta in await self._ask_reference()}
+        metas = [reference.get(meta.name, meta) for offered in offers for meta in offered.metas]
+        attempt = Attempt(number=1, buckets=[buckets.to_proto(Bucket(0, metas, True))])
+        sent = await self._take_turns(source, attempt, _nothing_to_ship)
+        operation = await self._fleet.update_weights_from_disk(
+            checkpoint,
+            version=request.version,
+            options=request.options,
+            expected_digest=combined(sent),
+            model=self._model,
+            timeout_s=deadline - asyncio.get_running_loop().time(),
+        )
+        return operation, Sent()
+
+    async def _broadcast(
+        self,
+        source: WeightSource,
+        offers: list[Offered],
+        request: BeginWeightUpdateRequest,
+        deadline: float,
+    ) -> tuple[Operation, Sent]:
+        request.num_sources = len(offers)
+        hosts = {offered.host_id for offered in offers}
+        if request.path != DATA_PATH_BROADCAST and len(hosts) == 1:
+            request.host_ids.extend(hosts)
+        partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
+        plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
+        try:
+            async with self._renewing(plan):
+                wire = fit(self._model, offers, await self._get_reference(plan), partial)
+                while True:
+                    try:
+                        sent = await self._send(source, wire, plan, request.options.verify, deadline)
+                        break
+                    except RlctlError as error:
+                        if plan.attempt > request.retries or not _worth_retrying(error):
+                            raise
+                        again = RetryWeightUpdateRequest(
+                            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+                        )
+                        plan = await self._fleet.connection.call("RetryWeightUpdate", again, 30.0)
+                operation = await self._commit(plan, "" if partial else combined(sent), deadline)
+                return operation, sent[0]
+        except BaseException as error:
+            await asyncio.shield(self._abort(plan, error))
+            raise
+
+    async def _send(
+        self,
+        source: WeightSource,
+        wire: list[Offered],
+        plan: BeginWeightUpdateResponse,
+        verify: common_pb2.VerificationLevel.ValueType,
+        deadline: float,
+    ) -> list[Sent]:
+        """One attempt: form the groups, let every source send and every target rank receive."""
+        store = GroupStore(self._host)
+        host, port = store.address(self._host)
+        names = [group.group_name for group in sorted(plan.groups, key=lambda group: group.source)]
+        attempt = Attempt(
+            number=plan.attempt,
+            groups=plan.groups,
+            store_address=host,
+            store_port=port,
+            buckets=in_one_order(wire, names, self._bucket_bytes),
+            shared_devices=sorted(shared_devices(plan)),
+            without_digests=verify == common_pb2.VERIFICATION_LEVEL_NONE,
+            timeout=duration(deadline - asyncio.get_running_loop().time()),
+        )
+        fleet = asyncio.create_task(self._drive(plan, attempt, deadline))
+
+        async def ship(segments: Sequence[TensorSegment]) -> None:
+            take = verbs_pb2.UpdateWeightsFromTensorRequest(segments=segments)
+            take.header.fence.update_id = plan.update_id
+            await self._fleet.call(take, timeout_s=deadline - asyncio.get_running_loop().time())
+
+        try:
+            return await self._take_turns(source, attempt, ship, fleet)
+        finally:
+            fleet.cancel()
+            store.close()
+
+    async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
+        """What the coordinator is asked for in an attempt: the groups in their order, then to take in what comes."""
+        loop = asyncio.get_running_loop()
+        for group in plan.groups:
+            if group.formed:
+                continue
+            join = verbs_pb2.InitWeightsUpdateGroupRequest(
+                master_address=attempt.store_address,
+                master_port=attempt.store_port,
+                world_size=group.world_size,
+                group_name=group.group_name,
+                backend=group.backend,
+                group_timeout=duration(deadline - loop.time()),
+            )
+            join.header.fence.update_id = plan.update_id
+            await self._fleet.call(join, timeout_s=deadline - loop.time())
+        if not plan.groups:
+            return
+        receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=attempt.buckets)
+        receive.header.fence.update_id = plan.update_id
+        await self._fleet.call(receive, timeout_s=deadline - loop.time())
+
+    async def _take_turns(
+        self, source: WeightSource, attempt: Attempt, ship: Ship, fleet: asyncio.Task[None] | None = None
+    ) -> list[Sent]:
+        """Every trainer rank does its part; what each sent, the lead's first. Whoever fails first ends the others."""
+        self._members.tell(JoinResponse(update=self._update, attempt=attempt))
+        own = asyncio.create_task(self._part.attempt(source, attempt, ship))
+        shipping = asyncio.create_task(self._forward(attempt.number, ship))
+        theirs = asyncio.create_task(self._members.sent(self._update, attempt.number))
+        tasks = {own, theirs} | ({fleet} if fleet is not None else set())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            causes = [cause for task in done if (cause := task.exception()) is not None]
+            if causes and fleet is not None and all(cut_off(cause) for cause in causes):
+                # That a broadcast of ours was cut off explains less than what the ranks are about to say.
+                await asyncio.wait({fleet})
+                told = fleet.exception()
+                causes = [told] if told is not None else causes
+            if causes:
+                raise causes[0]
+        except BaseException as error:
+            self._members.tell(JoinResponse(update=self._update, stop=detail(error)))
+            await stopped(own, theirs)
+            with contextlib.suppress(TimeoutError, RlctlError):
+                async with asyncio.timeout(STOP_S):
+                    await self._members.stopped(self._update, attempt.number)
+            raise
+        finally:
+            await stopped(shipping)
+        return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
+
+    async def _forward(self, attempt: int, ship: Ship) -> None:
+        """Let the ranks take in what members have shipped in this attempt, one shipment after the other."""
+        while True:
+            said = await self._members.shipments.get()
+            if (said.update, said.attempt) != (self._update, attempt):
+                continue  # of an attempt that was stopped: its rank no longer waits
+            answer = Shipped()
+            try:
+                await ship(said.shipment.segments)
+            except RlctlError as error:
+                answer.error.CopyFrom(error.detail())
+            self._members.answer(said.rank, JoinResponse(update=self._update, shipped=answer))
+
+    async def _get_reference(self, plan: BeginWeightUpdateResponse) -> list[TensorMeta]:
+        """What updates of this model carry, asked for again when a target is another one: it may have another."""
+        key = " ".join(f"{target.slot}/{target.incarnation}" for target in plan.targets)
+        if self._reference[0] != key:
+            self._reference = (key, await self._ask_reference(plan.targets[0].slot))
+        return self._reference[1]
+
+    async def _ask_reference(self, *slots: str) -> list[TensorMeta]:
+        request = verbs_pb2.GetModelInfoRequest(reference=True)
+        answer = await self._fleet.call(request, model=self._model, slots=slots)
+        listed = answer.stage_results[0].rank_results[0].model_info.reference
+        return [from_proto(info) for info in listed]
+
+    async def _commit(self, plan: BeginWeightUpdateResponse, digest: str, deadline: float) -> Operation:
+        request = CommitWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=digest
+        )
+        remaining = deadline - asyncio.get_running_loop().time()
+        operation: Operation = await self._fleet.connection.call("CommitWeightUpdate", request, remaining)
+        refuse_unpublished(operation)
+        return operation
+
+    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException) -> None:
+        request = AbortWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, reason=f"{type(error).__name__}: {error}"
+        )
+        # Best effort: an update that nobody renews is aborted by its lease.
+        with contextlib.suppress(RlctlError):
+            await self._fleet.connection.call("AbortWeightUpdate", request, ABORT_S)
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self, plan: BeginWeightUpdateResponse) -> AsyncIterator[None]:
+        request = RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
+        every = seconds(plan.lease_ttl) / 3
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(every)
+                with contextlib.suppress(RlctlError):
+                    await self._fleet.connection.call("RenewLease", request, every)
+
+        task = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def _renew_identity(self) -> None:
+        """Groups are kept while this stays: after a failure on our side the coordinator must not count on any."""
+        self._trainer.boot_id = new_uuid7()
+
+
+def _worth_retrying(error: RlctlError) -> bool:
+    """Whether a group failed, rather than a source or what was asked for."""
+    if isinstance(error, OperationFailed):
+        lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
+        return any(result.outcome in lost for result in error.operation.stage_results)
+    return error.reason is Reason.GROUP_FAILED
+
+
+async def _nothing_to_ship(segments: Sequence[TensorSegment]) -> None:
+    raise Reason.INTERNAL.error(f"{len(segments)} segments were written for nobody")

@@ -1,0 +1,269 @@
+"""What one trainer process does in an attempt at an update: join its group, send and digest its weights.
+
+It happens in a thread of its own, which nothing here waits for without a limit: gathering a tensor may hang in the
+trainer's own collectives when one of its ranks is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.times import duration, seconds
+from rlctl.v1 import common_pb2
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
+from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
+from rlctl.v1.update_pb2 import GroupPlan
+from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
+from rlctl.weights.buckets import Bucket, from_proto
+from rlctl.weights.digest import ModelDigest
+from rlctl.weights.groups import WeightGroup, join
+from rlctl.weights.identity import host_id
+from rlctl.weights.segment_sender import SegmentSender
+from rlctl.weights.source import WeightSource, atomic_lists
+from rlctl.weights.tensors import TensorMeta, to_proto
+from rlctl.weights.transfer import send
+
+T = TypeVar("T")
+
+Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
+"""Lets the ranks that share memory with this process take segments in; returns once none of them reads them."""
+
+STOP_S = 2.0
+"""How long an attempt that was stopped may take to end."""
+
+
+class Part:
+    """One trainer process in the updates of one model. It keeps its group from update to update."""
+
+    def __init__(self, host: str, source: int | None) -> None:
+        """``host``: address of this process as the engines reach it; ``source``: which source it is, None for none."""
+        self.source = source
+        self._host = host
+        self._group: WeightGroup | None = None
+        self._segments: SegmentSender | None = None
+        self._under_way: asyncio.Future[Sent] | None = None
+
+    def close(self) -> None:
+        """Leave the group, and remove the segments. Engines that are told of a new group forget it."""
+        self._leave()
+        segments, self._segments = self._segments, None
+        if segments is not None:
+            segments.close()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship) -> Sent:
+        """Do this process's part; cancelling it breaks what is under way.
+
+        Weights go over the group first, then through ``ship`` to the ranks that share memory: what comes over groups is
+        taken in at one go, and what is shipped has to wait for it. Each takes a pass of every trainer rank. With
+        neither in the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the
+        weights are not what was offered), or what the weights themselves raise.
+        """
+        if self._under_way is not None and not self._under_way.done():
+            raise Reason.ILLEGAL_STATE.error(
+                "going through the weights for an earlier update has not ended: the trainer's own collectives hang",
+                next_step="Restart the trainer.",
+            )
+        stop = threading.Event()
+        loop = asyncio.get_running_loop()
+        shipping: list[concurrent.futures.Future[None]] = []
+
+        def ship_from_thread(segments: Sequence[TensorSegment]) -> None:
+            if stop.is_set():
+                raise Reason.CANCELLED.error("the attempt was stopped")
+            shipping[:] = [asyncio.run_coroutine_threadsafe(_awaited(ship(segments)), loop)]
+            shipping[0].result()
+
+        work = self._under_way = _in_thread(
+            lambda: self._work(weights, attempt, stop, ship_from_thread), "rlctl update"
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            stop.set()
+            for future in shipping:
+                future.cancel()
+            if self._group is not None:
+                self._group.interrupt()
+            await asyncio.wait({work}, timeout=STOP_S)
+            self._leave()
+            raise
+        except BaseException:
+            self._leave()
+            raise
+
+    def _work(
+        self,
+        weights: WeightSource,
+        attempt: Attempt,
+        stop: threading.Event,
+        ship: Callable[[Sequence[TensorSegment]], None],
+    ) -> Sent:
+        if self.source is None:
+            for _ in range(max(1, bool(attempt.groups) + bool(attempt.shared_devices))):
+                for _ in weights.tensors():
+                    if stop.is_set():
+                        raise Reason.CANCELLED.error("the attempt was stopped")
+            return Sent()
+        wanted = next((group for group in attempt.groups if group.source == self.source), None)
+        digest = None if attempt.without_digests else ModelDigest()
+        sent = Sent()
+        started = time.perf_counter()
+        if wanted is not None:
+            group = self._join(wanted, attempt, stop)
+            started = time.perf_counter()
+            sent.bytes += send(weights, _buckets(attempt, wanted.group_name), group, digest).bytes
+        if attempt.shared_devices:
+            # What went over the group has been digested.
+            sent.bytes += self._share(weights, attempt, digest if wanted is None else None, ship)
+        elif wanted is None and digest is not None:
+            dtypes = _dtypes(attempt)
+            for name, tensor in weights.tensors():
+                digest.add(name, tensor, dtypes.get(name))
+        sent.elapsed.CopyFrom(duration(time.perf_counter() - started))
+        if digest is not None:
+            sent.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
+        return sent
+
+    def _share(
+        self,
+        weights: WeightSource,
+        attempt: Attempt,
+        digest: ModelDigest | None,
+        ship: Callable[[Sequence[TensorSegment]], None],
+    ) -> int:
+        """Copy the weights into segments, and let the ranks take in one after the other; returns the bytes."""
+        if self._segments is None:
+            self._segments = SegmentSender()
+        dtypes = _dtypes(attempt)
+        wire = [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
+        count = 0
+        lease_s = seconds(attempt.timeout)
+        written = self._segments.write(
+            weights,
+            wire,
+            devices=attempt.shared_devices,
+            lease_s=lease_s,
+            digest=digest,
+            deadline=time.monotonic() + lease_s,
+        )
+        try:
+            for segment in written:
+                ship(segment.messages)
+                segment.release()
+                count += segment.nbytes
+        except BaseException:
+            # Somebody may still read what was lent: it is left to them, and the next update gets memory of its own.
+            segments, self._segments = self._segments, None
+            segments.close()
+            raise
+        return count
+
+    def _join(self, wanted: GroupPlan, attempt: Attempt, stop: threading.Event) -> WeightGroup:
+        """The group that stands, or a new one that every target rank joins with us."""
+        if wanted.formed and self._group is not None and self._group.name == wanted.group_name:
+            return self._group
+        self._leave()
+        self._group = join(
+            (attempt.store_address, attempt.store_port),
+            name=wanted.group_name,
+            rank=0,
+            world_size=wanted.world_size,
+            backend=wanted.backend,
+            timeout_s=seconds(attempt.timeout),
+            interface_host=self._host,
+            stop=stop,
+        )
+        return self._group
+
+
+def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run blocking work in a daemon thread: one that hangs keeps neither the loop nor the interpreter from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+            future.exception()  # retrieved: whoever stopped the attempt no longer waits
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _buckets(attempt: Attempt, group_name: str) -> list[Bucket]:
+    return [from_proto(bucket) for bucket in attempt.buckets if bucket.group_name == group_name]
+
+
+def _dtypes(attempt: Attempt) -> dict[str, torch.dtype]:
+    """Dtypes of the wire, by name."""
+    return {meta.name: meta.dtype for bucket in attempt.buckets for meta in from_proto(bucket).metas}
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+def describe(weights: WeightSource, version: str, source: int) -> Offer:
+    """What a source brings to an update."""
+    return Offer(
+        version=version,
+        source=source,
+        host_id=host_id(),
+        tensors=[to_proto(meta) for meta in weights.metas()],
+        together=[AtomicList(names=names) for names in atomic_lists(weights)],
+    )
+
+
+async def stopped(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel what is under way and wait for its end."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def cut_off(cause: BaseException) -> bool:
+    """Whether our own broadcast failed, which says less than what the target ranks say."""
+    return (
+        isinstance(cause, RlctlError) and cause.reason is Reason.GROUP_FAILED and not isinstance(cause, OperationFailed)
+    )
+
+
+def detail(error: BaseException) -> common_pb2.ErrorDetail:
+    """What the other trainer ranks are told of an error."""
+    if isinstance(error, RlctlError):
+        return error.detail()
+    return Reason.SOURCE_FAILED.error(f"{type(error).__name__}: {error}").detail()
+
+
+def refuse_unpublished(operation: Operation) -> None:
+    """Raises OperationFailed for an update that has ended without a version."""
+    published = bool(operation.weight_version.sequence)
+    if operation.state != OPERATION_STATE_OK and not (operation.state == OPERATION_STATE_PARTIAL and published):
+        raise OperationFailed(operation)

@@ -1,0 +1,272 @@
+"""Sending a model's weights from a trainer process to every rank of its engines, as one update.
+
+``publisher.update(model, version="step-42")`` opens the update with the coordinator, joins (or keeps) a process group
+with every target rank, broadcasts bucket by bucket while the ranks put their slices into place, digests what it sends,
+and commits: the version is served once every target has proved that it holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlctl.client.enums import number
+from rlctl.client.following import follow
+from rlctl.client.leading import Leading
+from rlctl.client.part import Part
+from rlctl.client.trainer import Lead, Members, share
+from rlctl.errors import Reason
+from rlctl.loops import LoopThread
+from rlctl.times import duration, seconds
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import RequestHeader, WeightVersion
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_BROADCAST,
+    DATA_PATH_IPC,
+    DATA_PATH_UNSPECIFIED,
+    BeginWeightUpdateRequest,
+    Trainer,
+)
+from rlctl.weights.digest import ModelDigest
+from rlctl.weights.source import WeightSource, as_source
+
+if TYPE_CHECKING:
+    from rlctl.client.admin import AsyncAdmin
+
+Weights = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
+
+DEADLINE_S = 600.0
+LEASE_TTL_S = 30.0
+
+_PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
+
+BUCKET_BYTES = 16 << 20
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """A published update.
+
+    Attributes:
+        version: label and sequence that the fleet serves now.
+        operation: the operation with a result for every rank of every target.
+        model_digest: hex digest of the full weights that every verified target holds; "" when none was verified.
+        bytes_sent: bytes that left this source.
+        transfer_s: from the first tensor to the last byte sent, seconds.
+        pause_s: from the first target's pause to the last one's resume, as the coordinator saw it, seconds.
+        total_s: the whole call, seconds.
+    """
+
+    version: WeightVersion
+    operation: Operation
+    model_digest: str
+    bytes_sent: int
+    transfer_s: float
+    pause_s: float
+    total_s: float
+
+
+class AsyncPublisher:
+    """Sends one model's weights. Make one per trainer process and keep it: its groups are kept between updates.
+
+    A trainer of several processes makes one in each. All call :meth:`update` together; rank 0 of the trainer's group
+    leads and talks to the coordinator, sources send what they hold, the others go through their weights because
+    gathering takes every rank.
+    """
+
+    def __init__(
+        self,
+        fleet: AsyncAdmin | None,
+        model: str,
+        *,
+        trainer_group: dist.ProcessGroup | None = None,
+        source: int | None = None,
+        path: str = "broadcast",
+        bucket_bytes: int = BUCKET_BYTES,
+        host: str = "127.0.0.1",
+        trainer: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        """``fleet``: None at trainer ranks other than 0.
+
+        ``trainer_group``: torch process group of all trainer ranks; None for a trainer of one process. ``source``:
+        which source this rank is, counted from 0 without gaps; None for a rank that only takes part in gathering
+        (by default rank 0 is the only source). ``path``: broadcast, ipc (shared memory, for engines on this host), or
+        auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). ``host``:
+        address of this process as the engines' ranks and the other trainer ranks reach it; the groups' store and the
+        source bind it. ``trainer``: name for messages. ``incarnation``: give a higher one when training resumes from an
+        older checkpoint; lower ones are fenced from then on.
+        """
+        self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
+        if (self._rank == 0) != (fleet is not None):
+            raise Reason.FIELD_CONFLICT.error(
+                f"this is rank {self._rank} of its trainer; rank 0 has the fleet, the others have None", field="fleet"
+            )
+        self._fleet = fleet
+        self._model = model
+        self._bucket_bytes = bucket_bytes
+        if path not in _PATHS:
+            raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
+        self._path = _PATHS[path]
+        self._host = host
+        self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
+        self._trainer_group = trainer_group
+        self._part = Part(host, 0 if source is None and self._rank == 0 else source)
+        self._members: Members | None = None
+        self._leading: Leading | None = None
+        self._lead: Lead | None = None
+        self._updates = 0
+
+    async def update(
+        self,
+        weights: Weights,
+        *,
+        version: str,
+        checkpoint: str = "",
+        pause: str = "retract",
+        abort_all_requests: bool = False,
+        flush: bool | None = None,
+        after: str = "resume",
+        verify: str = "",
+        quorum: int = 0,
+        retries: int = 0,
+        partial: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> UpdateResult:
+        """Make ``weights`` the version that the fleet serves.
+
+        ``weights``: a module, an iterable of (checkpoint name, full tensor), or a WeightSource. ``checkpoint``: the
+        engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``pause``:
+        abort, retract, in_place, drain, or "" to refuse while requests are active. ``flush``: None empties the caches;
+        False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
+        that each target reaches, or expected, replica, none. ``quorum``: targets that must confirm, 0 for all.
+        ``retries``: times that the sources go through their weights again after a group failed, without the targets
+        that are gone. ``partial``: not every parameter is sent.
+
+        On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
+        RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
+        version is served. Settings count at rank 0; ``deadline_s`` at every rank.
+        """
+        started = time.perf_counter()
+        source = as_source(weights)
+        self._updates += 1
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                await self._meet()
+                if self._lead is not None:
+                    operation, sent = await follow(self._lead, self._part, source, version, self._updates)
+                else:
+                    assert self._leading is not None
+                    request = BeginWeightUpdateRequest(
+                        header=RequestHeader(timeout=duration(deadline_s)),
+                        model=self._model,
+                        version=version,
+                        path=self._path,
+                        kind=verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL,
+                        options=verbs_pb2.UpdateOptions(
+                            pause=_number(common_pb2.PauseMode, pause, "pause"),
+                            abort_all_requests=abort_all_requests,
+                            flush_cache=flush,
+                            after=_number(verbs_pb2.AfterUpdate, after, "after"),
+                            verify=_number(common_pb2.VerificationLevel, verify, "verify"),
+                            quorum=quorum,
+                        ),
+                        lease_ttl=duration(LEASE_TTL_S),
+                        retries=retries,
+                    )
+                    operation, sent = await self._leading.run(
+                        source, request, update=self._updates, checkpoint=checkpoint, deadline_s=deadline_s
+                    )
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(f"the update did not end within {deadline_s:g} s") from None
+        return UpdateResult(
+            version=operation.weight_version,
+            operation=operation,
+            model_digest=operation.model_digest,
+            bytes_sent=sent.bytes,
+            transfer_s=seconds(sent.elapsed),
+            pause_s=seconds(operation.pause_time),
+            total_s=time.perf_counter() - started,
+        )
+
+    async def close(self) -> None:
+        """Leave the groups. Engines that are told of a new one forget them."""
+        self._part.close()
+        if self._lead is not None:
+            await self._lead.close()
+        if self._members is not None:
+            await self._members.close()
+
+    async def _meet(self) -> None:
+        """Once: the members connect to the lead, whose address goes through the trainer's own group."""
+        if self._lead is not None or self._leading is not None:
+            return
+        size = 1 if self._trainer_group is None else dist.get_world_size(self._trainer_group)
+        told = ""
+        if self._fleet is not None:
+            self._members = Members(size)
+            if size > 1:
+                told = json.dumps(await self._members.start(self._host))
+        if self._trainer_group is not None and size > 1:
+            address, token = json.loads(await asyncio.to_thread(share, self._trainer_group, told))
+            if self._rank:
+                self._lead = await Lead.join(self._rank, address, token)
+        if self._fleet is not None and self._members is not None:
+            self._leading = Leading(
+                self._fleet,
+                self._model,
+                self._part,
+                self._members,
+                host=self._host,
+                trainer=self._trainer,
+                bucket_bytes=self._bucket_bytes,
+            )
+
+
+class Publisher:
+    """:class:`AsyncPublisher` for blocking code."""
+
+    def __init__(self, publisher: AsyncPublisher, loop: LoopThread, *, owns_loop: bool = False) -> None:
+        self.aio = publisher
+        self._loop = loop
+        self._owns_loop = owns_loop
+
+    def update(self, weights: Weights, *, version: str, **settings: Any) -> UpdateResult:
+        """Make ``weights`` the version that the fleet serves; see :meth:`AsyncPublisher.update`."""
+        return self._loop.call(self.aio.update(weights, version=version, **settings))
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._loop.call(self.aio.close())
+        if self._owns_loop:
+            self._loop.stop()
+
+
+def model_digest(weights: Weights) -> str:
+    """Model digest of full tensors under their checkpoint names, hex: what a fleet that holds them reports.
+
+    It is over the tensors as they are: give them in the dtypes of the rollout checkpoint.
+    """
+    digest = ModelDigest()
+    for name, tensor in as_source(weights).tensors():
+        digest.add(name, tensor)
+    return digest.digest()
+
+
+def _number(enum: Any, name: str, field: str) -> Any:
+    return number(enum.DESCRIPTOR, name, field)
+
+
+__all__ = ["AsyncPublisher", "Publisher", "UpdateResult", "model_digest"]

@@ -1,0 +1,103 @@
+"""What the sources of an update send, put together: does it fit the checkpoint, in which buckets and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rlctl.errors import Reason
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.trainer_pb2 import Offer, Sent
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
+from rlctl.weights import buckets
+from rlctl.weights.digest import ModelDigest
+from rlctl.weights.source import in_lists
+from rlctl.weights.tensors import TensorMeta, by_name, castable, from_proto
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What one source sends.
+
+    Attributes:
+        metas: its tensors, in its order.
+        together: names of what must not be split over buckets, list by list.
+        host_id: host that it runs on.
+    """
+
+    metas: list[TensorMeta]
+    together: list[tuple[str, ...]]
+    host_id: str
+
+    @classmethod
+    def of(cls, offer: Offer) -> Offered:
+        """What a trainer rank says that it sends."""
+        return cls(
+            [from_proto(info) for info in offer.tensors],
+            [tuple(names.names) for names in offer.together],
+            offer.host_id,
+        )
+
+
+def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial: bool) -> list[Offered]:
+    """What each source sends, in its own order and the reference's dtypes. Raises before anything is paused.
+
+    FIELD_INVALID for a name or shape that the reference does not have, or a name that comes from two sources,
+    WEIGHTS_INCOMPLETE for names that a full update lacks. An engine that lists no reference checks by itself.
+    """
+    given = by_name((meta for offered in offers for meta in offered.metas), field="weights")
+    if not reference:
+        return offers
+    wanted = {meta.name: meta for meta in reference}
+    for name, meta in given.items():
+        if name not in wanted:
+            raise Reason.FIELD_INVALID.error(f"{model} has no tensor {name!r}", field="weights")
+        if meta.shape != wanted[name].shape:
+            raise Reason.FIELD_INVALID.error(
+                f"{name} has shape {meta.shape}; {model} has {wanted[name].shape}", field="weights"
+            )
+        if not castable(meta.dtype, wanted[name].dtype):
+            raise Reason.FIELD_INVALID.error(
+                f"{name} is {meta.dtype}; {model} has {wanted[name].dtype}, and values do not survive that cast",
+                field="weights",
+                next_step="Give them in the checkpoint's wire form; rlctl.weights.block_fp8.BlockFp8 quantises to one.",
+            )
+    missing = sorted(wanted.keys() - given.keys())
+    if missing and not partial:
+        raise Reason.WEIGHTS_INCOMPLETE.error(
+            f"{len(missing)} of {len(wanted)} tensors are not given: {', '.join(missing[:5])}",
+            field="weights",
+            next_step="Give every tensor of the rollout checkpoint, or partial=True.",
+        )
+    return [replace(offered, metas=[wanted[meta.name] for meta in offered.metas]) for offered in offers]
+
+
+def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int) -> list[verbs_pb2.TensorBucket]:
+    """Every source's buckets, interleaved so that all sources come to their ends together."""
+    placed = []
+    for source, offered in enumerate(wire):
+        planned = buckets.plan(in_lists(offered.metas, offered.together), bucket_bytes=bucket_bytes)
+        for bucket in planned:
+            message = buckets.to_proto(bucket)
+            message.group_name = group_names[source] if group_names else ""
+            placed.append((bucket.sequence / len(planned), source, message))
+    return [message for _, _, message in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
+    """Devices of the ranks that are fed through shared memory."""
+    return {
+        worker.device
+        for target in plan.targets
+        if target.transport == common_pb2.TRANSPORT_SHARED_MEMORY
+        for worker in target.workers
+    }
+
+
+def combined(sent: Iterable[Sent]) -> str:
+    """Model digest over what all sources sent; "" when they computed none."""
+    digest = ModelDigest()
+    for part in sent:
+        for tensor in part.digests:
+            digest.add_digest(tensor.name, tensor.sha256)
+    return digest.digest() if digest.digests else ""

@@ -1,0 +1,204 @@
+"""The commanding half of a command stream: issues commands, matches results, notices silence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.any_pb2 import Any
+
+from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.ports import Clock, Link
+from rlctl.times import duration
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
+from rlctl.v1.control_pb2 import (
+    Attach,
+    Attached,
+    CancelCommand,
+    Command,
+    CommandResult,
+    ControlRequest,
+    ControlResponse,
+    Ping,
+    ServingGrant,
+)
+from rlctl.v1.fleet_pb2 import StageReport
+
+PING_EVERY_S = 1.0
+SILENCE_S = 5.0
+"""A peer that sent nothing for this long, not even a pong, is given up: the link is closed."""
+
+HOP_S = 0.25
+"""Kept back from the time that a command takes along, at most a tenth of it: whoever runs out of time one hop further
+on can still say so, with what it knows of its ranks, before this side stops waiting."""
+
+
+@dataclass
+class Issued:
+    """A command that was sent.
+
+    Attributes:
+        accepted: done when the peer has checked the command and will carry it out, or has answered.
+        result: the answer; fails with LINK_LOST, outcome UNKNOWN, when the link breaks first.
+    """
+
+    command_id: str
+    accepted: asyncio.Future[None]
+    result: asyncio.Future[CommandResult]
+
+
+class Commander:
+    """Commands one peer over one link. When the link ends, so does the commander; a new link gets a new one."""
+
+    def __init__(
+        self,
+        link: Link[ControlRequest, ControlResponse],
+        clock: Clock,
+        *,
+        on_report: Callable[[StageReport], None] = lambda _: None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._link = link
+        self._clock = clock
+        self._on_report = on_report
+        self._silence_s = silence_s
+        self._pending: dict[str, Issued] = {}
+        self._attached: asyncio.Future[Attached] | None = None
+        self._lost: RlctlError | None = None
+        self.last_heard = clock.now()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the link has ended."""
+        return self._lost is not None
+
+    async def attach(self, attach: Attach) -> Attached:
+        """Take charge of the peer. Raises what the peer refused with, or LINK_LOST."""
+        self._attached = asyncio.get_running_loop().create_future()
+        self._send(ControlRequest(attach=attach))
+        attached = await self._attached
+        if attached.HasField("error"):
+            raise from_detail(attached.error)
+        return attached
+
+    def issue(self, command_id: str, operation_id: str, request: Any, deadline: float) -> Issued:
+        """Send a command; ``deadline`` is on the clock's ``now``. Never blocks; failures are in the result.
+
+        An id that is still without an answer on this link is not sent again: both wait for the same answer.
+        """
+        if command_id in self._pending:
+            return self._pending[command_id]
+        loop = asyncio.get_running_loop()
+        issued = Issued(command_id, loop.create_future(), loop.create_future())
+        remaining = deadline - self._clock.now()
+        try:
+            if remaining <= 0:
+                raise Reason.DEADLINE_EXCEEDED.error(
+                    "the time was up before the command was sent", outcome=OUTCOME_NOT_SENT
+                )
+            command = Command(
+                command_id=command_id,
+                operation_id=operation_id,
+                time_remaining=duration(remaining - min(HOP_S, remaining / 10)),
+                request=request,
+            )
+            self._send(ControlRequest(command=command))
+        except RlctlError as error:
+            issued.accepted.set_result(None)
+            issued.result.set_exception(error)
+        else:
+            self._pending[command_id] = issued
+        return issued
+
+    async def result(self, issued: Issued, deadline: float) -> CommandResult:
+        """The answer to an issued command. Raises with outcome UNKNOWN when there is none by the deadline."""
+        done, _ = await asyncio.wait({issued.result}, timeout=max(0.0, deadline - self._clock.now()))
+        if done:
+            return issued.result.result()
+        self.cancel(issued.command_id)
+        raise Reason.DEADLINE_EXCEEDED.error(
+            "no answer by the deadline; what became of it is not known", outcome=OUTCOME_UNKNOWN
+        )
+
+    def cancel(self, command_id: str) -> None:
+        """Ask the peer to give up a command that it has not started."""
+        with contextlib.suppress(RlctlError):
+            self._send(ControlRequest(cancel=CancelCommand(command_id=command_id)))
+
+    def grant(self, grant: ServingGrant) -> None:
+        """Say which versions may be served, and for how long. Lost with the link."""
+        with contextlib.suppress(RlctlError):
+            self._send(ControlRequest(grant=grant))
+
+    async def close(self) -> None:
+        """End the link."""
+        await self._link.close()
+
+    async def run(self) -> None:
+        """Receive until the link ends; then every pending command fails with LINK_LOST. Cancelling closes the link."""
+        pinger = asyncio.create_task(self._ping())
+        try:
+            async for message in self._link.receive():
+                self.last_heard = self._clock.now()
+                self._take(message)
+        finally:
+            pinger.cancel()
+            self._fail(Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN))
+            await self._link.close()
+
+    def _take(self, message: ControlResponse) -> None:
+        match message.WhichOneof("message"):
+            case "attached":
+                if self._attached is not None and not self._attached.done():
+                    self._attached.set_result(message.attached)
+            case "accepted":
+                issued = self._pending.get(message.accepted.command_id)
+                if issued is not None and not issued.accepted.done():
+                    issued.accepted.set_result(None)
+            case "result":
+                issued = self._pending.pop(message.result.command_id, None)
+                if issued is not None:
+                    _settle(issued, message.result)
+            case "report":
+                self._on_report(message.report)
+
+    async def _ping(self) -> None:
+        nonce = 0
+        while not self.lost:
+            await asyncio.sleep(PING_EVERY_S)
+            if self._clock.now() - self.last_heard > self._silence_s:
+                await self._link.close()
+                return
+            nonce += 1
+            with contextlib.suppress(RlctlError):
+                self._send(ControlRequest(ping=Ping(nonce=nonce)))
+
+    def _send(self, message: ControlRequest) -> None:
+        if self._lost is not None:
+            raise Reason.LINK_LOST.error("the link had ended before anything was sent", outcome=OUTCOME_NOT_SENT)
+        try:
+            self._link.send(message)
+        except RlctlError as error:
+            error.outcome = OUTCOME_NOT_SENT
+            raise
+
+    def _fail(self, error: RlctlError) -> None:
+        self._lost = error
+        if self._attached is not None and not self._attached.done():
+            self._attached.set_exception(error)
+        for issued in self._pending.values():
+            _settle(issued, error)
+        self._pending.clear()
+
+
+def _settle(issued: Issued, result: CommandResult | RlctlError) -> None:
+    if not issued.accepted.done():
+        issued.accepted.set_result(None)
+    if not issued.result.done():
+        if isinstance(result, RlctlError):
+            issued.result.set_exception(result)
+            issued.result.exception()  # retrieved: nobody need wait for it
+        else:
+            issued.result.set_result(result)

@@ -1,0 +1,243 @@
+"""What the targets do for the sources of an update: join their groups, take in what they send, and start over.
+
+Whoever fails first ends the others: a rank that waits in a group for one that will never come is told to leave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator import groups
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.groups import GroupBook
+from rlctl.coordinator.operations import Run
+from rlctl.coordinator.planning import Planner
+from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put, names
+from rlctl.coordinator.session import Session
+from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import acknowledged
+from rlctl.ports import Clock, Journal
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_WRITING
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, RetryWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    DestroyWeightsUpdateGroupRequest,
+    InitWeightsUpdateGroupRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+from rlctl.verbs import of_request
+
+Write = UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest
+
+PROBE_S = 10.0
+"""Time for every rank to find out whether it could join a group."""
+
+RENDEZVOUS_S = 30.0
+"""Time for the ranks to meet once all of them can."""
+
+LEAVE_S = 10.0
+
+
+@dataclass
+class OpenUpdate:
+    """An update that has not ended.
+
+    Attributes:
+        lease_until: the owner must renew before, on the clock's ``now``.
+        decided: its owner, an operator or the clock has decided it.
+        digest: decided for the version: the sources' digest, or "".
+        verdict: decided against it: why.
+        received: what its targets answered to the writes of the present attempt.
+        broken: a write of the present attempt has failed.
+        abandoned: groups of earlier updates that its own replace.
+    """
+
+    session: Session
+    run: Run
+    lease_ttl_s: float
+    lease_until: float
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    digest: str = ""
+    verdict: RlctlError | None = None
+    received: list[StageResult] = field(default_factory=list)
+    broken: bool = False
+    abandoned: list[str] = field(default_factory=list)
+
+    def decide(self, *, digest: str = "", verdict: RlctlError | None = None) -> None:
+        """For the version (the sources' digest, or "") or against it (why). The first word counts."""
+        if not self.decided.is_set():
+            self.digest, self.verdict = digest, verdict
+            self.decided.set()
+
+
+class Attempts:
+    """Joins, writes and further attempts."""
+
+    def __init__(
+        self, roster: Roster, fanout: Fanout, book: GroupBook, planner: Planner, journal: Journal, clock: Clock
+    ) -> None:
+        self._roster = roster
+        self._fanout = fanout
+        self._book = book
+        self._planner = planner
+        self._journal = journal
+        self._clock = clock
+
+    async def join_group(
+        self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
+    ) -> None:
+        """Join every rank of the targets into a group, once each has found that it can."""
+        groups.place(request, targets)
+        model = targets[0].model
+        probe = InitWeightsUpdateGroupRequest()
+        probe.CopyFrom(request)
+        probe.probe_only = True
+        names = [request.group_name]
+        await self._together(probe, targets, run, min(timeout_s, PROBE_S), names, step="probe")
+        if all(acknowledged(r, update=True) for r in run.operation.stage_results):
+            await self._together(request, targets, run, min(timeout_s, RENDEZVOUS_S), names)
+        if all(acknowledged(r, update=True) for r in run.operation.stage_results):
+            self._book.formed(model, request.group_name)
+        else:
+            self._book.broke(model)
+
+    async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
+        """Let targets of an update take in what its sources send; one request after the other."""
+        session = opened.session
+        async with session.writing:
+            if opened.decided.is_set():
+                raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
+            if opened.broken:
+                raise Reason.CANCELLED.error("another write of this attempt has failed")
+            await session.ready()
+            group_names: list[str] = []
+            if isinstance(request, UpdateWeightsFromDistributedRequest):
+                group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
+            try:
+                await self._together(request, session.reached_by(of_request(request)), run, timeout_s, group_names)
+            finally:
+                opened.received += run.operation.stage_results
+                if not all(acknowledged(r, update=True) for r in run.operation.stage_results):
+                    opened.broken = True
+                    if group_names:
+                        self._book.broke(session.model.record.name)
+
+    async def retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
+        plan = opened.session.record.plan
+        if request.failed_attempt < plan.attempt:
+            return plan  # a repeat
+        async with opened.session.writing:  # what is still being taken in ends first
+            return await self._again(opened, request)
+
+    async def _again(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        session, plan, begin = opened.session, opened.session.record.plan, opened.session.record.request
+        self._refuse_retry(opened, request)
+        lost = [slot for slot in session.targets if _is_gone(slot, plan, opened.received)]
+        left = len(session.targets) - len(lost)
+        if left < session.quorum:
+            raise session.short_of_quorum(left, f"gone: {', '.join(names(lost))}")
+        session.start_over(lost)
+        opened.broken = False
+        received, opened.received = opened.received, []
+        remaining = [target for target in plan.targets if target.slot not in names(lost)]
+        del plan.targets[:]
+        plan.targets.extend(remaining)
+        plan.lost.extend(names(lost))
+        plan.attempt += 1
+        self._book.broke(begin.model)
+        abandoned = self._planner.add_groups(plan, begin, session.targets)
+        await self._journal.write([model_put(session.model.record), session.put(UPDATE_PHASE_WRITING)])
+        answers = {slot: _lost(slot, received) for slot in lost}
+        for answer in answers.values():
+            opened.run.add(answer)
+        await self._roster.quarantine({slot: answer.error for slot, answer in answers.items()})
+        await session.leave_groups(abandoned)
+        return plan
+
+    def _refuse_retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> None:
+        session = opened.session
+        if opened.decided.is_set():
+            raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
+        if request.failed_attempt > session.record.plan.attempt:
+            raise Reason.FIELD_INVALID.error(
+                f"the update is at attempt {session.record.plan.attempt}", field="failed_attempt"
+            )
+        if session.record.plan.attempt > session.record.request.retries:
+            raise Reason.RETRIES_EXHAUSTED.error(f"it was begun with retries = {session.record.request.retries}")
+
+    async def _together(
+        self,
+        request: Message,
+        targets: Sequence[Slot],
+        run: Run,
+        timeout_s: float,
+        group_names: Sequence[str],
+        *,
+        step: str = "1",
+    ) -> None:
+        """A verb during which ranks wait for each other inside groups: the first that fails, or a cancellation, makes
+        all of them leave.
+        """
+        leaving: list[asyncio.Task[None]] = []
+
+        def leave() -> None:
+            if not leaving:
+                leaving.append(asyncio.create_task(self._leave(targets, run, group_names)))
+
+        def took(result: StageResult) -> None:
+            run.add(result)
+            if not acknowledged(result, update=True):
+                leave()
+
+        cancel: Callable[[], None] = leave
+        run.cancel = cancel
+        await self._fanout.run(
+            request,
+            targets,
+            operation_id=run.operation.operation_id,
+            step=step,
+            deadline=self._clock.now() + timeout_s,
+            on_result=took,
+        )
+        await asyncio.gather(*leaving)
+
+    async def _leave(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str]) -> None:
+        for name in group_names:
+            await self._fanout.run(
+                DestroyWeightsUpdateGroupRequest(group_name=name),
+                targets,
+                operation_id=run.operation.operation_id,
+                step=f"leave-{name}",
+                deadline=self._clock.now() + LEAVE_S,
+            )
+
+
+def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:
+    """Whether another attempt is in vain for a target: it cannot be reached, was restarted, or lost a rank."""
+    planned = next(target.incarnation for target in plan.targets if target.slot == slot.name)
+    if slot.state in ABSENT or slot.record.incarnation != planned or slot.commander is None or slot.commander.lost:
+        return True
+    ranks = [rank for result in received if result.slot == slot.name for rank in result.rank_results]
+    return bool(slot.dead_ranks()) or any(rank.outcome == OUTCOME_UNKNOWN for rank in ranks)
+
+
+def _lost(slot: Slot, received: Sequence[StageResult]) -> StageResult:
+    """What is on record of a target that was left out of further attempts."""
+    for result in received:
+        if result.slot == slot.name and result.outcome not in (OUTCOME_APPLIED, OUTCOME_REJECTED):
+            return result
+    error = Reason.UNREACHABLE.error(f"{slot.name} was lost during an attempt", outcome=OUTCOME_UNKNOWN)
+    return StageResult(
+        slot=slot.name,
+        incarnation=slot.record.incarnation,
+        outcome=OUTCOME_UNKNOWN,
+        error=error.detail(),
+        state=slot.state,
+    )

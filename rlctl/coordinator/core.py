@@ -1,0 +1,402 @@
+"""The coordinator as its RPCs see it, without the RPCs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from google.protobuf.message import Message
+
+from rlctl.checks import check
+from rlctl.control.commander import Commander
+from rlctl.coordinator import versions
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.operations import Operations, Run, conclude
+from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
+from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
+from rlctl.coordinator.updates import Updates
+from rlctl.errors import Reason
+from rlctl.ports import Clock, Dialer, Journal, Put
+from rlctl.times import seconds
+from rlctl.v1 import coordinator_pb2 as rpc
+from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.control_pb2 import Attach, Attached, ControlRequest, ControlResponse
+from rlctl.v1.fleet_pb2 import Fleet, FleetEvent, StageRegistration
+from rlctl.v1.journal_pb2 import FleetRecord
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, ExcludedStage, Operation
+from rlctl.v1.update_pb2 import (
+    AbortWeightUpdateRequest,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitWeightUpdateRequest,
+    JoinWeightUpdateRequest,
+    JoinWeightUpdateResponse,
+    RenewLeaseRequest,
+    RenewLeaseResponse,
+    RetryWeightUpdateRequest,
+)
+from rlctl.v1.verbs_pb2 import (
+    InitWeightsUpdateGroupRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+from rlctl.verbs import Verb, of_request
+from rlctl.version import CONTRACT_VERSION
+
+log = logging.getLogger(__name__)
+
+ASK_S = 5.0
+
+REPLY_S = 0.5
+"""Kept back of a call's own deadline, at most a tenth of it, so that the answer arrives before the caller leaves."""
+
+
+class Coordinator:
+    """One fleet. Every public coroutine is one RPC, or one of the table's verbs."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        dialer: Dialer[ControlRequest, ControlResponse],
+        clock: Clock,
+        *,
+        lease_s: float = SERVING_LEASE_S,
+        heal: bool = True,
+    ) -> None:
+        """``lease_s``: how long a stage may serve without hearing from here; ``heal``: late joiners and restarted
+        engines are brought to the published version without being asked.
+        """
+        self._journal = journal
+        self._dialer = dialer
+        self._clock = clock
+        self._publishing = asyncio.Lock()
+        self.roster = Roster(journal, clock)
+        self.operations = Operations(journal, self.roster, clock)
+        self._peers = Peers(self.roster, dialer, clock, self._reported, lease_s=lease_s)
+        self._fanout = Fanout(self.roster, self._peers, clock)
+        self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
+
+    async def start(self) -> None:
+        """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
+        for _, body in self._journal.read("fleet"):
+            self.roster.epoch = FleetRecord.FromString(body).fleet_epoch
+        await self._take_over(self.roster.epoch + 1)
+        self.roster.load()
+        self._peers.outlive_predecessor()
+        await self.operations.load()
+        for slot in list(self.roster.slots.values()):
+            if not slot.record.retired:
+                self._peers.connect(slot)
+        log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
+
+    async def _take_over(self, epoch: int) -> None:
+        """Raise the epoch, durably; links that stand were made under the old one and are made again."""
+        await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=epoch).SerializeToString())])
+        self.roster.epoch = epoch
+        await self._peers.disconnect()
+
+    async def stop(self) -> None:
+        """Abort open updates, wait for what runs, close the links."""
+        await self.updates.stop()
+        await self.operations.stop()
+        await self._peers.stop()
+
+    # The table's verbs.
+
+    async def verb(self, request: Message, remaining_s: float | None = None) -> Operation:
+        """Carry out one of the table's verbs. ``remaining_s``: time that the caller itself will wait."""
+        check(request)
+        verb = of_request(request)
+        if not verb.implemented:
+            raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
+        timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
+        if isinstance(request, UpdateWeightsFromDiskRequest) and not _header(request).validate_only:
+            known = self.operations.known(_header(request).request_id, request) is not None
+            run = await self.updates.from_disk(request, timeout_s)
+            return await self._answer(run, replayed=known, wait=not request.is_async)
+        if not verb.mutates(request) or _header(request).validate_only:
+            return await self._ask(verb, request, timeout_s)
+        known_run = self.operations.known(_header(request).request_id, request)
+        run = known_run or await self._submit(verb, request, timeout_s)
+        return await self._answer(run, replayed=known_run is not None)
+
+    async def _ask(self, verb: Verb, request: Message, timeout_s: float) -> Operation:
+        """A read: not recorded, never behind a write. Or a check of what a write would do."""
+        targets, excluded = self._targets(verb, request)
+        operation = Operation(
+            header=self.roster.header(),
+            operation_id=_header(request).request_id or self._clock.new_id(),
+            verb=verb.name,
+            targets=names(targets),
+            excluded=excluded,
+            model=_header(request).target.model,
+            create_time=self._clock.wall(),
+        )
+        if _header(request).validate_only:
+            self.updates.refuse_outsider(targets, _header(request).fence.update_id)
+            operation.validate_only = True
+            operation.state = OPERATION_STATE_OK
+            return operation
+        results = await self._fanout.run(
+            request,
+            targets,
+            operation_id=operation.operation_id,
+            step="1",
+            deadline=self._clock.now() + timeout_s,
+        )
+        operation.stage_results.extend(results)
+        conclude(operation)
+        operation.done_time.CopyFrom(self._clock.wall())
+        return operation
+
+    async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
+        update_id = _header(request).fence.update_id
+        targets, excluded = self._targets(verb, request)
+        if verb.waits:
+            self.updates.refuse_outsider(targets, update_id)
+
+        async def work(run: Run) -> None:
+            match request:
+                case InitWeightsUpdateGroupRequest():
+                    await self.updates.join_group(request, targets, run, timeout_s)
+                case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
+                    await self.updates.receive(request, run, timeout_s)
+                case _:
+                    run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
+                    await self._fanout.run(
+                        request,
+                        targets,
+                        operation_id=run.operation.operation_id,
+                        step="1",
+                        deadline=self._clock.now() + timeout_s,
+                        on_result=run.add,
+                    )
+
+        return await self.operations.start(
+            request,
+            verb=verb.name,
+            targets=targets,
+            excluded=excluded,
+            work=work,
+            exclusive=verb.waits and not update_id,
+            model=_header(request).target.model,
+            update_id=update_id,
+        )
+
+    def _targets(self, verb: Verb, request: Message) -> tuple[list[Slot], list[ExcludedStage]]:
+        header = _header(request)
+        if verb.in_update and not header.validate_only:
+            if not header.fence.update_id:
+                raise Reason.FIELD_REQUIRED.error(
+                    f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
+                )
+            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+        elif header.fence.update_id:
+            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+        else:
+            targets, excluded = self.roster.select(header.target)
+        missing = [unsupported(slot, verb.name) for slot in targets]
+        if all(missing):
+            first = missing[0]
+            assert first is not None
+            raise Reason.UNSUPPORTED_BY_ALL.error(f"none of {len(targets)} stages can do {verb.name}: {first.message}")
+        return targets, excluded
+
+    def _timeout(self, request: Message, default_s: float, remaining_s: float | None) -> float:
+        header = _header(request)
+        timeout_s = seconds(header.timeout) if header.HasField("timeout") else default_s
+        if remaining_s is not None:
+            timeout_s = min(timeout_s, remaining_s - min(REPLY_S, remaining_s / 10))
+        if timeout_s <= 0:
+            raise Reason.DEADLINE_EXCEEDED.error("the time was up when the request arrived")
+        return timeout_s
+
+    async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
+        """The operation once it has ended. It goes on when the caller leaves."""
+        if wait:
+            await run.ended.wait()
+        answer = Operation()
+        answer.CopyFrom(run.operation)
+        answer.replayed = replayed
+        return answer
+
+    # Weight updates.
+
+    async def begin_weight_update(self, request: BeginWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Open an update."""
+        check(request)
+        timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
+        return await self.updates.begin(request, timeout_s)
+
+    async def join_weight_update(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
+        """Tell a further source of an open update."""
+        check(request)
+        return self.updates.join(request)
+
+    async def retry_weight_update(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Plan another attempt at an open update."""
+        check(request)
+        return await self.updates.retry(request)
+
+    async def commit_weight_update(self, request: CommitWeightUpdateRequest) -> Operation:
+        """Commit an update."""
+        check(request)
+        return await self._answer(await self.updates.commit(request))
+
+    async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
+        """Abort an update."""
+        check(request)
+        run = await self.updates.abort(request.update_id, request.fencing_token, request.reason)
+        return await self._answer(run)
+
+    async def renew_lease(self, request: RenewLeaseRequest) -> RenewLeaseResponse:
+        """Keep an update's session alive."""
+        check(request)
+        return self.updates.renew(request.update_id, request.fencing_token)
+
+    # Operations.
+
+    async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
+        """Read one operation."""
+        return await self._answer(self.operations.get(request.operation_id), wait=False)
+
+    async def list_operations(self, request: rpc.ListOperationsRequest) -> rpc.ListOperationsResponse:
+        """Read operations, newest first."""
+        check(request)
+        size = min(request.page_size or 50, 1000)
+        runs = self.operations.newest_first(request.verb, request.state)
+        if request.page_token:
+            runs = [run for run in runs if run.operation.operation_id < request.page_token]
+        page = runs[:size]
+        return rpc.ListOperationsResponse(
+            header=self.roster.header(),
+            operations=[run.operation for run in page],
+            next_page_token=page[-1].operation.operation_id if len(runs) > size else "",
+        )
+
+    async def watch_operation(self, request: rpc.WatchOperationRequest) -> AsyncIterator[Operation]:
+        """Follow one operation until it ends."""
+        async for operation in self.operations.get(request.operation_id).watch():
+            yield operation
+
+    async def cancel_operation(self, request: rpc.CancelOperationRequest) -> Operation:
+        """Give up an operation where it has not started."""
+        run = self.operations.get(request.operation_id)
+        if run.operation.state == OPERATION_STATE_RUNNING:
+            run.cancel()
+            if run.operation.update_id == run.operation.operation_id:
+                await self.updates.abort(run.operation.update_id, 0, "cancelled by CancelOperation")
+        return await self._answer(run)
+
+    # The fleet.
+
+    async def register_stage(self, request: rpc.RegisterStageRequest) -> rpc.RegisterStageResponse:
+        """A stage joins, or comes back."""
+        check(request)
+        slot = await self._register(request.registration)
+        return rpc.RegisterStageResponse(
+            header=self.roster.header(), incarnation=slot.record.incarnation, contract_version=CONTRACT_VERSION
+        )
+
+    async def _register(self, registration: StageRegistration) -> Slot:
+        if abs(registration.contract_version - CONTRACT_VERSION) > 1:
+            raise Reason.FIELD_INVALID.error(
+                f"the stage speaks contract {registration.contract_version}, this coordinator {CONTRACT_VERSION}",
+                field="registration.contract_version",
+            )
+        await self._confirm_replacement(registration)
+        slot = await self.roster.register(registration)
+        self._peers.connect(slot)
+        return slot
+
+    async def _confirm_replacement(self, registration: StageRegistration) -> None:
+        """What wants to replace a stage that is there must be found at the address that it gives."""
+        slot = self.roster.slots.get(registration.slot)
+        if slot is None or slot.commander is None or slot.commander.lost or slot.record.retired:
+            return
+        if slot.record.registration.boot_id == registration.boot_id:
+            return
+        found = (await self._ask_who(registration.address)).registration
+        if found.boot_id != registration.boot_id:
+            raise Reason.INCARNATION_FENCED.error(
+                f"{registration.address} is not the process that registers; {slot.name} is filled by a living stage",
+                field="registration.address",
+            )
+
+    async def adopt(self, address: str) -> Slot:
+        """Register a stage server that knows no coordinator: ask it who it is, then take charge of it.
+
+        Whoever held it before is fenced: this coordinator's epoch becomes higher than any that the stage has seen.
+        """
+        attached = await self._ask_who(address)
+        if attached.report.fleet_epoch >= self.roster.epoch:
+            await self._take_over(attached.report.fleet_epoch + 1)
+        registration = attached.registration
+        registration.address = address
+        check(rpc.RegisterStageRequest(registration=registration))
+        return await self._register(registration)
+
+    async def _ask_who(self, address: str) -> Attached:
+        """What a stage server says of itself to somebody who does not take charge of it."""
+        commander = Commander(await self._dialer.dial(address), self._clock)
+        receiving = asyncio.create_task(commander.run())
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await commander.attach(Attach(contract_version=CONTRACT_VERSION))
+        except TimeoutError:
+            raise Reason.UNREACHABLE.error(f"{address} did not say who it is in {ASK_S:g} s") from None
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    async def deregister_stage(self, request: rpc.DeregisterStageRequest) -> rpc.DeregisterStageResponse:
+        """A stage leaves for good."""
+        slot = self.roster.slot(request.slot)
+        if request.boot_id and request.boot_id != slot.record.registration.boot_id:
+            raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
+        await self.roster.change([slot], lambda record: setattr(record, "retired", True))
+        if slot.commander is not None:
+            await slot.commander.close()
+        return rpc.DeregisterStageResponse(header=self.roster.header())
+
+    async def get_fleet(self, request: rpc.GetFleetRequest) -> Fleet:
+        """Read the fleet."""
+        return self.roster.fleet(request.model)
+
+    async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
+        """Follow the fleet."""
+        async for event in self.roster.watch(request.model):
+            yield event
+
+    async def set_stage_enabled(self, request: rpc.SetStageEnabledRequest) -> Fleet:
+        """Set the operator's flag."""
+        check(request)
+        slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
+        if not request.header.validate_only:
+            await self.roster.change(slots, lambda record: setattr(record, "enabled", request.enabled))
+        return self.roster.fleet()
+
+    async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:
+        """Bring stages to the published version."""
+        check(request)
+        timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
+        known = self.operations.known(request.header.request_id, request) is not None
+        return await self._answer(await self.updates.heal(request, timeout_s), replayed=known)
+
+    async def _reported(self, slot: Slot) -> None:
+        """A stage said something new: a first version may follow, or that it has an update that nobody owns."""
+        async with self._publishing:
+            model = self.roster.models[slot.model]
+            record = versions.first_version(model, slot)
+            if record is not None:
+                await self._journal.write([model_put(record)])
+                versions.publish(model, record)
+                self.roster.changed()
+        self.updates.look_after(slot)
+
+
+def _header(request: Message) -> RequestHeader:
+    header: RequestHeader = request.header  # type: ignore[attr-defined]
+    return header

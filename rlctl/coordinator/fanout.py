@@ -1,0 +1,139 @@
+"""One verb to many stages: one result for each, whatever happens to the link, the stage or the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
+
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.roster import Roster, Slot, unsupported
+from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import of_ranks, one_per_rank
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import (
+    OUTCOME_DIRTY,
+    OUTCOME_NOT_SENT,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    Outcome,
+)
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.verbs import Verb, of_request
+
+_WITHOUT_RANKS = (OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_UNKNOWN)
+"""Outcomes that a stage may answer with, or that the coordinator gives, before any rank was asked."""
+
+
+class Fanout:
+    """Sends verbs to stages over their links."""
+
+    def __init__(self, roster: Roster, peers: Peers, clock: Clock) -> None:
+        self._roster = roster
+        self._peers = peers
+        self._clock = clock
+
+    async def run(
+        self,
+        request: Message,
+        slots: Sequence[Slot],
+        *,
+        operation_id: str,
+        step: str,
+        deadline: float,
+        on_result: Callable[[StageResult], None] = lambda _: None,
+    ) -> list[StageResult]:
+        """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
+
+        ``step`` tells apart several fan-outs of one operation: commands are identified by operation, slot,
+        incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome of a
+        mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is
+        served (groups, aborts).
+        """
+        verb = of_request(request)
+        packed = self._pack(request)
+
+        async def one(slot: Slot) -> StageResult:
+            command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
+            result = await self._one(packed, slot, verb, command_id, operation_id, deadline)
+            result = self._vetted(slot, verb, request, result)
+            on_result(result)
+            return result
+
+        results = list(await asyncio.gather(*(one(slot) for slot in slots)))
+        if verb.mutates(request) and verb.waits:
+            answers = zip(slots, results, strict=True)
+            spoilt = {slot: r.error for slot, r in answers if r.outcome in (OUTCOME_UNKNOWN, OUTCOME_DIRTY)}
+            await self._roster.quarantine(spoilt)
+            for slot in slots:
+                if slot.record.HasField("quarantine"):
+                    self._peers.grant(slot)
+        return results
+
+    def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
+        """Ask stages to give up a command that they have not started."""
+        for slot in slots:
+            if slot.commander is not None:
+                slot.commander.cancel(f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}")
+
+    def _pack(self, request: Message) -> Any:
+        sent = type(request)()
+        sent.CopyFrom(request)
+        header = sent.header  # type: ignore[attr-defined]
+        header.fence.fleet_epoch = self._roster.epoch
+        header.ClearField("target")
+        header.ClearField("timeout")
+        packed = Any()
+        packed.Pack(sent)
+        return packed
+
+    async def _one(
+        self, packed: Any, slot: Slot, verb: Verb, command_id: str, operation_id: str, deadline: float
+    ) -> StageResult:
+        try:
+            missing = unsupported(slot, verb.name)
+            if missing is not None:
+                missing.outcome = OUTCOME_SKIPPED
+                raise missing
+            commander = self._peers.commander(slot)
+            issued = commander.issue(command_id, operation_id, packed, deadline)
+            return (await commander.result(issued, deadline)).stage
+        except RlctlError as error:
+            return StageResult(
+                header=self._roster.header(),
+                slot=slot.name,
+                incarnation=slot.record.incarnation,
+                outcome=error.outcome,
+                error=error.detail(),
+                state=slot.state,
+            )
+
+    def _vetted(self, slot: Slot, verb: Verb, request: Message, result: StageResult) -> StageResult:
+        """The result, if it answers what was asked: by this incarnation of this stage, under this epoch, with one entry
+        for every rank that is no worse than the whole. Anything else is UNKNOWN and says why.
+        """
+        wrong = ""
+        if (result.slot, result.incarnation) != (slot.name, slot.record.incarnation):
+            wrong = f"it came from incarnation {result.incarnation} of {result.slot!r}"
+        elif verb.mutates(request) and result.header.fleet_epoch not in (0, self._roster.epoch):
+            wrong = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
+        elif result.outcome not in _WITHOUT_RANKS or result.rank_results:
+            entries = one_per_rank(slot.record.registration.layout.workers, result.rank_results)
+            outcome = of_ranks(verb, entries, mutates=verb.mutates(request))
+            if outcome != result.outcome:
+                wrong = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
+        if not wrong:
+            return result
+        error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {wrong}", outcome=OUTCOME_UNKNOWN)
+        return StageResult(
+            header=self._roster.header(),
+            slot=slot.name,
+            incarnation=slot.record.incarnation,
+            outcome=error.outcome,
+            error=error.detail(),
+            state=slot.state,
+            rank_results=one_per_rank(slot.record.registration.layout.workers, result.rank_results),
+        )

@@ -1,0 +1,290 @@
+"""What was asked of the fleet: accepted once, journaled before the first byte is sent, remembered with its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator.roster import Roster, Slot, names
+from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import explain_operation, of_targets
+from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.journal_pb2 import OperationRecord
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_RUNNING,
+    OPERATION_STATE_UNKNOWN,
+    ExcludedStage,
+    Operation,
+    OperationState,
+    StageResult,
+)
+
+RETAINED = 10_000
+"""Ended operations that are kept, in memory and in the journal."""
+
+
+class Run:
+    """One accepted operation while it runs, and afterwards."""
+
+    def __init__(self, record: OperationRecord) -> None:
+        self.record = record
+        self.ended = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.cancel: Callable[[], None] = lambda: None
+        self._changed = asyncio.Condition()
+        if self.operation.state != OPERATION_STATE_RUNNING:
+            self.ended.set()
+
+    @property
+    def operation(self) -> Operation:
+        """The operation as it stands."""
+        return self.record.operation
+
+    def add(self, result: StageResult) -> None:
+        """Take in one target's result, replacing an earlier one of the same target; kept in target order."""
+        order = {name: index for index, name in enumerate(self.operation.targets)}
+        results = {r.slot: r for r in self.operation.stage_results} | {result.slot: result}
+        ordered = sorted(results.values(), key=lambda r: order.get(r.slot, len(order)))
+        copies = [StageResult.FromString(r.SerializeToString()) for r in ordered]
+        del self.operation.stage_results[:]
+        self.operation.stage_results.extend(copies)
+
+    async def notify(self) -> None:
+        """Wake those who watch."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def watch(self) -> AsyncIterator[Operation]:
+        """The operation now and after every change, until it has ended."""
+        while True:
+            snapshot = Operation()
+            snapshot.CopyFrom(self.operation)
+            yield snapshot
+            if snapshot.state != OPERATION_STATE_RUNNING:
+                return
+            async with self._changed:
+                if self.operation.state == OPERATION_STATE_RUNNING:
+                    await self._changed.wait()
+
+
+class Operations:
+    """Every operation by id."""
+
+    def __init__(self, journal: Journal, roster: Roster, clock: Clock) -> None:
+        self._journal = journal
+        self._roster = roster
+        self._clock = clock
+        self._runs: dict[str, Run] = {}
+        self._holders: dict[str, str] = {}
+        self._forgotten = ""
+        """The newest id that was dropped: ids are UUIDv7 and sort by time."""
+
+    async def load(self) -> None:
+        """Take in what the journal holds. What was running when the coordinator died has an unknown outcome."""
+        for _, body in self._journal.read("forgotten"):
+            self._forgotten = body.decode()
+        changes: list[Put | Delete] = []
+        for key, body in self._journal.read("operation"):
+            record = OperationRecord.FromString(body)
+            if record.operation.state == OPERATION_STATE_RUNNING:
+                record.operation.state = OPERATION_STATE_UNKNOWN
+                record.operation.error.CopyFrom(
+                    Reason.LINK_LOST.error("the coordinator was restarted while the operation ran").detail()
+                )
+                record.operation.done_time.CopyFrom(self._clock.wall())
+                changes.append(Put("operation", key, record.SerializeToString()))
+            self._runs[key] = Run(record)
+        if changes:
+            await self._journal.write(changes)
+
+    def known(self, request_id: str, request: Message) -> Run | None:
+        """The run that this request started before. Raises REQUEST_ID_REUSED when its body was another, and
+        REQUEST_ID_EXPIRED for an id that is no newer than one that was forgotten.
+        """
+        run = self._runs.get(request_id)
+        if run is None and request_id and request_id <= self._forgotten:
+            raise Reason.REQUEST_ID_EXPIRED.error(
+                f"request_id {request_id} is older than the {RETAINED} operations that are remembered",
+                field="header.request_id",
+            )
+        if run is not None and run.record.request_sha256 != body_hash(request):
+            raise Reason.REQUEST_ID_REUSED.error(
+                f"request_id {request_id} was used for another {run.operation.verb}", field="header.request_id"
+            )
+        return run
+
+    async def start(
+        self,
+        request: Message,
+        *,
+        verb: str,
+        targets: Sequence[Slot],
+        excluded: Sequence[ExcludedStage],
+        work: Callable[[Run], Awaitable[None]],
+        exclusive: bool,
+        model: str = "",
+        update_id: str = "",
+    ) -> Run:
+        """Accept an operation: journal it, then do ``work`` in a task of its own, which no caller's leaving cancels.
+
+        ``work`` fills in the results; what it raises ends the operation FAILED. An exclusive operation is refused
+        with OPERATION_CONFLICT while another one holds one of its targets.
+        """
+        operation_id = request.header.request_id or self._clock.new_id()  # type: ignore[attr-defined]
+        if exclusive:
+            self._hold(operation_id, targets)
+        operation = Operation(
+            header=self._roster.header(),
+            operation_id=operation_id,
+            verb=verb,
+            state=OPERATION_STATE_RUNNING,
+            targets=names(targets),
+            excluded=excluded,
+            model=model,
+            update_id=update_id,
+            create_time=self._clock.wall(),
+        )
+        run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request)))
+        self._runs[operation_id] = run
+        try:
+            await self._save(run)
+        except BaseException as error:
+            del self._runs[operation_id]
+            self._release(operation_id)
+            # A repeat may have attached to it meanwhile.
+            run.operation.state = OPERATION_STATE_FAILED
+            typed = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
+            run.operation.error.CopyFrom(typed.detail())
+            run.ended.set()
+            await run.notify()
+            raise
+        run.task = asyncio.create_task(self._work(run, work))
+        return run
+
+    def hypothetical(self, verb: str, targets: Sequence[Slot]) -> Run:
+        """A run that was only checked: it has ended, nothing was done, and nobody will hear of it again."""
+        operation = Operation(
+            header=self._roster.header(),
+            operation_id=self._clock.new_id(),
+            verb=verb,
+            state=OPERATION_STATE_OK,
+            targets=names(targets),
+            validate_only=True,
+        )
+        return Run(OperationRecord(operation=operation))
+
+    async def _work(self, run: Run, work: Callable[[Run], Awaitable[None]]) -> None:
+        operation = run.operation
+        try:
+            await work(run)
+        except RlctlError as error:
+            unknown = any(result.outcome == OUTCOME_UNKNOWN for result in operation.stage_results)
+            operation.state = OPERATION_STATE_UNKNOWN if unknown else OPERATION_STATE_FAILED
+            operation.error.CopyFrom(error.detail())
+        except Exception as error:  # noqa: BLE001 - a defect must end the operation, not leave it running for ever
+            operation.state = OPERATION_STATE_UNKNOWN
+            operation.error.CopyFrom(Reason.INTERNAL.error(f"{type(error).__name__}: {error}").detail())
+        finally:
+            self._release(operation.operation_id)
+            if operation.state == OPERATION_STATE_RUNNING:
+                conclude(operation)
+            operation.done_time.CopyFrom(self._clock.wall())
+            operation.header.CopyFrom(self._roster.header())
+            await self._end(run)
+
+    async def _end(self, run: Run) -> None:
+        expired = self._expired()
+        # An id of a clock that goes ahead must not make those of all other callers look old.
+        forgotten = max(self._forgotten, min(max(expired, default=""), self._clock.new_id()))
+        changes: list[Put | Delete] = [Delete("operation", key) for key in expired]
+        if expired:
+            changes.append(Put("forgotten", "", forgotten.encode()))
+        try:
+            await self._journal.write([_put(run.record), *changes])
+            for key in expired:
+                del self._runs[key]
+            self._forgotten = forgotten
+        finally:
+            run.ended.set()
+            await run.notify()
+
+    def get(self, operation_id: str) -> Run:
+        """The run of this id. Raises OPERATION_NOT_FOUND."""
+        run = self._runs.get(operation_id)
+        if run is None:
+            raise Reason.OPERATION_NOT_FOUND.error(f"no operation {operation_id!r} is on record", field="operation_id")
+        return run
+
+    def newest_first(self, verb: str, state: OperationState.ValueType) -> list[Run]:
+        """Runs, newest first: ids are UUIDv7 and sort by time."""
+        return [
+            run
+            for _, run in sorted(self._runs.items(), reverse=True)
+            if verb in ("", run.operation.verb) and state in (0, run.operation.state)
+        ]
+
+    async def stop(self) -> None:
+        """Wait for what runs."""
+        running = [run.task for run in self._runs.values() if run.task and not run.task.done()]
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _hold(self, operation_id: str, targets: Sequence[Slot]) -> None:
+        for slot in targets:
+            holder = self._holders.get(slot.name)
+            if holder is not None:
+                verb = self._runs[holder].operation.verb
+                raise Reason.OPERATION_CONFLICT.error(
+                    f"{verb} {holder} is running on {slot.name}", metadata={"holder": holder, "slot": slot.name}
+                )
+        for slot in targets:
+            self._holders[slot.name] = operation_id
+
+    def _release(self, operation_id: str) -> None:
+        for name in [name for name, holder in self._holders.items() if holder == operation_id]:
+            del self._holders[name]
+
+    def _expired(self) -> list[str]:
+        ended = [(_done_at(run), key) for key, run in self._runs.items() if run.ended.is_set()]
+        return [key for _, key in sorted(ended)[: max(0, len(ended) - RETAINED)]]
+
+    async def _save(self, run: Run) -> None:
+        await self._journal.write([_put(run.record)])
+
+
+def conclude(operation: Operation, *, update: bool = False) -> None:
+    """Set the final state and error from the targets' results; a target without one is UNKNOWN."""
+    answered = {result.slot for result in operation.stage_results}
+    for name in operation.targets:
+        if name not in answered:
+            missing = Reason.INTERNAL.error("no result was filed for this target").detail()
+            operation.stage_results.add(slot=name, outcome=OUTCOME_UNKNOWN, error=missing)
+    operation.state = of_targets(operation.stage_results, update=update)
+    error = explain_operation(operation, update=update)
+    if error is not None:
+        operation.error.CopyFrom(error)
+
+
+def body_hash(request: Message) -> bytes:
+    """SHA-256 over what a request asks for, without what may differ between repeats (timeout, epoch)."""
+    body = type(request)()
+    body.CopyFrom(request)
+    header = body.header  # type: ignore[attr-defined]
+    header.ClearField("timeout")
+    if header.HasField("fence"):
+        header.fence.ClearField("fleet_epoch")
+    name = request.DESCRIPTOR.full_name.encode()
+    return hashlib.sha256(name + b"\0" + body.SerializeToString(deterministic=True)).digest()
+
+
+def _put(record: OperationRecord) -> Put:
+    return Put("operation", record.operation.operation_id, record.SerializeToString())
+
+
+def _done_at(run: Run) -> int:
+    return run.operation.done_time.ToNanoseconds()

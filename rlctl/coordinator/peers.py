@@ -1,0 +1,218 @@
+"""The links to the stages: dialled, attached, kept, and dialled again; and the serving grants that go over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from rlctl.control.commander import SILENCE_S, Commander
+from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.coordinator.versions import adoptable
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Clock, Dialer
+from rlctl.times import duration
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_READY, STAGE_STATE_STALE
+from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
+from rlctl.v1.fleet_pb2 import StageReport
+from rlctl.version import CONTRACT_VERSION
+
+log = logging.getLogger(__name__)
+
+SERVING_LEASE_S = 10.0
+GRANT_EVERY_S = 3.0
+REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+ATTACH_S = 10.0
+REPORT_AGAIN_S = 1.0
+
+
+class Peers:
+    """One connection task per filled slot."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        dialer: Dialer[ControlRequest, ControlResponse],
+        clock: Clock,
+        on_report: Callable[[Slot], Awaitable[None]],
+        *,
+        lease_s: float = SERVING_LEASE_S,
+    ) -> None:
+        self._roster = roster
+        self._dialer = dialer
+        self._clock = clock
+        self._on_report = on_report
+        self._lease_s = lease_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+
+    def connect(self, slot: Slot) -> None:
+        """Dial what fills the slot, and keep dialling, until it is replaced, retired or the coordinator stops."""
+        former = self._tasks.get(slot.name)
+        if former is not None and not former.done():
+            if former.get_name() == _task_name(slot):
+                return
+            former.cancel()
+        self._tasks[slot.name] = asyncio.create_task(self._keep(slot), name=_task_name(slot))
+
+    async def disconnect(self) -> None:
+        """Close every link; each is dialled again."""
+        for slot in self._roster.slots.values():
+            if slot.commander is not None:
+                await slot.commander.close()
+
+    async def stop(self) -> None:
+        """Close every link."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def grant(self, slot: Slot, *, adopt: bool = False) -> None:
+        """Tell a stage which versions may be served. One that is quarantined, or left out of a version that is being
+        published, is told to serve nothing.
+        """
+        commander = slot.commander
+        if commander is None or commander.lost or slot.report is None:
+            return
+        model = self._roster.models[slot.model]
+        withheld = model.only is not None and slot not in model.only
+        lease_s = 0.0 if withheld or slot.record.HasField("quarantine") else self._lease_s
+        if lease_s:
+            slot.lease_until = max(slot.lease_until, self._clock.now() + lease_s + SILENCE_S)
+        commander.grant(
+            ServingGrant(
+                fleet_epoch=self._roster.epoch,
+                admitted=[] if slot.restoring else model.admitted,
+                lease=duration(lease_s),
+                adopt=model.record.latest if adopt else None,
+                number=slot.grant_number if withheld else 0,
+            )
+        )
+
+    async def silence(self, model: ModelState, only: Iterable[Slot]) -> None:
+        """Let no stage of a model but these serve, and return once none does: each has confirmed it, or its lease
+        must have run out. :meth:`speak` ends it.
+        """
+        model.only = frozenset(only)
+        for slot in self._others(model):
+            slot.grant_number += 1
+            self.grant(slot)
+        while serving := [slot for slot in self._others(model) if not self._is_silent(slot)]:
+            wait = max(slot.lease_until for slot in serving) - self._clock.now()
+            with contextlib.suppress(TimeoutError):
+                async with (
+                    asyncio.timeout(max(wait, 0.0)),
+                    contextlib.aclosing(self._roster.watch(model.record.name)) as events,
+                ):
+                    async for _ in events:
+                        if all(self._is_silent(slot) for slot in self._others(model)):
+                            return
+                    await asyncio.sleep(wait)  # nobody tells of changes any more
+
+    def speak(self, model: ModelState) -> None:
+        """Let every stage of a model serve what is admitted."""
+        model.only = None
+        self.grant_model(model.record.name)
+
+    def _others(self, model: ModelState) -> list[Slot]:
+        slots = self._roster.slots.values()
+        return [slot for slot in slots if slot.model == model.record.name and slot not in (model.only or ())]
+
+    def _is_silent(self, slot: Slot) -> bool:
+        if self._clock.now() >= slot.lease_until:
+            return True
+        linked = slot.commander is not None and not slot.commander.lost and slot.report is not None
+        return linked and slot.report is not None and slot.report.grant_number >= slot.grant_number > 0
+
+    def grant_model(self, model: str) -> None:
+        """Tell every stage of a model."""
+        for slot in self._roster.slots.values():
+            if slot.model == model:
+                self.grant(slot)
+
+    def outlive_predecessor(self) -> None:
+        """After a takeover: stages may still be serving under a lease that a coordinator before this one gave."""
+        for slot in self._roster.slots.values():
+            slot.lease_until = self._clock.now() + self._lease_s + SILENCE_S
+
+    def commander(self, slot: Slot) -> Commander:
+        """The slot's link. Raises UNREACHABLE, outcome NOT_SENT, when none stands."""
+        if slot.commander is None or slot.commander.lost:
+            raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
+        return slot.commander
+
+    async def _keep(self, slot: Slot) -> None:
+        tries = 0
+        while not slot.record.retired and self._roster.slots.get(slot.name) is slot:
+            try:
+                await self._once(slot)
+                tries = 0
+            except RlctlError as error:
+                log.info("%s: %s", slot.name, error)
+            await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
+            tries += 1
+
+    async def _once(self, slot: Slot) -> None:
+        registration = slot.record.registration
+        link = await self._dialer.dial(registration.address)
+        commander = Commander(link, self._clock, on_report=lambda report: self._reported(slot, report))
+        receiving = asyncio.create_task(commander.run())
+        granting: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(ATTACH_S):
+                attached = await commander.attach(
+                    Attach(
+                        fleet_epoch=self._roster.epoch,
+                        slot=slot.name,
+                        incarnation=slot.record.incarnation,
+                        contract_version=CONTRACT_VERSION,
+                    )
+                )
+            if attached.registration.boot_id != registration.boot_id:
+                raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+            slot.commander = commander
+            self._reported(slot, attached.report)
+            granting = asyncio.create_task(self._keep_granting(slot))
+            await receiving
+        except TimeoutError:
+            raise Reason.UNREACHABLE.error(f"{slot.name} did not answer the attach in {ATTACH_S:g} s") from None
+        finally:
+            if granting is not None:
+                granting.cancel()
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            self._roster.changed()
+
+    async def _keep_granting(self, slot: Slot) -> None:
+        while True:
+            self.grant(slot)
+            await asyncio.sleep(GRANT_EVERY_S)
+
+    def _reported(self, slot: Slot, report: StageReport) -> None:
+        first = slot.report is None
+        slot.report = report
+        admitted = report.weight_version in self._roster.models[slot.model].admitted
+        slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
+        self._roster.changed()
+        stale = slot.late and report.state == STAGE_STATE_STALE
+        if first or adoptable(self._roster, slot) or report.update_id or stale:
+            task = asyncio.create_task(self._take_in(slot))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+
+    async def _take_in(self, slot: Slot) -> None:
+        while self._roster.slots.get(slot.name) is slot:
+            try:
+                await self._on_report(slot)
+            except RlctlError as error:
+                log.warning("%s: its report could not be taken in: %s", slot.name, error)
+                await asyncio.sleep(REPORT_AGAIN_S)
+                continue
+            self.grant(slot, adopt=adoptable(self._roster, slot))
+            return
+
+
+def _task_name(slot: Slot) -> str:
+    return f"link {slot.name} {slot.record.incarnation} {slot.record.registration.address}"

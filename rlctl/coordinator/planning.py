@@ -1,0 +1,212 @@
+"""Planning a weight update: who takes part, where it leads, over which groups; or why it cannot be. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl.coordinator import verification, versions
+from rlctl.coordinator.groups import GroupBook
+from rlctl.coordinator.roster import ModelState, Roster, Slot, unsupported
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Clock
+from rlctl.times import duration, seconds
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
+    STAGE_STATE_DIRTY,
+    TRANSPORT_DISK,
+    TRANSPORT_SHARED_MEMORY,
+    TRANSPORT_TORCH_GLOO,
+    TRANSPORT_TORCH_NCCL,
+    Target,
+    Transport,
+    WeightVersion,
+)
+from rlctl.v1.results_pb2 import ExcludedStage
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_DISK,
+    DATA_PATH_IPC,
+    DATA_PATH_UNSPECIFIED,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    UpdateTarget,
+)
+from rlctl.v1.verbs_pb2 import (
+    APPLY_MODE_STAGED,
+    UPDATE_KIND_ADAPTER,
+    UPDATE_KIND_DELTA,
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_UNSPECIFIED,
+)
+
+LEASE_TTL_S = 30.0
+MOST_SOURCES = 1024
+
+_BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl"}
+_WRITES = {
+    TRANSPORT_DISK: "UpdateWeightsFromDisk",
+    TRANSPORT_SHARED_MEMORY: "UpdateWeightsFromTensor",
+}
+
+
+class Planner:
+    """Plans updates from the roster."""
+
+    def __init__(self, roster: Roster, groups: GroupBook, clock: Clock) -> None:
+        self._roster = roster
+        self._groups = groups
+        self._clock = clock
+        self._tokens = 0
+
+    def plan(self, request: BeginWeightUpdateRequest) -> tuple[BeginWeightUpdateResponse, list[Slot]]:
+        """The answer to the request, without groups, and the frozen targets. Raises why the update cannot be."""
+        model = self._roster.model(request.model)
+        self._refuse(request, model)
+        selected, excluded = self._roster.select(Target(model=request.model))
+        targets = []
+        for slot in selected:
+            obstacle = self._obstacle(request, slot)
+            if obstacle is None:
+                targets.append(slot)
+            elif request.options.quorum:
+                excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=obstacle.message))
+            else:
+                raise obstacle
+        verification.refuse_unreachable(request.options.verify, targets)
+        if request.options.quorum > len(targets):
+            raise Reason.FIELD_INVALID.error(
+                f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"
+            )
+        self._tokens += 1
+        plan = BeginWeightUpdateResponse(
+            header=self._roster.header(),
+            update_id=request.header.request_id or self._clock.new_id(),
+            fencing_token=self._roster.epoch << 32 | self._tokens,
+            version=WeightVersion(
+                label=request.version,
+                sequence=versions.reserved(model, 0).reserved_sequence,
+                trainer_incarnation=request.trainer.incarnation,
+            ),
+            targets=[
+                UpdateTarget(
+                    slot=slot.name,
+                    incarnation=slot.record.incarnation,
+                    workers=slot.record.registration.layout.workers,
+                    transport=_transport(request, slot),
+                )
+                for slot in targets
+            ],
+            excluded=excluded,
+            attempt=1,
+            lease_ttl=duration(seconds(request.lease_ttl) or LEASE_TTL_S),
+        )
+        return plan, targets
+
+    def add_groups(
+        self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
+    ) -> list[str]:
+        """Set the groups that an accepted update uses; returns the names of those that they replace.
+
+        The model's record takes in their generation; the caller journals it.
+        """
+        del plan.groups[:]
+        reached = [target.slot for target in plan.targets if target.transport in _BACKENDS]
+        targets = [slot for slot in targets if slot.name in reached]
+        if request.path == DATA_PATH_DISK or not targets:
+            return []
+        record = self._roster.model(request.model).record
+        planned, abandoned = self._groups.plan(
+            request.model,
+            record.group_generation + 1,
+            request.trainer.boot_id,
+            targets,
+            sources=max(1, request.num_sources),
+            backend=_BACKENDS[_by_group(request)],
+        )
+        plan.groups.extend(planned)
+        record.group_generation = max(record.group_generation, *(group.generation for group in planned))
+        return abandoned
+
+    def only_updatable(self, target: Target) -> str:
+        """The model that an update without a name is meant for. Raises FIELD_REQUIRED when several could be."""
+        if target.model:
+            return self._roster.model(target.model, "header.target.model").record.name
+        updatable = [name for name, model in self._roster.models.items() if model.record.updatable]
+        if len(updatable) != 1:
+            raise Reason.FIELD_REQUIRED.error(
+                f"name the model to update; there are: {', '.join(sorted(updatable)) or 'none'}",
+                field="header.target.model",
+            )
+        return updatable[0]
+
+    def _refuse(self, request: BeginWeightUpdateRequest, model: ModelState) -> None:
+        if request.num_sources > MOST_SOURCES:
+            raise Reason.FIELD_INVALID.error(
+                f"num_sources is {request.num_sources}, at most {MOST_SOURCES} are taken", field="num_sources"
+            )
+        if model.update_id:
+            raise in_progress(model)
+        if not model.record.updatable:
+            raise Reason.MODEL_FROZEN.error(f"{request.model} is frozen: it receives no weights", field="model")
+        if request.trainer.incarnation < model.record.trainer_incarnation:
+            raise Reason.TRAINER_FENCED.error(
+                f"incarnation {request.trainer.incarnation} is over, {model.record.trainer_incarnation} updates "
+                f"{request.model}",
+                field="trainer.incarnation",
+            )
+        later = {
+            "kind": request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_ADAPTER),
+            "apply": request.apply == APPLY_MODE_STAGED,
+            "rollout.max_unavailable": bool(request.rollout.max_unavailable),
+        }
+        for name, asked in later.items():
+            if asked:
+                raise Reason.NOT_IMPLEMENTED.error(f"this value of {name} is in the contract only, so far", field=name)
+
+    def _obstacle(self, request: BeginWeightUpdateRequest, slot: Slot) -> RlctlError | None:
+        """Why a stage that holds weights of the model cannot take this update, or None."""
+        if request.path == DATA_PATH_IPC and not _shares_memory(request, slot):
+            return Reason.NOT_COLOCATED.error(
+                f"{slot.name}: not all of its ranks share memory with every source", field="path"
+            )
+        missing = unsupported(slot, _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed"))
+        if missing is not None:
+            return Reason.UNSUPPORTED.error(f"{slot.name} holds weights of {request.model}: {missing.message}")
+        gone = slot.dead_ranks()
+        if gone:
+            return Reason.RANK_LOST.error(f"{slot.name}: rank {', '.join(map(str, gone))} is gone")
+        if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
+            return Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released")
+        full = request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
+        if not full and slot.state == STAGE_STATE_DIRTY:
+            return Reason.WEIGHTS_DIRTY.error(f"{slot.name} is DIRTY", field="kind")
+        return None
+
+
+def in_progress(model: ModelState) -> RlctlError:
+    """The refusal that names who holds a model."""
+    return Reason.UPDATE_IN_PROGRESS.error(
+        f"{model.update_owner} is updating {model.record.name} (update {model.update_id})",
+        metadata={"holder": model.update_id, "owner": model.update_owner},
+    )
+
+
+def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
+    """How tensors reach a target."""
+    if request.path == DATA_PATH_DISK:
+        return TRANSPORT_DISK
+    if request.path in (DATA_PATH_UNSPECIFIED, DATA_PATH_IPC) and _shares_memory(request, slot):
+        return TRANSPORT_SHARED_MEMORY
+    return _by_group(request)
+
+
+def _by_group(request: BeginWeightUpdateRequest) -> Transport.ValueType:
+    for transport in request.transports or [TRANSPORT_TORCH_GLOO]:
+        if transport in _BACKENDS:
+            return transport
+    raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
+
+
+def _shares_memory(request: BeginWeightUpdateRequest, slot: Slot) -> bool:
+    workers = slot.record.registration.layout.workers
+    here = all(worker.host_id and worker.host_id in request.host_ids for worker in workers)
+    return here and TRANSPORT_SHARED_MEMORY in slot.capabilities.transports

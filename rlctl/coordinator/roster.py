@@ -1,0 +1,396 @@
+"""Who there is: slots, what fills them, models, and the state that follows for each stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlctl.control.commander import Commander
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Clock, Journal, Put
+from rlctl.times import duration
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import ErrorDetail, ResponseHeader, StageState, Target, WeightVersion
+from rlctl.v1.fleet_pb2 import (
+    FLEET_EVENT_KIND_CHANGED,
+    FLEET_EVENT_KIND_SNAPSHOT,
+    Capabilities,
+    Fleet,
+    FleetEvent,
+    Model,
+    Stage,
+    StageRegistration,
+    StageReport,
+)
+from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
+from rlctl.v1.results_pb2 import ExcludedStage
+
+ABSENT = (
+    common_pb2.STAGE_STATE_JOINING,
+    common_pb2.STAGE_STATE_UNREACHABLE,
+    common_pb2.STAGE_STATE_DRAINING,
+    common_pb2.STAGE_STATE_RETIRED,
+)
+"""States in which a stage is left out when a target set is frozen."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot and what fills it.
+
+    Attributes:
+        record: what is journaled.
+        commander: its link, while one stands.
+        report: the stage's own word, from the present incarnation.
+        lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
+        grant_number: number of the newest grant whose receipt it was asked to confirm.
+        restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
+        late: it came after the version that is served, or was left out of it: not to be STALE for long.
+    """
+
+    record: SlotRecord
+    commander: Commander | None = None
+    report: StageReport | None = None
+    lease_until: float = float("-inf")
+    grant_number: int = 0
+    restoring: bool = False
+    late: bool = True
+
+    @property
+    def held(self) -> bool:
+        """Whether generation is paused because an update paused it, not because somebody asked by name."""
+        return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
+
+    @property
+    def name(self) -> str:
+        """The slot's name."""
+        return self.record.registration.slot
+
+    @property
+    def model(self) -> str:
+        """Model that its stage serves."""
+        return self.record.registration.model
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its stage can do."""
+        return self.record.registration.capabilities
+
+    @property
+    def state(self) -> StageState.ValueType:
+        """The stage's own state, or the roster's."""
+        if self.record.retired:
+            return common_pb2.STAGE_STATE_RETIRED
+        if self.commander is not None and self.commander.lost:
+            return common_pb2.STAGE_STATE_UNREACHABLE
+        if self.report is None:
+            return common_pb2.STAGE_STATE_JOINING
+        return common_pb2.STAGE_STATE_UNREACHABLE if self.commander is None else self.report.state
+
+    @property
+    def quarantine(self) -> ErrorDetail | None:
+        """Why it must not be routed to: the coordinator's reason, or the stage's own."""
+        if self.record.HasField("quarantine"):
+            return self.record.quarantine
+        if self.report is not None and self.report.HasField("quarantine"):
+            return self.report.quarantine
+        return None
+
+    def dead_ranks(self) -> list[int]:
+        """Ranks whose processes are gone; the stage needs a restart then."""
+        if self.report is None:
+            return []
+        return [rank.coordinates.rank for rank in self.report.ranks if not rank.alive]
+
+    def not_routable(self) -> str:
+        """Why generation may not go there, or ""."""
+        state = self.state
+        if state != common_pb2.STAGE_STATE_READY:
+            return StageState.Name(state).removeprefix("STAGE_STATE_")
+        if not self.record.enabled:
+            return "disabled"
+        if self.quarantine is not None:
+            return f"quarantined: {self.quarantine.message}"
+        if self.report is None or not self.report.lease_held:
+            return "no serving lease"
+        return ""
+
+
+@dataclass(eq=False)
+class ModelState:
+    """One model.
+
+    Attributes:
+        record: what is journaled.
+        admitted: versions that may be served.
+        only: while a version is being published, the stages that may serve; None: all may.
+        update_id: open update, or "".
+        update_owner: who holds it.
+    """
+
+    record: ModelRecord
+    admitted: list[WeightVersion] = field(default_factory=list)
+    only: frozenset[Slot] | None = None
+    update_id: str = ""
+    update_owner: str = ""
+
+
+class Roster:
+    """Slots and models, kept in the journal, watched by callers."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self.slots: dict[str, Slot] = {}
+        self.models: dict[str, ModelState] = {}
+        self.epoch = 0
+        self._revision = 0
+        self._watchers: set[asyncio.Queue[None]] = set()
+        self._closed = False
+        self._writing = asyncio.Lock()
+        """Held while slot records are written, so that two changes of one do not undo each other."""
+
+    def load(self) -> None:
+        """Take in what the journal holds."""
+        for _, body in self._journal.read("slot"):
+            record = SlotRecord.FromString(body)
+            self.slots[record.registration.slot] = Slot(record)
+        for name, body in self._journal.read("model"):
+            model = ModelRecord.FromString(body)
+            admitted = [model.latest] if model.latest.sequence else []
+            self.models[name] = ModelState(model, admitted)
+
+    async def register(self, registration: StageRegistration) -> Slot:
+        """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
+        slot = self.slots.get(registration.slot)
+        if slot is not None and slot.record.registration.boot_id == registration.boot_id:
+            record = SlotRecord()
+            record.CopyFrom(slot.record)
+            record.registration.CopyFrom(registration)
+            record.retired = False
+        else:
+            record = SlotRecord(
+                registration=registration,
+                incarnation=slot.record.incarnation + 1 if slot else 1,
+                enabled=slot.record.enabled if slot else True,
+            )
+        model = self.models.get(registration.model)
+        if model is None:
+            model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
+        await self._journal.write([slot_put(record), model_put(model.record)])
+        self.models.setdefault(registration.model, model)
+        if slot is None or slot.record.incarnation != record.incarnation:
+            lease_until = slot.lease_until if slot else float("-inf")
+            slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
+        else:
+            slot.record = record
+        self.changed()
+        return slot
+
+    async def change(self, slots: Collection[Slot], mutate: Callable[[SlotRecord], object]) -> None:
+        """Change the records of slots, durably first."""
+        async with self._writing:
+            changed = []
+            for slot in slots:
+                record = SlotRecord()
+                record.CopyFrom(slot.record)
+                mutate(record)
+                changed.append(slot_put(record))
+            await self._journal.write(changed)
+            for slot in slots:
+                mutate(slot.record)
+        self.changed()
+
+    async def quarantine(self, causes: Mapping[Slot, ErrorDetail]) -> None:
+        """Take stages out of routing until a full update or a heal has been applied to them.
+
+        One that something else fills by now is left alone. They are out at once, whether or not the journal takes it.
+        """
+        present = {slot: cause for slot, cause in causes.items() if self.slots.get(slot.name) is slot}
+        for slot, cause in present.items():
+            slot.record.quarantine.CopyFrom(cause)
+        if present:
+            self.changed()
+            async with self._writing:
+                await self._journal.write([slot_put(slot.record) for slot in present])
+
+    def slot(self, name: str, field_path: str = "slot") -> Slot:
+        """The slot of this name. Raises STAGE_NOT_FOUND."""
+        try:
+            return self.slots[name]
+        except KeyError:
+            known = ", ".join(sorted(self.slots)) or "none"
+            raise Reason.STAGE_NOT_FOUND.error(
+                f"no stage fills slot {name!r}; there are: {known}", field=field_path
+            ) from None
+
+    def model(self, name: str, field_path: str = "model") -> ModelState:
+        """The model of this name. Raises MODEL_NOT_FOUND."""
+        try:
+            return self.models[name]
+        except KeyError:
+            known = ", ".join(sorted(self.models)) or "none"
+            raise Reason.MODEL_NOT_FOUND.error(
+                f"no stage serves model {name!r}; there are: {known}", field=field_path
+            ) from None
+
+    def select(self, target: Target) -> tuple[list[Slot], list[ExcludedStage]]:
+        """Freeze a target set: (targets in slot order, what was left out). Unknown names are errors.
+
+        Slots that are named are never left out: one that cannot be reached gets its outcome.
+        """
+        if target.model:
+            self.model(target.model, "header.target.model")
+        for index, name in enumerate(target.slots):
+            slot = self.slot(name, f"header.target.slots[{index}]")
+            if target.model and slot.model != target.model:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"slot {name!r} serves {slot.model!r}, not {target.model!r}",
+                    field=f"header.target.slots[{index}]",
+                )
+        stages = {slot.record.registration.stage or "main" for slot in self.slots.values()}
+        for index, name in enumerate(target.stages):
+            if name not in stages:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"no logical stage is called {name!r}; there are: {', '.join(sorted(stages))}",
+                    field=f"header.target.stages[{index}]",
+                )
+        targets, excluded = [], []
+        for slot in sorted(self.slots.values(), key=lambda s: s.name):
+            stage = slot.record.registration.stage or "main"
+            if (
+                (target.model and slot.model != target.model)
+                or (target.slots and slot.name not in target.slots)
+                or (target.stages and stage not in target.stages)
+            ):
+                continue
+            if slot.state in ABSENT and not target.slots:
+                if slot.state != common_pb2.STAGE_STATE_RETIRED:
+                    excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason="not there"))
+                continue
+            targets.append(slot)
+        if not targets:
+            raise Reason.NO_TARGETS.error("no stage is there to address", next_step="`rlctl status` shows the fleet.")
+        return targets, excluded
+
+    # Watching.
+
+    def header(self) -> ResponseHeader:
+        """Who answers, under which epoch, when."""
+        return ResponseHeader(fleet_epoch=self.epoch, served_by="coordinator", observed_at=self._clock.wall())
+
+    def fleet(self, model: str = "") -> Fleet:
+        """Everything, or what belongs to one model."""
+        if model:
+            self.model(model)
+        return Fleet(
+            header=self.header(),
+            revision=self._revision,
+            models=[self._model(m) for name, m in sorted(self.models.items()) if model in ("", name)],
+            stages=[
+                self._stage(slot)
+                for _, slot in sorted(self.slots.items())
+                if model in ("", slot.model) and not slot.record.retired
+            ],
+        )
+
+    def changed(self) -> None:
+        """Tell the watchers that something may have changed."""
+        self._revision += 1
+        for queue in self._watchers:
+            if queue.empty():
+                queue.put_nowait(None)
+
+    def close(self) -> None:
+        """End every watch."""
+        self._closed = True
+        self.changed()
+
+    async def watch(self, model: str = "") -> AsyncGenerator[FleetEvent, None]:
+        """A snapshot, then what changes. Bursts are merged."""
+        queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
+        self._watchers.add(queue)
+        seen: dict[str, bytes] = {}
+        try:
+            fleet = self.fleet(model)
+            _difference(fleet, seen)
+            yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
+            while not self._closed:
+                await queue.get()
+                changed = _difference(self.fleet(model), seen)
+                if changed.models or changed.stages:
+                    yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
+        finally:
+            self._watchers.discard(queue)
+
+    def _model(self, model: ModelState) -> Model:
+        return Model(
+            name=model.record.name,
+            updatable=model.record.updatable,
+            latest=model.record.latest,
+            admitted=model.admitted,
+            model_digest=model.record.model_digest,
+            update_id=model.update_id,
+            update_owner=model.update_owner,
+            trainer_incarnation=model.record.trainer_incarnation,
+            checkpoint=model.record.checkpoint,
+        )
+
+    def _stage(self, slot: Slot) -> Stage:
+        heard = self._clock.now() - slot.commander.last_heard if slot.commander else None
+        obstacle = slot.not_routable()
+        return Stage(
+            registration=slot.record.registration,
+            incarnation=slot.record.incarnation,
+            state=slot.state,
+            report=slot.report,
+            enabled=slot.record.enabled,
+            routable=not obstacle,
+            not_routable=obstacle,
+            quarantine=slot.quarantine,
+            last_heard=duration(heard) if heard is not None else None,
+        )
+
+
+def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
+    """The models and stages that differ from what was sent, which is brought up to date."""
+    changed = Fleet(header=fleet.header, revision=fleet.revision)
+    for model in fleet.models:
+        content = model.SerializeToString(deterministic=True)
+        if seen.get("m:" + model.name) != content:
+            seen["m:" + model.name] = content
+            changed.models.add().CopyFrom(model)
+    for stage in fleet.stages:
+        quiet = Stage()
+        quiet.CopyFrom(stage)
+        quiet.ClearField("last_heard")
+        content = quiet.SerializeToString(deterministic=True)
+        if seen.get("s:" + stage.registration.slot) != content:
+            seen["s:" + stage.registration.slot] = content
+            changed.stages.add().CopyFrom(stage)
+    return changed
+
+
+def slot_put(record: SlotRecord) -> Put:
+    """The journal entry of a slot."""
+    return Put("slot", record.registration.slot, record.SerializeToString())
+
+
+def model_put(record: ModelRecord) -> Put:
+    """The journal entry of a model."""
+    return Put("model", record.name, record.SerializeToString())
+
+
+def names(slots: Sequence[Slot]) -> list[str]:
+    """Their names."""
+    return [slot.name for slot in slots]
+
+
+def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
+    """Why a stage cannot do a verb at all, or None."""
+    if verb_name in slot.capabilities.verbs:
+        return None
+    why = slot.capabilities.unsupported.get(verb_name, "")
+    engine = slot.record.registration.engine
+    return Reason.UNSUPPORTED.error(why or f"engine {engine!r} has no {verb_name}")

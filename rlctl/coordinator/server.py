@@ -1,0 +1,117 @@
+"""The coordinator as a process: its service at one address, its journal in one file."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator.core import Coordinator
+from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.ports import SystemClock
+from rlctl.transport.handlers import Streaming, Unary, generic_handler
+from rlctl.transport.links import GrpcDialer
+from rlctl.transport.server import GrpcServer
+from rlctl.v1 import coordinator_pb2
+from rlctl.v1.stage_pb2_grpc import StageServiceStub
+from rlctl.verbs import offered_by
+
+SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """How a coordinator is started.
+
+    Attributes:
+        journal: file of the journal.
+        listen: where it binds; port 0 takes any.
+        token: bearer token that guards it and is sent to the stages.
+        insecure: bind where others can reach it though there is no token.
+        serving_lease_s: how long a stage may serve without hearing from it.
+        heal: bring late joiners and restarted engines to the published version without being asked.
+    """
+
+    journal: Path
+    listen: str = "127.0.0.1:5080"
+    token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+    serving_lease_s: float = 10.0
+    heal: bool = True
+
+
+class CoordinatorServer:
+    """A coordinator with its server."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.address = ""
+        self._journal = SqliteJournal(config.journal)
+        self.coordinator = Coordinator(
+            self._journal,
+            GrpcDialer(StageServiceStub, config.token),
+            SystemClock(),
+            lease_s=config.serving_lease_s,
+            heal=config.heal,
+        )
+        handler = generic_handler(SERVICE, methods(self.coordinator))
+        self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)
+
+    async def start(self) -> None:
+        """Take over the fleet that the journal describes, then serve."""
+        await self.coordinator.start()
+        self.address = await self._server.start(self.config.listen)
+
+    async def stop(self) -> None:
+        """Take no new calls, end what is open, close the journal."""
+        self.coordinator.roster.close()
+        await self._server.stop()
+        await self.coordinator.stop()
+        self._journal.close()
+
+
+def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
+    """Implementations of the service: the table's verbs, and a method of the coordinator for each other RPC it has."""
+    implementations: dict[str, Any] = {verb.name: coordinator.verb for verb in offered_by("CoordinatorService")}
+    own: dict[str, Callable[[Any], Awaitable[Message]]] = {
+        "RegisterStage": coordinator.register_stage,
+        "DeregisterStage": coordinator.deregister_stage,
+        "BeginWeightUpdate": coordinator.begin_weight_update,
+        "JoinWeightUpdate": coordinator.join_weight_update,
+        "RetryWeightUpdate": coordinator.retry_weight_update,
+        "CommitWeightUpdate": coordinator.commit_weight_update,
+        "AbortWeightUpdate": coordinator.abort_weight_update,
+        "RenewLease": coordinator.renew_lease,
+        "GetOperation": coordinator.get_operation,
+        "ListOperations": coordinator.list_operations,
+        "CancelOperation": coordinator.cancel_operation,
+        "GetFleet": coordinator.get_fleet,
+        "SetStageEnabled": coordinator.set_stage_enabled,
+        "HealStage": coordinator.heal_stage,
+    }
+    watches: dict[str, Callable[[Any], AsyncIterator[Message]]] = {
+        "WatchOperation": coordinator.watch_operation,
+        "WatchFleet": coordinator.watch_fleet,
+    }
+    for name, method in own.items():
+        implementations[name] = _without_deadline(method)
+    for name, watch in watches.items():
+        implementations[name] = _watch(watch)
+    return implementations
+
+
+def _without_deadline(method: Callable[[Any], Awaitable[Message]]) -> Unary:
+    async def call(request: Message, _remaining_s: float | None) -> Message:
+        return await method(request)
+
+    return call
+
+
+def _watch(method: Callable[[Any], AsyncIterator[Message]]) -> Streaming:
+    def call(request: Message, _remaining_s: float | None) -> AsyncIterator[Message]:
+        return method(request)
+
+    return call

@@ -1,0 +1,303 @@
+"""One weight update from its first step to its last: prepare, write, commit or abort.
+
+The order is the promise: pause → prepare → write → commit at every target → flush → verify → publish → admit → resume.
+Nothing of the version is served before it is published; after that the update is finished, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator import verification
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.operations import Run
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import blame
+from rlctl.ports import Clock, Journal, Put
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    STAGE_STATE_ASLEEP,
+)
+from rlctl.v1.journal_pb2 import (
+    UPDATE_PHASE_ABORTED,
+    UPDATE_PHASE_OPEN,
+    UPDATE_PHASE_WRITING,
+    UpdatePhase,
+    UpdateRecord,
+)
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_UNSPECIFIED,
+    AbortUpdateRequest,
+    ContinueGenerationRequest,
+    DestroyWeightsUpdateGroupRequest,
+    PauseGenerationRequest,
+    PrepareUpdateRequest,
+)
+from rlctl.verbs import Verb, of_request
+
+_BY_GROUP = (common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_TORCH_NCCL)
+_TRANSPORTS = {
+    "InitWeightsUpdateGroup": _BY_GROUP,
+    "UpdateWeightsFromDistributed": _BY_GROUP,
+    "UpdateWeightsFromTensor": (common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_CUDA_IPC),
+}
+
+_GENERATING = (common_pb2.STAGE_STATE_PAUSED, common_pb2.STAGE_STATE_READY)
+
+CLEANUP_S = 30.0
+"""Time for steps that must be tried although the update's own time is up: abort, resume."""
+
+
+class Session:
+    """The steps of one update and what they have come to. ``run`` is the operation that it fills in.
+
+    Attributes:
+        frozen: the target set as it was when the update began.
+        targets: those of them that have not been lost in an attempt.
+        resume: targets that generate again afterwards.
+        paused_at: when the first target was paused, on the clock's ``now``; None: no target was told of the update.
+        writing: held by whoever lets the targets take in weights, so that several sources come one after the other.
+    """
+
+    def __init__(
+        self,
+        record: UpdateRecord,
+        model: ModelState,
+        targets: Sequence[Slot],
+        deadline: float,
+        *,
+        roster: Roster,
+        peers: Peers,
+        fanout: Fanout,
+        journal: Journal,
+        clock: Clock,
+    ) -> None:
+        self.record = record
+        self.model = model
+        self.frozen = tuple(targets)
+        self.targets = list(targets)
+        self.deadline = deadline
+        self.checkpoint = ""
+        self._roster = roster
+        self._peers = peers
+        self._fanout = fanout
+        self._journal = journal
+        self._clock = clock
+        self._steps = 0
+        self.resume: set[str] = set()
+        self.paused_at: float | None = None
+        self._preparing: asyncio.Task[None] | None = None
+        self._ended = False
+        self.writing = asyncio.Lock()
+
+    @property
+    def update_id(self) -> str:
+        """Which update."""
+        return self.record.plan.update_id
+
+    @property
+    def full(self) -> bool:
+        """Whether it writes every parameter."""
+        return self.record.request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
+
+    @property
+    def written(self) -> bool:
+        """Whether its targets were prepared in the present attempt."""
+        return self._preparing is not None
+
+    def reached_by(self, verb: Verb) -> list[Slot]:
+        """The targets that take weights in by this verb; all of them for other verbs."""
+        transports = _TRANSPORTS.get(verb.name)
+        planned = {target.slot: target.transport for target in self.record.plan.targets}
+        return [slot for slot in self.targets if transports is None or planned[slot.name] in transports]
+
+    @property
+    def quorum(self) -> int:
+        """Number of targets that must confirm."""
+        return self.record.request.options.quorum or len(self.frozen)
+
+    # Write.
+
+    async def leave_groups(self, names: Sequence[str]) -> None:
+        """Let the targets forget groups, breaking what waits in them; those that do not know them any more say so."""
+        for name in names:
+            await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
+
+    async def ready(self) -> None:
+        """Pause and prepare the targets, once, however many writes ask for it. Raises when one refused."""
+        self._refuse_ended()
+        if self._preparing is None:
+            self._preparing = asyncio.create_task(self._prepare())
+        try:
+            await asyncio.shield(self._preparing)
+        except asyncio.CancelledError:
+            if self._preparing.cancelled():
+                self._refuse_ended()
+            raise
+        self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        if self._ended:
+            raise Reason.CANCELLED.error(f"update {self.update_id} has ended")
+
+    def start_over(self, lost: Sequence[Slot]) -> None:
+        """Another attempt, without the targets that are lost: the others are prepared anew before they are written."""
+        self.targets = [slot for slot in self.targets if slot not in lost]
+        self._preparing = None
+
+    async def _prepare(self) -> None:
+        await self.advance(UPDATE_PHASE_WRITING)
+        if self.paused_at is not None:
+            self._all_applied(await self.step(self._prepare_request(), self.targets))
+            return
+        options = self.record.request.options
+        awake = [slot for slot in self.targets if slot.state != STAGE_STATE_ASLEEP]
+        running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
+        self.resume = {slot.name for slot in awake if slot in running or slot.held}
+        self.paused_at = self._clock.now()
+        mode = options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
+        if mode != PAUSE_MODE_UNSPECIFIED:
+            self._all_applied(await self._pause(running, mode))
+        self._all_applied(await self.step(self._prepare_request(), self.targets))
+        if mode == PAUSE_MODE_UNSPECIFIED:
+            # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
+            self._all_applied(await self._pause(running, PAUSE_MODE_RETRACT))
+
+    def _prepare_request(self) -> PrepareUpdateRequest:
+        return PrepareUpdateRequest(
+            version=self.record.plan.version,
+            kind=self.record.request.kind,
+            apply=self.record.request.apply,
+            abort_all_requests=self.record.request.options.abort_all_requests,
+            num_sources=max(1, self.record.request.num_sources),
+            selector=self.record.request.options.selector,
+        )
+
+    async def _pause(self, slots: Sequence[Slot], mode: common_pb2.PauseMode.ValueType) -> list[StageResult]:
+        return await self.step(PauseGenerationRequest(mode=mode), slots)
+
+    async def step(self, request: Message, slots: Sequence[Slot], *, cleanup: bool = False) -> list[StageResult]:
+        """One verb of the update to some of its targets. ``cleanup``: it must be tried although the update has ended or
+        its time is up. Raises CANCELLED once the update has ended.
+        """
+        if not cleanup:
+            self._refuse_ended()
+        verb = of_request(request)
+        self._steps += 1
+        step = f"{self._steps}-{verb.name}"
+        request.header.fence.update_id = self.update_id  # type: ignore[attr-defined]
+        now = self._clock.now()
+        try:
+            return await self._fanout.run(
+                request,
+                slots,
+                operation_id=self.update_id,
+                step=step,
+                deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
+            )
+        except asyncio.CancelledError:
+            self._fanout.cancel(slots, self.update_id, step)
+            raise
+
+    async def hand_over_pause(self, slots: Sequence[Slot]) -> None:
+        """From here on the pause is its owner's, as if asked for by name: no other update lifts it."""
+        mode = self.record.request.options.pause or PAUSE_MODE_RETRACT
+        paused = [slot for slot in slots if slot.held]
+        self._steps += 1
+        await self._fanout.run(
+            PauseGenerationRequest(mode=mode),
+            paused,
+            operation_id=self.update_id,
+            step=f"{self._steps}-hand-over",
+            deadline=self._clock.now() + CLEANUP_S,
+        )
+
+    def _all_applied(self, results: Sequence[StageResult]) -> None:
+        for result in results:
+            if result.outcome != OUTCOME_APPLIED:
+                raise blame(result)
+
+    def levels(self, expected_digest: str) -> dict[str, common_pb2.VerificationLevel.ValueType]:
+        """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given."""
+        return verification.levels(self.record.request.options.verify, self.targets, expected_digest)
+
+    def short_of_quorum(self, count: int, cause: str) -> RlctlError:
+        """Too few targets are left, or confirmed."""
+        return Reason.QUORUM_NOT_MET.error(
+            f"{count} of {len(self.frozen)} targets are left, {self.quorum} must confirm; {cause}"
+        )
+
+    # Abort.
+
+    async def abort(self, run: Run, error: RlctlError) -> None:
+        """End without a version: targets past their first byte are DIRTY, the others are as they were.
+
+        The targets are told first: an update that is not on record as published is aborted in any case.
+        """
+        self._ended = True
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        if self.paused_at is not None:
+            await self._abort(run, error)
+        with contextlib.suppress(RlctlError):
+            await self.advance(UPDATE_PHASE_ABORTED)
+
+    async def _abort(self, run: Run, error: RlctlError) -> None:
+        results = await self.step(AbortUpdateRequest(reason=error.message), self.frozen, cleanup=True)
+        restored = [
+            slot
+            for slot, result in zip(self.frozen, results, strict=True)
+            if result.outcome == OUTCOME_APPLIED and result.state in _GENERATING and slot.name in self.resume
+        ]
+        for result in results:
+            self._file(run, result, error)
+        # One that is READY may still have a pause of ours before it, waiting for requests to drain.
+        resumed = await self.step(ContinueGenerationRequest(), restored, cleanup=True)
+        for slot, result in zip(restored, resumed, strict=True):
+            if result.outcome == OUTCOME_APPLIED:
+                next(r for r in run.operation.stage_results if r.slot == slot.name).state = result.state
+
+    def _file(self, run: Run, result: StageResult, error: RlctlError) -> None:
+        """What the abort left at a target: DIRTY, or as it was (REJECTED); UNKNOWN when it did not answer."""
+        if result.outcome == OUTCOME_APPLIED:
+            dirty = result.state == common_pb2.STAGE_STATE_DIRTY
+            result.outcome = OUTCOME_DIRTY if dirty else common_pb2.OUTCOME_REJECTED
+            result.error.CopyFrom(error.detail())
+        elif result.outcome != OUTCOME_DIRTY:
+            # It could not be told, and may have been written into.
+            result.outcome = OUTCOME_UNKNOWN
+        for earlier in run.operation.stage_results:
+            if earlier.slot == result.slot and earlier.outcome not in (OUTCOME_APPLIED, 0):
+                result.error.CopyFrom(earlier.error)
+                result.outcome = max(result.outcome, earlier.outcome)
+                if earlier.rank_results:
+                    del result.rank_results[:]
+                    result.rank_results.extend(earlier.rank_results)
+        run.add(result)
+
+    def put(self, phase: UpdatePhase.ValueType = UPDATE_PHASE_OPEN) -> Put:
+        """The journal entry of the update at a phase."""
+        record = UpdateRecord()
+        record.CopyFrom(self.record)
+        record.phase = phase
+        return Put("update", self.update_id, record.SerializeToString())
+
+    async def advance(self, phase: UpdatePhase.ValueType, *changes: Put) -> None:
+        """Come to a phase, together with what else changes: durably first."""
+        await self._journal.write([*changes, self.put(phase)])
+        self.record.phase = phase

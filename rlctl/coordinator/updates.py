@@ -1,0 +1,360 @@
+"""The open weight updates: begun, owned under a lease, written into, and ended by a commit, an abort or the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator import versions
+from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.finish import Finish
+from rlctl.coordinator.groups import GroupBook
+from rlctl.coordinator.healing import Healer
+from rlctl.coordinator.operations import Operations, Run
+from rlctl.coordinator.orphans import Orphans
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.planning import Planner, in_progress
+from rlctl.coordinator.roster import Roster, Slot, model_put
+from rlctl.coordinator.session import Session
+from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import acknowledged, blame
+from rlctl.ports import Clock, Delete, Journal
+from rlctl.times import duration, seconds
+from rlctl.v1.coordinator_pb2 import HealStageRequest
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, UpdateRecord
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_DISK,
+    BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
+    CommitWeightUpdateRequest,
+    JoinWeightUpdateRequest,
+    JoinWeightUpdateResponse,
+    RenewLeaseResponse,
+    RetryWeightUpdateRequest,
+    Trainer,
+)
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    InitWeightsUpdateGroupRequest,
+    InspectCheckpointRequest,
+    UpdateWeightsFromDiskRequest,
+)
+from rlctl.verbs import Verb
+
+UPDATE_S = 600.0
+
+_READ_AGAIN = ("", "auto", "safetensors")
+"""Load formats of checkpoints that engines can be launched with or healed from."""
+
+
+class Updates:
+    """At most one open update per model."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        peers: Peers,
+        fanout: Fanout,
+        operations: Operations,
+        journal: Journal,
+        clock: Clock,
+        *,
+        heal: bool,
+    ) -> None:
+        """``heal``: heal late joiners and restarted engines without being asked."""
+        self._roster = roster
+        self._peers = peers
+        self._fanout = fanout
+        self._operations = operations
+        self._journal = journal
+        self._clock = clock
+        self._groups = GroupBook()
+        self._planner = Planner(roster, self._groups, clock)
+        self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
+        self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
+        self._orphans = Orphans(roster, fanout, clock, self.is_open)
+        self._open: dict[str, OpenUpdate] = {}
+        self._beginning = asyncio.Lock()
+
+    # What trainers call.
+
+    async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
+        """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
+        async with self._beginning:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return self._get(known.operation.update_id).session.record.plan
+            if not request.header.validate_only:
+                await self._healer.make_way(request.model)
+            session = self._plan(request, timeout_s)
+            if request.header.validate_only:
+                return session.record.plan
+            await self._start(session, request, "WeightUpdate")
+        return session.record.plan
+
+    def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
+        """What a further source needs to know of an open update."""
+        session = self._get(request.update_id).session
+        sources = max(1, session.record.request.num_sources)
+        if not 0 < request.source < sources:
+            raise Reason.FIELD_INVALID.error(
+                f"source {request.source} of {sources}: further sources count from 1", field="source"
+            )
+        return JoinWeightUpdateResponse(header=self._roster.header(), update=session.record.plan)
+
+    async def retry(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
+        """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
+        opened = self._own(request.update_id, request.fencing_token) or self._get(request.update_id)
+        return await self._attempts.retry(opened, request)
+
+    async def commit(self, request: CommitWeightUpdateRequest) -> Run:
+        """Decide an update for its version."""
+        opened = self._own(request.update_id, request.fencing_token)
+        if opened is None:
+            return self._operations.get(request.update_id)
+        opened.session.levels(request.expected_digest)
+        opened.decide(digest=request.expected_digest)
+        return opened.run
+
+    async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
+        """Decide an update against its version; token 0 is an operator's override. One that is committing finishes."""
+        opened = self._own(update_id, fencing_token, override=True)
+        if opened is None:
+            return self._operations.get(update_id)
+        opened.decide(verdict=Reason.CANCELLED.error(f"aborted: {reason or 'no reason given'}"))
+        return opened.run
+
+    def renew(self, update_id: str, fencing_token: int) -> RenewLeaseResponse:
+        """Let the lease run for its full time again. Raises LEASE_EXPIRED when the update has ended."""
+        opened = self._own(update_id, fencing_token)
+        if opened is None:
+            raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
+        opened.lease_until = self._clock.now() + opened.lease_ttl_s
+        return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
+
+    async def from_disk(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
+        """A whole update in one call: every target reads a checkpoint."""
+        target = request.header.target
+        model = self._planner.only_updatable(target)
+        begin = BeginWeightUpdateRequest(
+            header=request.header,
+            model=model,
+            version=request.weight_version or f"disk-{self._clock.new_id()[:8]}",
+            path=DATA_PATH_DISK,
+            kind=UPDATE_KIND_PARTIAL if request.target_modules else UPDATE_KIND_FULL,
+            options=request.options,
+            trainer=Trainer(name="disk"),
+        )
+        async with self._beginning:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return known
+            await self._healer.make_way(model)
+            session = self._plan(begin, timeout_s)
+            session.levels(request.expected_digest)
+            if not request.target_modules and request.load_format in _READ_AGAIN:
+                session.checkpoint = request.model_path
+            return await self._start(session, request, "UpdateWeightsFromDisk", disk=request)
+
+    # What happens inside.
+
+    def refuse_outsider(self, slots: list[Slot], update_id: str) -> None:
+        """Raise UPDATE_IN_PROGRESS when one of these stages is in an open update other than the named one."""
+        for slot in slots:
+            model = self._roster.models[slot.model]
+            if model.update_id and model.update_id != update_id:
+                raise in_progress(model)
+
+    async def join_group(
+        self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
+    ) -> None:
+        """Join every rank of the targets into a group."""
+        await self._attempts.join_group(request, targets, run, timeout_s)
+
+    async def receive(self, request: Write, run: Run, timeout_s: float) -> None:
+        """Let the targets of an update take in what its sources send."""
+        await self._attempts.receive(self._get(request.header.fence.update_id), request, run, timeout_s)
+
+    def is_open(self, update_id: str) -> bool:
+        """Whether an update of this id is open."""
+        return update_id in self._open or self._healer.is_open(update_id)
+
+    def targets(self, update_id: str, verb: Verb) -> list[Slot]:
+        """The targets of an open update that a verb is for. Raises UPDATE_NOT_FOUND."""
+        return self._get(update_id).session.reached_by(verb)
+
+    async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
+        """Bring stages to the published version from a known source."""
+        return await self._healer.heal(request, timeout_s)
+
+    def look_after(self, slot: Slot) -> None:
+        """See whether a stage has an update that nobody owns, or came late and can be healed."""
+        self._orphans.look([slot])
+        self._healer.look(slot)
+
+    def _look_after(self, model: str) -> None:
+        for slot in self._roster.slots.values():
+            if slot.model == model:
+                self.look_after(slot)
+
+    async def stop(self) -> None:
+        """Abort what is open: its owner could not go on with a coordinator that has left."""
+        await self._healer.stop()
+        await self._orphans.stop()
+        for opened in list(self._open.values()):
+            opened.decide(verdict=Reason.CANCELLED.error("the coordinator is shutting down"))
+
+    def _plan(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> Session:
+        try:
+            plan, targets = self._planner.plan(request)
+        except RlctlError:
+            self._look_after(request.model)  # a heal has made way for it
+            raise
+        return Session(
+            UpdateRecord(request=request, plan=plan),
+            self._roster.models[request.model],
+            targets,
+            self._clock.now() + (timeout_s or UPDATE_S),
+            roster=self._roster,
+            peers=self._peers,
+            fanout=self._fanout,
+            journal=self._journal,
+            clock=self._clock,
+        )
+
+    async def _start(
+        self,
+        session: Session,
+        request: Message,
+        verb: str,
+        *,
+        disk: UpdateWeightsFromDiskRequest | None = None,
+    ) -> Run:
+        """Accept a planned update; from here on its own task sees to its end."""
+        begin, plan, model = session.record.request, session.record.plan, session.model
+        request.header.request_id = plan.update_id  # type: ignore[attr-defined]
+        abandoned = self._planner.add_groups(plan, begin, session.targets)
+        record = versions.reserved(model, begin.trainer.incarnation)
+        await self._journal.write([model_put(record), session.put()])
+        model.record = record
+        started = asyncio.Event()
+
+        async def work(_: Run) -> None:
+            await started.wait()
+            await self._see_through(self._open[plan.update_id], disk)
+
+        run = await self._operations.start(
+            request,
+            verb=verb,
+            targets=session.targets,
+            excluded=list(plan.excluded),
+            work=work,
+            exclusive=True,
+            model=begin.model,
+            update_id=plan.update_id,
+        )
+        ttl = seconds(plan.lease_ttl)
+        lease_until = self._clock.now() + ttl if disk is None else session.deadline
+        self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
+        model.update_id = plan.update_id
+        model.update_owner = begin.trainer.name or "unnamed"
+        self._roster.changed()
+        started.set()
+        return run
+
+    async def _see_through(self, opened: OpenUpdate, disk: UpdateWeightsFromDiskRequest | None) -> None:
+        session, run = opened.session, opened.run
+        try:
+            await session.leave_groups(opened.abandoned)
+            if disk is not None:
+                await self._read_checkpoint(opened, disk)
+            await self._decision(opened)
+            await Finish(session, self._roster, self._peers, self._clock).commit(run, opened.digest)
+        except BaseException as error:
+            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+                typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
+                opened.decide(verdict=typed)
+                await session.abort(run, typed)
+                await session.leave_groups(self._groups.unformed(session.record.plan))
+            raise
+        finally:
+            del self._open[session.update_id]
+            session.model.update_id = session.model.update_owner = ""
+            self._roster.changed()
+            self._look_after(session.model.record.name)
+            with contextlib.suppress(RlctlError):
+                # Its operation stays on record; what is found without either was never published.
+                await self._journal.write([Delete("update", session.update_id)])
+
+    async def _decision(self, opened: OpenUpdate) -> None:
+        """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
+        while not opened.decided.is_set():
+            until = min(opened.lease_until, opened.session.deadline)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until - self._clock.now()):
+                    await opened.decided.wait()
+            if opened.decided.is_set():
+                break
+            if self._clock.now() >= opened.session.deadline:
+                raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
+            if self._clock.now() >= opened.lease_until:
+                owner = opened.session.model.update_owner
+                raise Reason.LEASE_EXPIRED.error(f"{owner} did not renew the lease for {opened.lease_ttl_s:g} s")
+        if opened.verdict is not None:
+            raise opened.verdict
+
+    async def _read_checkpoint(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> None:
+        """Let every target read; an abort meanwhile does not wait for them."""
+        session = opened.session
+        await self._inspect(opened, request)
+        await session.ready()
+        sent = UpdateWeightsFromDiskRequest()
+        sent.CopyFrom(request)
+        reading = asyncio.create_task(session.step(sent, session.targets))
+        aborted = asyncio.create_task(opened.decided.wait())
+        await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
+        aborted.cancel()
+        if not reading.done():
+            return
+        results = reading.result()
+        for result in results:
+            opened.run.add(result)
+        failed = [r for r in results if not acknowledged(r, update=True)]
+        if len(results) - len(failed) < session.quorum:
+            raise blame(failed[0])
+        opened.decide(digest=request.expected_digest)
+
+    async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> None:
+        """Let every target look at the checkpoint, before anything is paused for it. Raises what the first one says."""
+        session = opened.session
+        inspect = InspectCheckpointRequest(
+            model_path=request.model_path, load_format=request.load_format, target_modules=request.target_modules
+        )
+        results = await session.step(inspect, session.targets)
+        failed = [result for result in results if not acknowledged(result, update=False)]
+        for result in failed:
+            opened.run.add(result)
+        if len(results) - len(failed) < session.quorum:
+            raise blame(failed[0])
+
+    def _get(self, update_id: str) -> OpenUpdate:
+        if update_id not in self._open:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no update {update_id!r} is open", field="update_id")
+        return self._open[update_id]
+
+    def _own(self, update_id: str, token: int, *, override: bool = False) -> OpenUpdate | None:
+        """The open update, if the token is its owner's. None: it has ended. Raises UPDATE_FENCED, UPDATE_NOT_FOUND."""
+        opened = self._open.get(update_id)
+        if opened is None:
+            try:
+                ended = self._operations.get(update_id).operation
+            except RlctlError:
+                return self._get(update_id)
+            return None if ended.update_id == update_id else self._get(update_id)
+        if token != opened.session.record.plan.fencing_token and not (override and token == 0):
+            raise Reason.UPDATE_FENCED.error("the fencing token is not the owner's", field="fencing_token")
+        return opened

@@ -1,0 +1,70 @@
+"""Which versions there are and may be served: the first one, publishing, adopting."""
+
+from __future__ import annotations
+
+from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.v1 import common_pb2
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.journal_pb2 import ModelRecord
+
+FIRST_LABEL = "initial"
+
+
+def first_version(model: ModelState, slot: Slot) -> ModelRecord | None:
+    """The record that publishes a model's first version, the checkpoint that this stage loaded. None: it has one."""
+    if model.record.latest.sequence or slot.report is None or slot.report.state in _UNUSABLE:
+        return None
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    record.latest.CopyFrom(WeightVersion(label=slot.record.registration.weight_version or FIRST_LABEL, sequence=1))
+    record.reserved_sequence = max(record.reserved_sequence, 1)
+    record.model_digest = slot.report.model_digest
+    record.checkpoint = slot.report.checkpoint
+    return record
+
+
+def adoptable(roster: Roster, slot: Slot) -> bool:
+    """Whether the weights that a stage came up with are the latest version: the same digest or, without one, the same
+    checkpoint. A stage that has a version of its own is never told that it is another."""
+    model = roster.models[slot.model].record
+    report = slot.report
+    if report is None or not model.latest.sequence or report.weight_version.sequence or report.state in _UNUSABLE:
+        return False
+    if model.model_digest or report.model_digest:
+        return model.model_digest == report.model_digest
+    return bool(model.checkpoint) and model.checkpoint == report.checkpoint
+
+
+def publish(model: ModelState, record: ModelRecord) -> None:
+    """Admit a version whose record is durable, and only it."""
+    model.record = record
+    model.admitted = [record.latest]
+
+
+def published(model: ModelState, version: WeightVersion, *, model_digest: str, checkpoint: str) -> ModelRecord:
+    """The record after publishing a version. The sequence never goes backwards."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    assert version.sequence > record.latest.sequence, "a sequence is published once, in order"
+    record.latest.CopyFrom(version)
+    record.model_digest = model_digest
+    record.checkpoint = checkpoint
+    return record
+
+
+def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
+    """The record after reserving the next sequence for an update, which keeps it from being used twice."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence) + 1
+    record.trainer_incarnation = trainer_incarnation
+    return record
+
+
+_UNUSABLE = (
+    common_pb2.STAGE_STATE_UNSPECIFIED,
+    common_pb2.STAGE_STATE_JOINING,
+    common_pb2.STAGE_STATE_UPDATING,
+    common_pb2.STAGE_STATE_DIRTY,
+    common_pb2.STAGE_STATE_ASLEEP,
+)

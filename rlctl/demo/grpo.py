@@ -1,0 +1,119 @@
+"""The trainer: a supervised warm-up, then GRPO (group relative policy optimisation).
+
+Advantages are rewards less their group's mean, over its standard deviation; the loss is PPO's clipped one per token,
+with the engine's log probabilities as those of the old policy, and no KL term.
+Source of the method: Shao et al., "DeepSeekMath", 2024, section 4.1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from rlctl.demo.task import EVERY, draw
+from rlctl.demo.tiny import EOS, PAD, encode
+
+CLIP = 0.2
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample as the engine returned it.
+
+    Attributes:
+        prompt: token ids.
+        output: token ids that were generated.
+        logprobs: the engine's log probability of each output token, natural logarithm.
+        reward: 0.0 or 1.0.
+        group: samples of the same prompt share it.
+    """
+
+    prompt: list[int]
+    output: list[int]
+    logprobs: list[float]
+    reward: float
+    group: int
+
+
+class Trainer:
+    """Holds the model and its optimiser."""
+
+    def __init__(self, model: Any, *, learning_rate: float, seed: int) -> None:
+        self.model = model
+        self._random = random.Random(seed)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+
+    def supervise(self, steps: int, batch: int) -> float:
+        """Warm up on worked sums; returns the last loss."""
+        loss = torch.tensor(0.0)
+        for _ in range(steps):
+            problems = draw(self._random, min(batch, len(EVERY)))
+            sequences = [[*encode(p.prompt + p.answer), EOS] for p in problems]
+            starts = [len(encode(p.prompt)) for p in problems]
+            tokens, mask = _padded(sequences)
+            logits = self.model(input_ids=tokens, attention_mask=mask).logits
+            targets = tokens.clone()
+            for row, start in enumerate(starts):
+                targets[row, :start] = PAD
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=PAD)
+            self._apply(loss)
+        return float(loss.detach())
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        """Log probabilities of the output tokens under the present weights, (rollouts, longest output), 0 beyond."""
+        tokens, mask = _padded([r.prompt + r.output for r in rollouts])
+        logits = self.model(input_ids=tokens, attention_mask=mask).logits.float()
+        found = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        longest = max(len(r.output) for r in rollouts)
+        rows = []
+        for row, rollout in enumerate(rollouts):
+            start = len(rollout.prompt) - 1
+            part = found[row, start : start + len(rollout.output)]
+            rows.append(torch.nn.functional.pad(part, (0, longest - len(rollout.output))))
+        return torch.stack(rows)
+
+    def step(self, rollouts: Sequence[Rollout]) -> float:
+        """One GRPO step; returns the largest |log probability of the engine − of the trainer| before it."""
+        new = self.logprobs(rollouts)
+        old = torch.zeros_like(new)
+        mask = torch.zeros_like(new)
+        for row, rollout in enumerate(rollouts):
+            old[row, : len(rollout.output)] = torch.tensor(rollout.logprobs)
+            mask[row, : len(rollout.output)] = 1.0
+        difference = float(((new.detach() - old).abs() * mask).max())
+        advantages = _advantages(rollouts)[:, None]
+        ratio = torch.exp(new - old)
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        loss = -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / mask.sum()
+        self._apply(loss)
+        return difference
+
+    def _apply(self, loss: torch.Tensor) -> None:
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+
+
+def _advantages(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    groups: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout.reward)
+    statistics = {}
+    for group, rewards in groups.items():
+        values = torch.tensor(rewards)
+        statistics[group] = (values.mean(), values.std(unbiased=False) + 1e-4)
+    return torch.stack([(torch.tensor(r.reward) - statistics[r.group][0]) / statistics[r.group][1] for r in rollouts])
+
+
+def _padded(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and attention mask, (sequences, longest). A sampled pad token is a token like any other."""
+    longest = max(len(sequence) for sequence in sequences)
+    tokens = torch.tensor([[*sequence, *[PAD] * (longest - len(sequence))] for sequence in sequences])
+    mask = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in sequences])
+    return tokens, mask

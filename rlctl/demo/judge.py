@@ -1,0 +1,109 @@
+"""What the demo must show, step by step and at its end. A broken promise ends it at the first step that breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+RISE = 0.1
+"""Least rise of the mean reward on the evaluation set, in the GRPO part alone."""
+
+MISMATCH = 1e-4
+"""Largest |log probability of the engine − of the trainer| that float32 may show."""
+
+
+@dataclass
+class Step:
+    """What was seen in one step.
+
+    Attributes:
+        version: label that the fleet serves after it.
+        reward: mean over the step's rollouts, sampled at temperature 1.
+        tokens_per_s: generated tokens over the time of the rollout.
+        pause_ms: from the first engine's pause to the last one's resume; whole, as the coordinator's clock counts them.
+        transfer_ms: from the first tensor to the last byte sent.
+        max_logprob_diff: largest |log probability of the engine − of the trainer| over the rollouts.
+        digests: model digest that each engine reports afterwards, by slot.
+        expected: model digest of the trainer's weights.
+        problem: why the step failed, or "".
+    """
+
+    step: int
+    version: str = ""
+    reward: float = 0.0
+    tokens_per_s: float = 0.0
+    pause_ms: float = 0.0
+    transfer_ms: float = 0.0
+    max_logprob_diff: float = 0.0
+    digests: dict[str, str] = field(default_factory=dict)
+    expected: str = ""
+    problem: str = ""
+
+    def json(self) -> dict[str, Any]:
+        """As one object of the demo's --json output."""
+        return {"kind": "step"} | asdict(self) | {"checksums_equal": self.checksums_equal}
+
+    @property
+    def checksums_equal(self) -> bool:
+        """Whether every engine holds exactly the trainer's weights."""
+        return bool(self.digests) and set(self.digests.values()) == {self.expected}
+
+
+class Judge:
+    """Looks at each step as it ends."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def look(self, step: Step) -> str:
+        """Why the step fails, or ""."""
+        before = self.steps[-1].expected if self.steps else ""
+        self.steps.append(step)
+        if not step.problem:
+            step.problem = self._problem(step, before)
+        return step.problem
+
+    def _problem(self, step: Step, before: str) -> str:
+        if not step.checksums_equal:
+            wrong = [slot for slot, digest in sorted(step.digests.items()) if digest != step.expected]
+            return f"weights of {', '.join(wrong) or 'every engine'} are not the trainer's"
+        if step.expected == before:
+            return "the trainer's weights did not change"
+        if not step.max_logprob_diff < MISMATCH:
+            return f"log probabilities differ by {step.max_logprob_diff:.2g}, above {MISMATCH:g}"
+        return ""
+
+    def verdict(self, first: float, last: float) -> Verdict:
+        """What it all comes to. ``first``, ``last``: mean reward on the evaluation set before and after GRPO."""
+        problems = [step.problem for step in self.steps if step.problem]
+        if not problems and round(last - first, 9) < RISE:
+            problems = [f"the greedy reward rose by {last - first:.2f}, less than {RISE:g}"]
+        return Verdict(
+            reward_first=first,
+            reward_last=last,
+            checksums_equal=bool(self.steps) and all(step.checksums_equal for step in self.steps),
+            max_logprob_diff=max((step.max_logprob_diff for step in self.steps), default=0.0),
+            steps=len(self.steps),
+            problem=problems[0] if problems else "",
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the demo ended."""
+
+    reward_first: float
+    reward_last: float
+    checksums_equal: bool
+    max_logprob_diff: float
+    steps: int
+    problem: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every promise held."""
+        return not self.problem
+
+    def json(self) -> dict[str, Any]:
+        """The last object of the demo's --json output."""
+        return {"kind": "verdict"} | asdict(self) | {"passed": self.passed}

@@ -1,0 +1,166 @@
+"""Trainer and fleet together: rollouts through the fleet, a gradient step here, weights to every engine, checked."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlctl.client.fleet import Fleet
+from rlctl.client.publisher import Publisher, model_digest
+from rlctl.demo import tiny
+from rlctl.demo.grpo import Rollout, Trainer
+from rlctl.demo.judge import Judge, Step, Verdict
+from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
+from rlctl.errors import RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+
+SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank")
+"""Negative controls: each breaks one thing on purpose, and the demo must notice."""
+
+_ENGINE_SABOTAGE = {
+    "stale-engine": ("actor-1", "stale"),
+    "drop-tensor": ("actor-0", "drop-tensor:model.layers.1.mlp.up_proj.weight"),
+    "wrong-rank": ("actor-0", "wrong-rank"),
+}
+SKIPPED_STEP = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much of what."""
+
+    seed: int = 0
+    warmup_steps: int = 40
+    steps: int = 40
+    prompts: int = 32
+    samples: int = 8
+    warmup_learning_rate: float = 2e-3
+    learning_rate: float = 1e-4
+    engine: str = "torch"
+    sabotage: str = ""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what happens, as it happens."""
+
+    note: Callable[[str], None]
+    step: Callable[[Step], None]
+
+
+def run(settings: Settings, listener: Listener, directory: Path) -> Verdict:
+    """The whole demo, in a directory of its own. Raises RlctlError when the fleet does not come up."""
+    torch.set_num_threads(1)
+    model = tiny.make(settings.seed)
+    trainer = Trainer(model, learning_rate=settings.warmup_learning_rate, seed=settings.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    listener.note(f"a Llama of {parameters:,} parameters; supervised warm-up of {settings.warmup_steps} steps")
+    loss = trainer.supervise(settings.warmup_steps, batch=64)
+    listener.note(f"warm-up done, loss {loss:.3f}")
+    checkpoint = directory / "checkpoint"
+    tiny.save(model, checkpoint)
+    local = LocalFleet(_engines(settings, checkpoint), directory=directory / "fleet", on_progress=listener.note)
+    with local, local.connect() as fleet:
+        trainer = Trainer(model, learning_rate=settings.learning_rate, seed=settings.seed)
+        return _Loop(settings, listener, fleet, trainer).run()
+
+
+def _engines(settings: Settings, checkpoint: Path) -> list[EngineSpec]:
+    slot, value = _ENGINE_SABOTAGE.get(settings.sabotage, ("", ""))
+    return [
+        EngineSpec(
+            name,
+            str(checkpoint),
+            engine=settings.engine,
+            tp_size=tp_size,
+            options={"max_running": "256", "max_total_tokens": "8192"},
+            environment={"RLCTL_TORCH_SABOTAGE": value} if name == slot else {},
+        )
+        for name, tp_size in (("actor-0", 2), ("actor-1", 1))
+    ]
+
+
+class _Loop:
+    def __init__(self, settings: Settings, listener: Listener, fleet: Fleet, trainer: Trainer) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._fleet = fleet
+        self._trainer = trainer
+        self._publisher: Publisher = fleet.publisher("actor", trainer="rlctl demo")
+        self._random = random.Random(settings.seed + 1)
+        self._sequence = 1
+
+    def run(self) -> Verdict:
+        judge = Judge()
+        first = self._evaluate()
+        self._listener.note(f"greedy reward on all {len(EVERY)} sums before GRPO: {first:.2f}")
+        for number in range(1, self._settings.steps + 1):
+            step = Step(number)
+            try:
+                self._one(step)
+            except RlctlError as error:
+                step.problem = str(error)
+            problem = judge.look(step)
+            self._listener.step(step)
+            if problem:
+                return judge.verdict(first, first)
+        last = self._evaluate()
+        self._publisher.close()
+        return judge.verdict(first, last)
+
+    def _one(self, step: Step) -> None:
+        started = time.perf_counter()
+        rollouts = self._roll_out(step.step)
+        step.tokens_per_s = sum(len(r.output) for r in rollouts) / (time.perf_counter() - started)
+        step.reward = sum(r.reward for r in rollouts) / len(rollouts)
+        step.max_logprob_diff = self._trainer.step(rollouts)
+        step.expected = model_digest(self._trainer.model)
+        if not (self._settings.sabotage == "skip-sync" and step.step == SKIPPED_STEP):
+            update = self._publisher.update(self._trainer.model, version=f"step-{step.step}")
+            step.version = update.version.label
+            step.pause_ms = update.pause_s * 1e3
+            step.transfer_ms = update.transfer_s * 1e3
+            self._sequence = update.version.sequence
+        checked = self._fleet.check_weights()
+        step.digests = {result.slot: result.rank_results[0].check.model_digest for result in checked.stage_results}
+
+    def _roll_out(self, step: int) -> list[Rollout]:
+        problems = draw(self._random, self._settings.prompts)
+        prompts = [tiny.encode(problem.prompt) for problem in problems]
+        responses = self._fleet.generate_batch(
+            prompts,
+            model="actor",
+            n=self._settings.samples,
+            max_new_tokens=MAX_NEW_TOKENS,
+            temperature=1.0,
+            return_logprob=True,
+            min_version_seq=self._sequence,
+            seed=self._settings.seed * 1_000_003 + step * 1_009,
+        )
+        return [
+            Rollout(
+                prompt=prompt,
+                output=list(sample.output_ids),
+                logprobs=[token.logprob for token in sample.output_logprobs],
+                reward=problem.reward(sample.text),
+                group=group,
+            )
+            for group, (problem, prompt, response) in enumerate(zip(problems, prompts, responses, strict=True))
+            for sample in response.samples
+        ]
+
+    def _evaluate(self) -> float:
+        prompts = [tiny.encode(problem.prompt) for problem in EVERY]
+        responses = self._fleet.generate_batch(
+            prompts, model="actor", max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, min_version_seq=self._sequence
+        )
+        return sum(map(_right, EVERY, (response.samples[0].text for response in responses))) / len(EVERY)
+
+
+def _right(problem: Problem, text: str) -> float:
+    return problem.reward(text)

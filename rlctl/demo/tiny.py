@@ -1,0 +1,60 @@
+"""A tiny Llama and a tokenizer of single characters, made on the spot: no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from rlctl.demo.task import CHARACTERS
+
+PAD, BOS, EOS = 0, 1, 2
+VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS]
+"""16 tokens: an even number, which two tensor-parallel ranks can share."""
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text, after the beginning-of-sequence token."""
+    return [BOS, *(VOCABULARY.index(character) for character in text)]
+
+
+def make(seed: int) -> Any:
+    """A 2-layer Llama of width 128 (4 heads, 2 KV heads, float32), its weights drawn from the seed."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype="float32",
+    )
+    model: Any = LlamaForCausalLM(config)
+    return model.float()
+
+
+def save(model: Any, directory: Path) -> None:
+    """Write the checkpoint that engines start from."""
+    quiet: Any = disable_progress_bar
+    quiet()
+    model.save_pretrained(directory, safe_serialization=True)
+    _tokenizer().save_pretrained(directory)
+
+
+def _tokenizer() -> Any:
+    vocabulary = {token: number for number, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")

@@ -1,0 +1,162 @@
+"""What an engine plug-in implements.
+
+One :class:`Engine` object stands for one rank. Rank 0's lives in the stage server's process, the others' in worker
+processes. An engine has one coroutine method for each admin verb that it can do, named after the verb
+(``pause_generation`` for PauseGeneration)::
+
+    async def pause_generation(self, request: PauseGenerationRequest, call: Call) -> None
+
+The method returns the verb's data message (``Verb.data`` in :mod:`rlctl.verbs`; None where there is none), or a list
+of ``RankResult`` when the engine answers for several ranks. It raises :class:`rlctl.errors.RlctlError`; its
+``outcome`` says what the failure left behind: REJECTED (nothing happened), DIRTY (part of it did), UNKNOWN. A verb
+without a method is answered SKIPPED. Plug-ins are found through the entry point group ``rlctl.engines``.
+
+Ordered verbs. An engine of several ranks steps in lock-step, and the ranks must carry out a command at the same step.
+The worker of every rank calls the method as soon as the command arrives; the method checks what it can, registers the
+command under ``call.command_id``, calls ``call.accept()`` and waits. Once every rank has accepted, the stage calls
+:meth:`Engine.order` on rank 0, which puts the command into its step stream; each rank carries it out when the stream
+reaches it. If a rank refused or never got it, the stage calls :meth:`Engine.withdraw` on all ranks and nobody carries
+it out. An engine of one rank may ignore both and act at once.
+
+Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
+:class:`rlctl.weights.loading.LoadHooks`: ``prepare_load`` before the first tensor of an update, ``finalize_load`` after
+the last; :class:`rlctl.weights.loading.Loading` calls each once.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import ClassVar
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2
+from rlctl.verbs import VERBS
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is started.
+
+    Attributes:
+        model_path: directory of the checkpoint.
+        rank: this rank, 0-based.
+        tp_size: tensor-parallel size; also the number of ranks for engines without further parallelism.
+        node: name of the host, as others know it.
+        device: "cpu", or "cuda:0" and so on.
+        dtype: dtype to hold the weights in, "float32" say; "auto" takes the checkpoint's.
+        options: the engine's own settings by name; an unknown name is refused.
+    """
+
+    model_path: str
+    rank: int = 0
+    tp_size: int = 1
+    node: str = "localhost"
+    device: str = "cpu"
+    dtype: str = "auto"
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Call:
+    """One command at one rank.
+
+    Attributes:
+        command_id: id under which the step stream names it.
+        deadline: when the time is up, on ``asyncio``'s loop clock, seconds.
+        update_id: open update that the command belongs to, or "".
+        accept: to be called by the method of an ordered verb once the command is registered: from then on the engine
+            will carry it out when it is ordered. Harmless to call again.
+        together: it came over the command stream, from whoever sends it to all ranks.
+        step: set by the method of an ordered verb: the step at which this rank carried it out.
+    """
+
+    command_id: str
+    deadline: float
+    update_id: str = ""
+    accept: Callable[[], None] = lambda: None
+    step: int = 0
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine knows about itself once it has started.
+
+    Attributes:
+        layout: every rank's coordinates, rank 0 first.
+        capabilities: what it can do; ``verbs`` is filled in from its methods.
+        checkpoint: what it loaded.
+        model_digest: hex digest of the full tensors that it loaded, or "".
+    """
+
+    layout: fleet_pb2.StageLayout
+    capabilities: fleet_pb2.Capabilities
+    checkpoint: str = ""
+    model_digest: str = ""
+
+
+class Engine(abc.ABC):
+    """One rank of an inference engine. Admin methods run on the admin event loop, generation on another one."""
+
+    name: ClassVar[str]
+    """Name of the plug-in, "torch" say."""
+
+    @abc.abstractmethod
+    def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        """Prepare; nothing heavy. ``on_failure`` is called from any thread when the engine can no longer work."""
+
+    @abc.abstractmethod
+    def setup(self) -> dict[str, str]:
+        """Rank 0, before the start: what the followers' engines need to join (rendezvous address, say)."""
+
+    @abc.abstractmethod
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Load and be ready to generate. All ranks start at the same time; ``setup`` is what rank 0's returned."""
+
+    @abc.abstractmethod
+    async def stop(self) -> None:
+        """End everything that was started; active requests end with an error."""
+
+    async def order(self, command_id: str) -> int:  # noqa: ARG002
+        """Rank 0: put a registered command into the step stream; returns its step number (0: not bound to one)."""
+        return 0
+
+    async def withdraw(self, command_id: str) -> None:  # noqa: B027
+        """Forget a registered command that was not ordered; its method raises CANCELLED without effect."""
+
+    async def interrupt(self, update_id: str) -> None:  # noqa: B027
+        """Break whatever blocks inside this update (a receive whose sender is gone, say), from outside."""
+
+    def set_version(self, version: common_pb2.WeightVersion) -> None:  # noqa: B027
+        """The weights are at this version from now on: what responses are stamped with. From any thread."""
+
+    @abc.abstractmethod
+    def generate(self, request: rollout_pb2.GenerateRequest) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
+        """Rank 0: generate; yields what is new (see GenerateStream). Closing the iterator aborts the request.
+
+        Raises RlctlError: PROMPT_TOO_LONG, FIELD_INVALID and so on, before the first yield.
+        """
+
+    @abc.abstractmethod
+    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
+        """Rank 0: end requests early. On the generation loop."""
+
+    @classmethod
+    def verbs(cls) -> list[str]:
+        """Names of the verbs that the engine has a method for."""
+        return [verb.name for verb in VERBS.values() if hasattr(cls, verb.method)]
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The plug-in of this name. Raises FIELD_INVALID when none is installed, naming those that are."""
+    installed = {point.name: point for point in entry_points(group="rlctl.engines")}
+    if name not in installed:
+        raise Reason.FIELD_INVALID.error(
+            f"no engine plug-in {name!r} is installed; there are: {', '.join(sorted(installed))}",
+            field="engine",
+        )
+    cls: type[Engine] = installed[name].load()
+    return cls

@@ -1,0 +1,397 @@
+"""Every reason for which rlctl refuses or fails something: one table, reason ⇄ status ⇄ exception.
+
+Exceptions::
+
+    RlctlError
+    ├── InvalidRequest       INVALID_ARGUMENT     the request is wrong in itself
+    ├── NotFound             NOT_FOUND            it names something that does not exist
+    ├── PreconditionFailed   FAILED_PRECONDITION  the fleet is not in a state for it
+    ├── Conflict             ABORTED              something else holds what it needs
+    ├── Fenced               PERMISSION_DENIED    the caller is no longer in charge
+    ├── Unauthenticated      UNAUTHENTICATED      no valid token
+    ├── Exhausted            RESOURCE_EXHAUSTED   too large, too many
+    ├── Unsupported          UNIMPLEMENTED        nobody can, or not written yet
+    ├── Unavailable          UNAVAILABLE          not reachable or not serving now; try again
+    ├── DeadlineExceeded     DEADLINE_EXCEEDED    the time is up
+    ├── Internal             INTERNAL             a defect, or an engine that failed
+    └── OperationFailed                           an operation was accepted and did not end OK (``.operation``)
+
+Raise with ``Reason.X.error("why", field="header.target.slots", next_step="...")``. On the wire a refusal is a gRPC
+status with one google.rpc.ErrorInfo whose reason is the name here; inside results it is an ``ErrorDetail``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlctl.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from rlctl.v1 import results_pb2
+
+DOMAIN = "rlctl"
+"""ErrorInfo.domain of every error of this project."""
+
+
+class RlctlError(Exception):
+    """A refusal or failure with a typed reason.
+
+    Attributes:
+        reason: member of :class:`Reason`.
+        message: the cause, in words.
+        field: path of the offending request field, or "".
+        next_step: what to do next, or "".
+        metadata: further facts, str to str.
+        outcome: what it means for the command at hand: OUTCOME_REJECTED (no effect) unless said otherwise.
+    """
+
+    status = "UNKNOWN"
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        field: str = "",
+        next_step: str = "",
+        metadata: Mapping[str, str] | None = None,
+        outcome: common_pb2.Outcome.ValueType = common_pb2.OUTCOME_REJECTED,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.next_step = next_step or reason.next_step
+        self.metadata = dict(metadata or {})
+        self.outcome = outcome
+
+    def __str__(self) -> str:
+        where = f" [{self.field}]" if self.field else ""
+        message = f"{self.message.removesuffix('.')}. {self.next_step}" if self.next_step else self.message
+        return f"{self.reason.name}{where}: {message}"
+
+    def detail(self) -> common_pb2.ErrorDetail:
+        """The error as it stands in results."""
+        return common_pb2.ErrorDetail(
+            reason=self.reason.name,
+            message=self.message,
+            field=self.field,
+            next_step=self.next_step,
+            metadata=self.metadata,
+        )
+
+
+class InvalidRequest(RlctlError):
+    """The request is wrong in itself."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class NotFound(RlctlError):
+    """The request names something that does not exist."""
+
+    status = "NOT_FOUND"
+
+
+class PreconditionFailed(RlctlError):
+    """The fleet is not in a state for it."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class Conflict(RlctlError):
+    """Something else holds what it needs."""
+
+    status = "ABORTED"
+
+
+class Fenced(RlctlError):
+    """The caller is no longer in charge."""
+
+    status = "PERMISSION_DENIED"
+
+
+class Unauthenticated(RlctlError):
+    """No valid token."""
+
+    status = "UNAUTHENTICATED"
+
+
+class Exhausted(RlctlError):
+    """Too large or too many."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class Unsupported(RlctlError):
+    """Nobody can do it, or it is not written yet."""
+
+    status = "UNIMPLEMENTED"
+
+
+class Unavailable(RlctlError):
+    """Not reachable or not serving now."""
+
+    status = "UNAVAILABLE"
+
+
+class DeadlineExceeded(RlctlError):
+    """The time is up."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class Internal(RlctlError):
+    """A defect, or an engine that failed."""
+
+    status = "INTERNAL"
+
+
+@enum.unique
+class Reason(enum.Enum):
+    """Why: (exception class, what it means, what to do next)."""
+
+    # The request.
+    FIELD_REQUIRED = (InvalidRequest, "A required field is empty.", "")
+    FIELD_INVALID = (InvalidRequest, "A field has a value that is not allowed.", "")
+    FIELD_CONFLICT = (InvalidRequest, "Two fields exclude each other.", "")
+    LENGTH_MISMATCH = (InvalidRequest, "Fields that run in parallel have different lengths.", "")
+    UNKNOWN_ENUM_VALUE = (
+        InvalidRequest,
+        "An enum has a value that this version does not know.",
+        "Upgrade the older side; values are never guessed.",
+    )
+    DEADLINE_INVALID = (
+        InvalidRequest,
+        "The timeout is zero, negative or too long.",
+        "Give the time that remains, in seconds, above zero.",
+    )
+    PROMPT_TOO_LONG = (InvalidRequest, "Prompt and output do not fit the context.", "")
+    MESSAGE_TOO_LARGE = (
+        Exhausted,
+        "The message is larger than the server takes.",
+        "Send tensors over a group, shared memory or disk; only metadata belongs in messages.",
+    )
+    # Names.
+    STAGE_NOT_FOUND = (NotFound, "No stage fills this slot.", "`rlctl get stages` lists them.")
+    MODEL_NOT_FOUND = (NotFound, "No stage serves this model.", "`rlctl get models` lists them.")
+    OPERATION_NOT_FOUND = (NotFound, "No such operation is on record.", "`rlctl get operations` lists them.")
+    UPDATE_NOT_FOUND = (NotFound, "No such update is open.", "Begin a new one.")
+    GROUP_NOT_FOUND = (NotFound, "No such process group stands.", "Initialise it first.")
+    GROUP_EXISTS = (
+        PreconditionFailed,
+        "A group of this name stands with another shape.",
+        "Destroy it first.",
+    )
+    ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")
+    CHECKPOINT_NOT_FOUND = (NotFound, "No readable checkpoint is there.", "")
+    CHECKPOINT_MISMATCH = (PreconditionFailed, "The checkpoint does not fit the model.", "")
+    SEGMENT_NOT_FOUND = (NotFound, "A shared segment cannot be mapped: it is gone, or not this rank's to open.", "")
+    PATH_NOT_ALLOWED = (
+        InvalidRequest,
+        "The path lies outside of the directories that the engine may use.",
+        "Start the engine with --option allowed_roots=DIRECTORY[:DIRECTORY...].",
+    )
+    DISK_FULL = (Exhausted, "There is no room left on the disk.", "Free some, or name a directory elsewhere.")
+    VERB_UNKNOWN = (Unsupported, "This version has no such verb.", "")
+    # The caller.
+    TOKEN_MISSING = (
+        Unauthenticated,
+        "The server wants a bearer token and none was sent.",
+        "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE.",
+    )
+    TOKEN_INVALID = (Unauthenticated, "The bearer token is not the server's.", "")
+    INSECURE_BIND = (
+        InvalidRequest,
+        "The address is reachable from other hosts and no token is set.",
+        "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or say --insecure.",
+    )
+    EPOCH_FENCED = (
+        Fenced,
+        "Another coordinator has taken over.",
+        "Ask the present coordinator; `rlctl status` names its epoch.",
+    )
+    EPOCH_REQUIRED = (
+        Fenced,
+        "A mutating call to a stage needs the epoch that it is held by.",
+        "Set header.fence.fleet_epoch.",
+    )
+    UPDATE_FENCED = (Fenced, "The update belongs to somebody else.", "")
+    TRAINER_FENCED = (Fenced, "A trainer of a newer incarnation updates this model.", "")
+    INCARNATION_FENCED = (Fenced, "The slot is filled by a newer incarnation.", "")
+    NOT_RANK_ZERO = (
+        PreconditionFailed,
+        "All ranks of the stage must do this together.",
+        "Send it to the stage.",
+    )
+    # The state of things.
+    ILLEGAL_STATE = (PreconditionFailed, "The stage is in a state that the verb does not allow.", "")
+    WEIGHTS_STALE = (
+        PreconditionFailed,
+        "The stage's weights are not at an admitted version.",
+        "Send it weights: `rlctl heal`, `rlctl weights update --model-path ...`, or the next update.",
+    )
+    WEIGHTS_DIRTY = (
+        PreconditionFailed,
+        "The stage's weights are a mixture of versions.",
+        "Only a heal or a full update clears it: `rlctl heal`, `rlctl weights update --model-path ...`.",
+    )
+    WEIGHTS_INCOMPLETE = (PreconditionFailed, "A full update has not written every parameter.", "")
+    DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
+    MEMORY_RELEASED = (
+        PreconditionFailed,
+        "A memory region that is needed is released.",
+        "`rlctl memory resume` first.",
+    )
+    MEMORY_NOT_RELEASABLE = (PreconditionFailed, "The region cannot be released now.", "")
+    ACTIVE_REQUESTS = (
+        PreconditionFailed,
+        "Requests are waiting or running.",
+        "Pause first, or ask for abort_all_requests.",
+    )
+    PAUSE_MODE_CONFLICT = (
+        PreconditionFailed,
+        "Generation is paused with another mode.",
+        "Continue first, or pause with retract.",
+    )
+    MODEL_FROZEN = (PreconditionFailed, "The model is frozen: it receives no weights.", "")
+    NO_TARGETS = (PreconditionFailed, "No stage is left to address.", "")
+    UNSUPPORTED = (Unsupported, "The target cannot do this.", "")
+    UNSUPPORTED_BY_ALL = (Unsupported, "No target can do this.", "")
+    NOT_IMPLEMENTED = (Unsupported, "The contract has this verb, but its code does not exist yet.", "")
+    VERIFICATION_UNREACHABLE = (
+        PreconditionFailed,
+        "A target cannot reach the verification that was asked for.",
+        "",
+    )
+    RETRIES_EXHAUSTED = (PreconditionFailed, "Every attempt that the update was begun with has failed.", "")
+    UNHEALABLE = (
+        PreconditionFailed,
+        "No source of the published version is known.",
+        "The trainer's next full update reaches the stage; or `rlctl heal --checkpoint DIR`.",
+    )
+    QUORUM_NOT_MET = (PreconditionFailed, "Too few targets confirmed.", "")
+    STAGE_NOT_SERVING = (Unavailable, "The stage does not serve now.", "Ask another stage, or wait.")
+    VERSION_TOO_OLD = (
+        Unavailable,
+        "The stage is at an older version than was asked for.",
+        "Ask another stage, or wait.",
+    )
+    NO_ROUTABLE_STAGE = (Unavailable, "No stage of the model is routable.", "`rlctl status` says why.")
+    NOT_COLOCATED = (
+        PreconditionFailed,
+        "A rank does not share memory with the source.",
+        "Send over a process group or disk, or give the containers one /dev/shm.",
+    )
+    SEGMENT_EXPIRED = (
+        PreconditionFailed,
+        "The lease on a shared segment ran out, or its memory was used again.",
+        "Send it again.",
+    )
+    SHARED_MEMORY_FULL = (
+        Exhausted,
+        "There is no room for a shared segment.",
+        "Enlarge /dev/shm (docker: --shm-size), use smaller segments, or another path.",
+    )
+    # Conflicts.
+    REQUEST_ID_EXPIRED = (
+        PreconditionFailed,
+        "The request_id is older than what is remembered: whether it was carried out is not known any more.",
+        "Look at the fleet, then ask again under a new id.",
+    )
+    REQUEST_ID_REUSED = (
+        Conflict,
+        "The request_id was used for another request.",
+        "Make a new id for every logical call.",
+    )
+    OPERATION_CONFLICT = (
+        Conflict,
+        "Another operation is running on a target.",
+        "Wait for it, or name other targets.",
+    )
+    UPDATE_IN_PROGRESS = (
+        Conflict,
+        "A weight update of the model is open.",
+        "Wait for it, or `rlctl weights abort`.",
+    )
+    RID_IN_USE = (Conflict, "A request with this rid is running.", "")
+    # What went wrong.
+    LINK_LOST = (
+        Unavailable,
+        "The connection broke; the outcome is not known.",
+        "Repeat with the same request_id.",
+    )
+    UNREACHABLE = (Unavailable, "The peer cannot be reached.", "")
+    TRAINER_RANK_LOST = (
+        Unavailable,
+        "A rank of the trainer is gone.",
+        "Restart it, and make new publishers on every rank.",
+    )
+    ANSWER_INVALID = (Internal, "An answer contradicts what was asked; what became of it is not known.", "")
+    RANK_LOST = (Unavailable, "A rank of the stage is gone.", "Restart the engine.")
+    RANK_SILENT = (DeadlineExceeded, "The rank did not answer in time; its outcome is not known.", "")
+    DEADLINE_EXCEEDED = (DeadlineExceeded, "The time was up.", "")
+    LEASE_EXPIRED = (
+        PreconditionFailed,
+        "The update's lease ran out and it was aborted.",
+        "Begin a new update.",
+    )
+    CANCELLED = (Conflict, "It was cancelled.", "")
+    SOURCE_FAILED = (Internal, "A trainer rank could not give its weights.", "")
+    GROUP_FAILED = (Internal, "The process group failed.", "")
+    ENGINE_FAILED = (Internal, "The engine failed.", "Its log says more.")
+    ENGINE_WEDGED = (Internal, "The engine is stuck inside its own code.", "Restart it.")
+    JOURNAL_FAILED = (Internal, "The journal cannot be written or read.", "")
+    INTERNAL = (Internal, "A defect of rlctl.", "Please report it with the log.")
+
+    def __init__(self, exception: type[RlctlError], meaning: str, next_step: str) -> None:
+        self.exception = exception
+        self.meaning = meaning
+        self.next_step = next_step
+
+    def error(
+        self,
+        message: str = "",
+        *,
+        field: str = "",
+        next_step: str = "",
+        metadata: Mapping[str, str] | None = None,
+        outcome: common_pb2.Outcome.ValueType = common_pb2.OUTCOME_REJECTED,
+    ) -> RlctlError:
+        """The exception for this reason, ready to raise."""
+        return self.exception(
+            self,
+            message or self.meaning,
+            field=field,
+            next_step=next_step,
+            metadata=metadata,
+            outcome=outcome,
+        )
+
+
+def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
+    """The exception that a detail stands for; a reason of a newer version becomes INTERNAL, its name kept."""
+    try:
+        reason = Reason[detail.reason]
+        message = detail.message
+    except KeyError:
+        reason, message = Reason.INTERNAL, f"{detail.reason}: {detail.message}"
+    return reason.error(message, field=detail.field, next_step=detail.next_step, metadata=detail.metadata)
+
+
+class OperationFailed(RlctlError):
+    """An operation was accepted and did not end OK.
+
+    Attributes:
+        operation: the ``Operation`` as it ended, with an outcome per target and a result per rank.
+    """
+
+    def __init__(self, operation: results_pb2.Operation) -> None:
+        cause = from_detail(operation.error) if operation.error.reason else Reason.INTERNAL.error("no cause was given")
+        super().__init__(
+            cause.reason, cause.message, field=cause.field, next_step=cause.next_step, metadata=cause.metadata
+        )
+        self.status = cause.status
+        self.operation = operation

@@ -1,0 +1,1 @@
+"""Starting a fleet: local processes. (One small interface; other launchers join it here.)"""

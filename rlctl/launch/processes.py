@@ -1,0 +1,128 @@
+"""Child processes that announce themselves: started, awaited, ended by id, never orphaned."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.process import ANNOUNCEMENT
+
+STOP_S = 10.0
+
+
+class Process:
+    """One rlctl server in a process of its own, logging to a file.
+
+    Its standard input is a pipe that this process holds: when this process dies, however it dies, the child ends too.
+    """
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], module: str = "rlctl"
+    ) -> None:
+        """Start ``rlctl ARGUMENTS``; ``module`` is run in its place, and is to do what it does."""
+        self.name = name
+        self.log = log
+        self.facts: dict[str, str] = {}
+        self._announced = threading.Event()
+        with log.open("ab") as stderr:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, "--end-with-parent"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, **environment},
+                process_group=0,  # Ctrl-C is for the launcher, which ends its processes in order
+            )
+        self._reader = threading.Thread(target=self._read, name=f"announcements of {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._popen.poll()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it has announced itself. Before that it holds nothing that would have to be given back."""
+        return bool(self.facts)
+
+    def announced(self, timeout_s: float) -> dict[str, str]:
+        """What it bound, once it has. Raises ENGINE_FAILED when it ended, DEADLINE_EXCEEDED when it did not say."""
+        if not self._announced.wait(timeout_s):
+            raise Reason.DEADLINE_EXCEEDED.error(f"{self.name} did not come up in {timeout_s:g} s; see {self.log}")
+        if not self.facts:
+            self._popen.wait()
+            raise self.failure()
+        return self.facts
+
+    def failure(self) -> RlctlError:
+        """Why it ended, from the end of its log."""
+        with contextlib.suppress(OSError):
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            if lines:
+                return Reason.ENGINE_FAILED.error(
+                    f"{self.name} ended with {self.returncode}: {lines[-1].strip()}", next_step=f"See {self.log}."
+                )
+        return Reason.ENGINE_FAILED.error(f"{self.name} ended with {self.returncode}", next_step=f"See {self.log}.")
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._popen.kill()
+
+    def wait(self, timeout_s: float = STOP_S) -> bool:
+        """Wait until it has ended, killing it when that takes longer; returns whether that was needed."""
+        killed = False
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            killed = True
+            self._popen.kill()
+            self._popen.wait()
+        self._reader.join()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                pipe.close()
+        return killed
+
+    def _read(self) -> None:
+        stdout: IO[bytes] | None = self._popen.stdout
+        assert stdout is not None
+        for line in stdout:
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if isinstance(said, dict) and ANNOUNCEMENT in said and not self._announced.is_set():
+                    self.facts = {key: str(value) for key, value in said.items()}
+                    self._announced.set()
+        self._announced.set()
+
+
+def stop_all(processes: Sequence[Process]) -> list[Process]:
+    """End processes together, last started first; returns those that had to be killed because they did not end.
+
+    One that has not announced itself yet is killed at once: while it imports torch it would not react for seconds.
+    """
+    for process in reversed(processes):
+        if process.serves:
+            process.terminate()
+        else:
+            process.kill()
+    deadline = time.monotonic() + STOP_S
+    return [process for process in reversed(processes) if process.wait(max(0.1, deadline - time.monotonic()))]

@@ -1,0 +1,49 @@
+"""What every server process does: log to stderr, announce itself on stdout, end on SIGTERM or with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+
+ANNOUNCEMENT = "rlctl"
+"""Key of the one JSON line that a server prints on stdout when others can reach it."""
+
+
+def configure_logging(level: str = "INFO") -> None:
+    """Log to stderr, one line a record, with the process id: several servers may share a terminal."""
+    logging.basicConfig(
+        level=level, stream=sys.stderr, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def announce(kind: str, **facts: str | int) -> None:
+    """Say on stdout what was bound, for whoever started the process."""
+    print(json.dumps({ANNOUNCEMENT: kind, **facts}), flush=True)  # noqa: T201 - the protocol with the launcher
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT, on the running loop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    return stop
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input ends.
+
+    A launcher keeps the other end of that pipe open: when it dies, however it dies, the kernel closes it.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

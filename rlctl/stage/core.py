@@ -1,0 +1,343 @@
+"""The stage's state machine: what a command meets on its way to the ranks, and what its outcome changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from rlctl import outcomes
+from rlctl.checks import check
+from rlctl.engine import Call, Engine
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Clock, Link
+from rlctl.stage.facts import Facts
+from rlctl.stage.relay import Relay
+from rlctl.times import duration, seconds
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_UNSPECIFIED,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    STAGE_STATE_READY,
+    ResponseHeader,
+    StageState,
+    WeightVersion,
+)
+from rlctl.v1.control_pb2 import (
+    Attach,
+    Attached,
+    CommandResult,
+    ControlRequest,
+    ControlResponse,
+    ServingGrant,
+)
+from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
+from rlctl.v1.results_pb2 import RankResult, StageResult
+from rlctl.verbs import Verb, of_request
+from rlctl.version import CONTRACT_VERSION
+
+_OUT_OF_SERVICE = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_STALE, common_pb2.STAGE_STATE_DIRTY)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What generation needs to know of the stage; immutable, read from another thread.
+
+    Attributes:
+        state: the stage's.
+        version: what the weights are at.
+        lease_until: until when it may serve, on the clock's ``now``.
+        obstacle: why it must not be routed to though it answers, or None.
+    """
+
+    slot: str
+    model: str
+    incarnation: int
+    state: StageState.ValueType
+    version: WeightVersion
+    lease_until: float
+    obstacle: RlctlError | None
+
+    def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0) -> None:
+        """Raise why nothing is generated now, or return."""
+        if model and model != self.model:
+            raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
+        if self.obstacle is not None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
+        if self.state != STAGE_STATE_READY:
+            name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
+        self._refuse_without_lease(now)
+        if min_version_seq > self.version.sequence:
+            raise Reason.VERSION_TOO_OLD.error(
+                f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
+                field="min_version_seq",
+            )
+
+    def refuse_ongoing(self, now: float) -> None:
+        """Raise STAGE_NOT_SERVING when nothing more may be told of what is being generated.
+
+        What was generated before a pause may still be told; what comes from weights that nobody vouches for, or that
+        are not to be served any more, may not.
+        """
+        if self.obstacle is not None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
+        if self.state in _OUT_OF_SERVICE:
+            name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
+        self._refuse_without_lease(now)
+
+    def _refuse_without_lease(self, now: float) -> None:
+        if now >= self.lease_until:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds no serving lease: no coordinator renews it")
+
+
+class Stage:
+    """One stage. Everything but ``serving`` belongs to the admin event loop."""
+
+    def __init__(
+        self,
+        registration: StageRegistration,
+        engine: Engine,
+        relay: Relay,
+        ranks: Sequence[RankStatus],
+        clock: Clock,
+    ) -> None:
+        self.registration = registration
+        self.incarnation = 0
+        self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
+        self.attached = asyncio.Event()
+        self._engine = engine
+        self._relay = relay
+        self._ranks = list(ranks)
+        self._clock = clock
+        self._link: Link[ControlResponse, ControlRequest] | None = None
+        self._turn = asyncio.Lock()
+        self._waiting: dict[str, bool] = {}  # command ids that wait their turn; True once withdrawn
+        self._lease_until = float("-inf")
+        self._grant_number = 0
+        self._obstacle: RlctlError | None = None
+        self._revision = 0
+        self._reported: bytes = b""
+        self.serving = self._serving()
+
+    # What the coordinator does to the stage.
+
+    async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
+        """Accept a coordinator of the same or a higher epoch; the link of an earlier one is closed."""
+        try:
+            if not attach.incarnation:  # somebody who wants to know what to register
+                return Attached(registration=self.registration, report=self.report())
+            self._refuse_attach(attach)
+        except RlctlError as error:
+            return Attached(error=error.detail())
+        former, self._link = self._link, link
+        if former is not None and former is not link:
+            await former.close()
+        if attach.fleet_epoch > self.facts.fleet_epoch:
+            self._grant_number = 0  # every coordinator counts its own grants
+        self.facts.fleet_epoch = attach.fleet_epoch
+        self.facts.joined = True
+        self.incarnation = attach.incarnation
+        self.attached.set()
+        self._changed(tell=False)
+        return Attached(registration=self.registration, report=self.report())
+
+    def _refuse_attach(self, attach: Attach) -> None:
+        if attach.fleet_epoch < self.facts.fleet_epoch:
+            raise Reason.EPOCH_FENCED.error(
+                f"epoch {attach.fleet_epoch} is over: the stage is held by epoch {self.facts.fleet_epoch}",
+                field="attach.fleet_epoch",
+            )
+        if attach.slot and attach.slot != self.registration.slot:
+            raise Reason.STAGE_NOT_FOUND.error(
+                f"this is {self.registration.slot!r}, not {attach.slot!r}", field="attach.slot"
+            )
+        if abs(attach.contract_version - CONTRACT_VERSION) > 1:
+            raise Reason.FIELD_INVALID.error(
+                f"the coordinator speaks contract {attach.contract_version}, this stage {CONTRACT_VERSION}",
+                field="attach.contract_version",
+            )
+
+    def detached(self, link: object) -> bool:
+        """A stream has ended; the lease runs out by itself. Returns whether it was the coordinator's."""
+        if link is not self._link:
+            return False
+        self._link = None
+        self.attached.clear()
+        return True
+
+    async def leave(self) -> None:
+        """End the coordinator's stream from this side."""
+        if self._link is not None:
+            await self._link.close()
+
+    def grant(self, grant: ServingGrant) -> None:
+        """Take a serving grant; one of a lower epoch is ignored."""
+        if grant.fleet_epoch != self.facts.fleet_epoch:
+            return
+        adopt = grant.adopt if grant.HasField("adopt") else None
+        self.facts.admit(grant.admitted, adopt)
+        if adopt is not None and self.facts.version == adopt:
+            self._engine.set_version(adopt)
+        lease_s = seconds(grant.lease)
+        self._lease_until = self._clock.now() + lease_s if lease_s > 0 else float("-inf")
+        self._grant_number = max(self._grant_number, grant.number)
+        self._changed()
+
+    async def carry_out(self, request: Message, call: Call) -> CommandResult:
+        """Check, relay, aggregate, take in."""
+        started = self._clock.now()
+        try:
+            result = await self._carry_out(of_request(request), request, call)
+        except RlctlError as error:
+            result = self._refused(error)
+        elapsed = self._clock.now() - started
+        result.elapsed.CopyFrom(duration(elapsed))
+        return CommandResult(stage=result)
+
+    def refuse(self, error: RlctlError) -> CommandResult:
+        """A result for a command that was refused before it was looked at."""
+        return CommandResult(stage=self._refused(error))
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up a command that waits its turn or was not ordered yet."""
+        if command_id in self._waiting:
+            self._waiting[command_id] = True
+        await self._relay.withdraw(command_id)
+
+    # What happens to the stage by itself.
+
+    def rank_seen(self, rank: int, pid: int) -> None:
+        """A follower said who it is."""
+        self._ranks[rank].pid = pid
+        self._changed()
+
+    def rank_lost(self, rank: int, error: RlctlError) -> None:
+        """A rank's process or engine is gone: nothing is served and nothing changed until the engine is restarted."""
+        status = self._ranks[rank]
+        status.alive = False
+        status.reason = status.reason or error.message
+        if self._obstacle is None:
+            self._obstacle = Reason.RANK_LOST.error(f"rank {rank}: {error.message}")
+        self._changed()
+
+    # What it says about itself.
+
+    def report(self) -> StageReport:
+        """The facts."""
+        facts = self.facts
+        return StageReport(
+            incarnation=self.incarnation,
+            state=facts.state,
+            weight_version=facts.version,
+            model_digest=facts.model_digest,
+            checkpoint=facts.checkpoint,
+            update_id=facts.update.update_id if facts.update else "",
+            update_committed=facts.update is not None and facts.update.committed,
+            paused=facts.paused,
+            pause_mode=facts.pause_mode,
+            released=sorted(facts.released),
+            quarantine=self._obstacle.detail() if self._obstacle else None,
+            ranks=self._ranks,
+            revision=self._revision,
+            fleet_epoch=facts.fleet_epoch,
+            lease_held=self._clock.now() < self._lease_until,
+            paused_by_update=facts.paused_by,
+            grant_number=self._grant_number,
+        )
+
+    def _serving(self) -> Serving:
+        return Serving(
+            self.registration.slot,
+            self.registration.model,
+            self.incarnation,
+            self.facts.state,
+            self.facts.version,
+            self._lease_until,
+            self._obstacle,
+        )
+
+    def _changed(self, *, tell: bool = True) -> None:
+        self.serving = self._serving()
+        report = self.report()
+        report.ClearField("revision")
+        content = report.SerializeToString(deterministic=True)
+        if content == self._reported:
+            return
+        self._reported = content
+        self._revision += 1
+        report.revision = self._revision
+        if tell and self._link is not None:
+            with contextlib.suppress(RlctlError):
+                self._link.send(ControlResponse(report=report))
+
+    async def _carry_out(self, verb: Verb, request: Message, call: Call) -> StageResult:
+        check(request)
+        if verb.mutates(request) and self._obstacle is not None:
+            raise self._obstacle
+        if not verb.mutating or not verb.waits or verb.interrupts:
+            return await self._relayed(verb, request, call)
+        self._waiting[call.command_id] = False
+        try:
+            async with asyncio.timeout(call.deadline - self._clock.now()):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error("another command kept the stage busy until the time was up") from None
+        finally:
+            withdrawn = self._waiting.pop(call.command_id)
+        try:
+            if withdrawn:
+                raise Reason.CANCELLED.error("cancelled before it was started")
+            return await self._relayed(verb, request, call)
+        finally:
+            self._turn.release()
+
+    async def _relayed(self, verb: Verb, request: Message, call: Call) -> StageResult:
+        self.facts.refuse(verb, request)
+        self._place(request)
+        results = await self._relay.run(verb, request, call)
+        outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request))
+        self.facts.settle(verb, request, outcome, results)
+        if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
+            self._engine.set_version(request.version)
+        self._changed()
+        return self._result(outcome, results, outcomes.explain(outcome, results))
+
+    def _place(self, request: Message) -> None:
+        """A group's members are named for the whole fleet; the ranks are told where their own stage begins."""
+        if isinstance(request, verbs_pb2.InitWeightsUpdateGroupRequest):
+            for member in request.members:
+                if member.slot == self.registration.slot:
+                    request.rank_offset = member.rank_offset
+                    request.num_ranks = member.num_ranks
+
+    def _refused(self, error: RlctlError) -> StageResult:
+        outcome = error.outcome or OUTCOME_REJECTED
+        return self._result(outcome, [], error.detail())
+
+    def _result(
+        self,
+        outcome: common_pb2.Outcome.ValueType,
+        results: Sequence[RankResult],
+        error: common_pb2.ErrorDetail | None,
+    ) -> StageResult:
+        return StageResult(
+            header=ResponseHeader(
+                fleet_epoch=self.facts.fleet_epoch,
+                served_by=self.registration.slot,
+                observed_at=self._clock.wall(),
+            ),
+            slot=self.registration.slot,
+            incarnation=self.incarnation,
+            outcome=outcome,
+            evidence=outcomes.evidence_of(results) if results else EVIDENCE_UNSPECIFIED,
+            error=error,
+            state=self.facts.state,
+            weight_version=self.facts.version,
+            rank_results=results,
+        )

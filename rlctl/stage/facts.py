@@ -1,0 +1,238 @@
+"""What a stage knows about itself, the state that follows from it, and how verbs change it. Pure: no I/O, no time.
+
+The state is never stored: it is derived from the facts, so that two of them cannot disagree.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from rlctl.errors import Reason
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    OUTCOME_UNKNOWN,
+    MemoryTag,
+    Outcome,
+    PauseMode,
+    StageState,
+    WeightVersion,
+)
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.verbs import STATE_PREFIX, Verb
+
+POSSIBLY_DONE = (OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
+"""Outcomes after which the effect must be assumed wherever assuming it is the safe side."""
+
+
+class Weights(enum.Enum):
+    """What the weights in memory are."""
+
+    WHOLE = enum.auto()  # one version, completely
+    MIXED = enum.auto()  # partly written
+    LOST = enum.auto()  # released without a backup, or never loaded
+
+
+@dataclass
+class OpenUpdate:
+    """The update that a stage takes part in.
+
+    Attributes:
+        update_id: which.
+        version: version that it leads to.
+        full: it writes every parameter, so that it clears MIXED and LOST.
+        before: what the weights were when it opened.
+        checkpoint: checkpoint that it loaded, when it came from disk.
+        touched: a byte may have been written.
+        committed: this stage has finished it; it waits for the version's admission.
+    """
+
+    update_id: str
+    version: WeightVersion
+    full: bool
+    before: Weights
+    checkpoint: str = ""
+    touched: bool = False
+    committed: bool = False
+
+
+@dataclass
+class Facts:
+    """Everything that the state of a stage depends on."""
+
+    joined: bool = False
+    version: WeightVersion = field(default_factory=WeightVersion)
+    weights: Weights = Weights.WHOLE
+    model_digest: str = ""
+    checkpoint: str = ""
+    paused: bool = False
+    pause_mode: PauseMode.ValueType = common_pb2.PAUSE_MODE_UNSPECIFIED
+    paused_by: str = ""
+    released: frozenset[MemoryTag.ValueType] = frozenset()
+    update: OpenUpdate | None = None
+    admitted: tuple[WeightVersion, ...] = ()
+    fleet_epoch: int = 0
+
+    @property
+    def state(self) -> StageState.ValueType:
+        """The state that follows."""
+        if not self.joined:
+            return common_pb2.STAGE_STATE_JOINING
+        if self.update is not None:
+            return common_pb2.STAGE_STATE_UPDATING
+        if self.weights is Weights.MIXED:
+            return common_pb2.STAGE_STATE_DIRTY
+        if self.released:
+            return common_pb2.STAGE_STATE_ASLEEP
+        if self.weights is Weights.LOST or not self.at_admitted_version:
+            return common_pb2.STAGE_STATE_STALE
+        return common_pb2.STAGE_STATE_PAUSED if self.paused else common_pb2.STAGE_STATE_READY
+
+    @property
+    def at_admitted_version(self) -> bool:
+        """Whether the weights are one of the versions that may be served."""
+        return any(
+            (v.sequence, v.label) == (self.version.sequence, self.version.label) and v.sequence > 0
+            for v in self.admitted
+        )
+
+    def refuse(self, verb: Verb, request: Message) -> None:
+        """Raise why the verb is not carried out now, before any rank hears of it; or return."""
+        fence = request.header.fence  # type: ignore[attr-defined]
+        if verb.mutates(request) and fence.fleet_epoch != self.fleet_epoch:
+            reason = Reason.EPOCH_FENCED if fence.fleet_epoch else Reason.EPOCH_REQUIRED
+            raise reason.error(
+                f"the stage is held by epoch {self.fleet_epoch}, the command says {fence.fleet_epoch}",
+                field="header.fence.fleet_epoch",
+            )
+        if verb.in_update and self.update is not None and fence.update_id != self.update.update_id:
+            raise Reason.UPDATE_FENCED.error(
+                f"update {self.update.update_id} is open, the command belongs to {fence.update_id or 'none'}",
+                field="header.fence.update_id",
+            )
+        if verb.in_update and self.update is not None and self.update.committed and not _ends_update(request):
+            raise Reason.ILLEGAL_STATE.error("the update is finished at this stage: nothing more is written in it")
+        if verb.in_update and not fence.update_id:
+            raise Reason.FIELD_REQUIRED.error(f"{verb.name} belongs to an update", field="header.fence.update_id")
+        if isinstance(request, verbs_pb2.ContinueGenerationRequest):
+            self._refuse_continue()
+        if isinstance(request, verbs_pb2.PrepareUpdateRequest):
+            self._refuse_update(request)
+        if isinstance(request, verbs_pb2.CheckWeightsRequest) and MEMORY_TAG_WEIGHTS in self.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released")
+        state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
+        if not verb.allows(self.state):
+            raise Reason.ILLEGAL_STATE.error(
+                f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; this one is {state}",
+                metadata={"state": state},
+            )
+
+    def _refuse_continue(self) -> None:
+        if self.update is None and self.weights is Weights.MIXED:
+            raise Reason.WEIGHTS_DIRTY.error(
+                "the weights are a mixture of versions; nothing may be generated with them"
+            )
+        if self.released:
+            names = ", ".join(sorted(MemoryTag.Name(t).removeprefix("MEMORY_TAG_").lower() for t in self.released))
+            raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")
+        if self.state == common_pb2.STAGE_STATE_STALE:
+            raise Reason.WEIGHTS_STALE.error()
+
+    def _refuse_update(self, request: verbs_pb2.PrepareUpdateRequest) -> None:
+        if MEMORY_TAG_WEIGHTS in self.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
+        if not full and self.update is None and self.weights is not Weights.WHOLE:
+            raise Reason.WEIGHTS_DIRTY.error("only a full update can start from weights that are not whole")
+
+    def settle(self, verb: Verb, request: Message, outcome: Outcome.ValueType, results: Iterable[RankResult]) -> None:
+        """Take in what became of a verb. Where the outcome leaves it open, the side is assumed that serves nothing."""
+        applied = outcome == OUTCOME_APPLIED
+        possible = outcome in POSSIBLY_DONE
+        match request:
+            case verbs_pb2.PauseGenerationRequest() if possible:
+                # Whoever pauses by name takes an update's pause over; an update does not take over theirs.
+                if not self.paused or not request.header.fence.update_id:
+                    self.paused_by = request.header.fence.update_id
+                self.paused, self.pause_mode = True, request.mode or common_pb2.PAUSE_MODE_ABORT
+            case verbs_pb2.ContinueGenerationRequest() if applied:
+                self.paused, self.pause_mode, self.paused_by = False, common_pb2.PAUSE_MODE_UNSPECIFIED, ""
+            case verbs_pb2.ReleaseMemoryRequest() if possible:
+                named = frozenset(request.tags) or frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
+                self._released(_reported(results) | (frozenset() if applied else named))
+            case verbs_pb2.ResumeMemoryRequest() if applied:
+                self.released = _reported(results)
+            case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
+                full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
+                self.update = OpenUpdate(request.header.fence.update_id, request.version, full, self.weights)
+            case verbs_pb2.CommitUpdateRequest() if applied and self.update is not None:
+                self._committed(self.update, request.version)
+            case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
+                # Finished or not: nobody vouches for what was written.
+                if self.update.touched or self.update.committed:
+                    self._mixed()
+                self.update = None
+            case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
+                self._mixed()
+            case verbs_pb2.CheckWeightsRequest() if applied and not request.skip_tensors:
+                self._digested(results)
+            case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
+                # A part of a checkpoint, or one of another format, is not what the stage could be started with.
+                whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
+                self.update.checkpoint = request.model_path if whole else ""
+        finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
+        if verb.writes_weights and possible and not finished:
+            if self.update is not None:
+                self.update.touched = True
+            self._mixed()
+
+    def admit(self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None) -> None:
+        """Take in which versions may be served, and optionally which one the weights at hand are."""
+        self.admitted = tuple(admitted)
+        if adopt is not None and self.update is None and self.weights is Weights.WHOLE:
+            self.version = adopt
+        if self.update is not None and self.update.committed and self.at_admitted_version:
+            self.update = None
+
+    def _released(self, tags: frozenset[MemoryTag.ValueType]) -> None:
+        self.released = tags
+        if MEMORY_TAG_WEIGHTS in tags and self.weights is not Weights.MIXED:
+            self.weights = Weights.LOST
+            self._nothing_known()
+
+    def _mixed(self) -> None:
+        self.weights = Weights.MIXED
+        self._nothing_known()
+
+    def _nothing_known(self) -> None:
+        self.version = WeightVersion()
+        self.model_digest = ""
+        self.checkpoint = ""
+
+    def _digested(self, results: Iterable[RankResult]) -> None:
+        digests = {result.check.model_digest for result in results if result.check.model_digest}
+        if self.weights is Weights.WHOLE and len(digests) == 1:
+            self.model_digest = digests.pop()
+
+    def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
+        update.committed = True
+        # An update that was not full leaves what it found around it as it was.
+        self.weights = Weights.WHOLE if update.full else update.before
+        self.version = version
+        self.model_digest = ""
+        self.checkpoint = update.checkpoint
+
+
+def _ends_update(request: Message) -> bool:
+    return isinstance(request, verbs_pb2.CommitUpdateRequest | verbs_pb2.AbortUpdateRequest)
+
+
+def _reported(results: Iterable[RankResult]) -> frozenset[MemoryTag.ValueType]:
+    return frozenset(tag for result in results for tag in result.memory.released)

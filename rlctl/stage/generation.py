@@ -1,0 +1,119 @@
+"""RolloutService on a stage: generation on its own event loop, behind the gate of what the stage may serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import cast
+
+from google.protobuf.message import Message
+
+from rlctl.checks import check
+from rlctl.engine import Engine
+from rlctl.errors import Reason
+from rlctl.ports import Clock
+from rlctl.stage.core import Serving
+from rlctl.times import duration
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse, Sample
+
+LOOK_S = 0.5
+"""How often the stage's state is looked at while the engine says nothing."""
+
+
+class Generation:
+    """The service's methods. ``serving`` gives the stage's present state; it is read at every message."""
+
+    def __init__(self, engine: Engine, serving: Callable[[], Serving], clock: Clock) -> None:
+        self._engine = engine
+        self._serving = serving
+        self._clock = clock
+
+    async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
+        """All samples of a prompt, whole."""
+        whole = GenerateResponse()
+        async with contextlib.aclosing(self.stream(request, remaining_s)) as parts:
+            async for part in parts:
+                merge(whole, part)
+        return whole
+
+    async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
+        """What is new, message by message. When the time is up the request is aborted at the engine."""
+        request = cast(GenerateRequest, request)
+        check(request)
+        started = self._clock.now()
+        serving = self._serving()
+        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq)
+        if request.WhichOneof("prompt") is None:
+            raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
+        deadline = float("inf") if remaining_s is None else started + remaining_s
+        async with contextlib.aclosing(self._engine.generate(request)) as parts:
+            async for part in self._watched(parts, deadline):
+                part.slot, part.incarnation = serving.slot, serving.incarnation
+                part.elapsed.CopyFrom(duration(self._clock.now() - started))
+                yield part
+
+    async def _watched(
+        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """What the engine says while the stage may serve; an engine that says nothing is not waited for blindly."""
+        coming: asyncio.Future[GenerateResponse] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(parts))
+                left = deadline - self._clock.now()
+                if left <= 0:
+                    raise Reason.DEADLINE_EXCEEDED.error("the time was up before the request ended")
+                await asyncio.wait({coming}, timeout=min(left, LOOK_S))
+                self._serving().refuse_ongoing(self._clock.now())
+                if not coming.done():
+                    continue
+                done, coming = coming, None
+                try:
+                    part = done.result()
+                except StopAsyncIteration:
+                    return
+                yield part
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+
+    async def abort(self, request: Message, _remaining_s: float | None) -> Message:
+        """End requests early."""
+        request = cast(AbortRequest, request)
+        if request.abort_all == bool(request.rids):
+            raise Reason.FIELD_CONFLICT.error("set either rids or abort_all", field="rids")
+        return await self._engine.abort(request)
+
+
+def merge(whole: GenerateResponse, part: GenerateResponse) -> None:
+    """Add what is new to what there was."""
+    samples = {sample.index: sample for sample in whole.samples}
+    new = list(part.samples)
+    head = GenerateResponse()
+    head.CopyFrom(part)
+    del head.samples[:]
+    whole.MergeFrom(head)
+    for sample in new:
+        mine = samples.get(sample.index)
+        if mine is None:
+            mine = samples[sample.index] = whole.samples.add(index=sample.index)
+        _merge_sample(mine, sample)
+
+
+def _merge_sample(whole: Sample, part: Sample) -> None:
+    whole.text += part.text
+    whole.output_ids.extend(part.output_ids)
+    whole.output_logprobs.extend(part.output_logprobs)
+    if part.HasField("finish_reason"):
+        whole.finish_reason.CopyFrom(part.finish_reason)
+    whole.completion_tokens = part.completion_tokens
+    whole.cached_tokens = part.cached_tokens
+    whole.retractions = part.retractions
+    for span in part.versions:
+        last = whole.versions[-1] if whole.versions else None
+        if last is not None and last.version == span.version and last.end == span.start:
+            last.end = span.end
+        else:
+            whole.versions.add().CopyFrom(span)

@@ -1,0 +1,178 @@
+"""Rank 0's relay: one command to every rank of the stage, one result from each, none dropped and none invented."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
+
+from rlctl.control.commander import Commander, Issued
+from rlctl.engine import Call, Engine
+from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import one_per_rank
+from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import EVIDENCE_UNSPECIFIED, OUTCOME_UNKNOWN, WorkerCoordinates
+from rlctl.v1.control_pb2 import CommandResult
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.verbs import Verb
+from rlctl.worker.core import Worker
+
+SETTLE_S = 1.0
+"""Kept back of a command's time, at most a fifth of it, to withdraw it where it will not be ordered."""
+
+
+class Rank(Protocol):
+    """One rank as its stage sees it."""
+
+    @property
+    def coordinates(self) -> WorkerCoordinates:
+        """Where it stands."""
+
+    def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
+        """Start a command: (accepted, results). Neither fails with anything but RlctlError."""
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up a command that was not ordered."""
+
+
+class LocalRank:
+    """Rank 0, in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._tasks: set[asyncio.Task[list[RankResult]]] = set()
+
+    @property
+    def coordinates(self) -> WorkerCoordinates:
+        """Where it stands."""
+        return self._worker.coordinates
+
+    def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
+        """Start a command on the local worker."""
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        local = Call(call.command_id, call.deadline, call.update_id, accept=lambda: _done(accepted))
+        task = asyncio.create_task(self._worker.carry_out(request, local))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: _done(accepted))
+        return accepted, task
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up a command that was not ordered."""
+        await self._worker.withdraw(command_id)
+
+
+class RemoteRank:
+    """A follower, over its link. Once lost it stays lost: an engine whose rank is gone must be restarted."""
+
+    def __init__(self, coordinates: WorkerCoordinates, commander: Commander) -> None:
+        self._coordinates = coordinates
+        self._commander = commander
+
+    @property
+    def coordinates(self) -> WorkerCoordinates:
+        """Where it stands."""
+        return self._coordinates
+
+    def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
+        """Send a command to the follower."""
+        packed = Any()
+        packed.Pack(request)
+        issued: Issued = self._commander.issue(call.command_id, "", packed, call.deadline)
+        results: asyncio.Future[list[RankResult]] = asyncio.get_running_loop().create_future()
+        issued.result.add_done_callback(lambda answer: _translate(answer, results))
+        return issued.accepted, results
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up a command that was not ordered."""
+        self._commander.cancel(command_id)
+
+
+class Relay:
+    """Sends commands to every rank of a stage and collects a result from each."""
+
+    def __init__(
+        self, engine: Engine, ranks: Sequence[Rank], workers: Sequence[WorkerCoordinates], clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._workers = workers
+        self._clock = clock
+
+    async def run(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:
+        """One entry per rank, rank 0 first; a rank that does not answer by the deadline is an UNKNOWN entry.
+
+        Ordered verbs go in two steps: every rank accepts, then rank 0 orders. Unless all accept, all withdraw and
+        nobody carries it out.
+        """
+        started = [rank.issue(request, call) for rank in self._ranks]
+        accepted = [a for a, _ in started]
+        results = [r for _, r in started]
+        if verb.ordered:
+            await self._order(call, accepted, results)
+        await self._wait(results, call.deadline)
+        entries: list[RankResult] = []
+        for rank, future in zip(self._ranks, results, strict=True):
+            entries += self._entries(rank, future)
+        return one_per_rank(self._workers, entries)
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up a command at every rank."""
+        await asyncio.gather(*(rank.withdraw(command_id) for rank in self._ranks))
+
+    async def _order(
+        self,
+        call: Call,
+        accepted: Sequence[asyncio.Future[None]],
+        results: Sequence[asyncio.Future[list[RankResult]]],
+    ) -> None:
+        remaining = call.deadline - self._clock.now()
+        await self._wait(accepted, call.deadline - min(SETTLE_S, remaining / 5))
+        if all(a.done() for a in accepted) and not any(r.done() for r in results):
+            with contextlib.suppress(RlctlError):  # an engine that cannot order has failed, and says so in its results
+                await self._engine.order(call.command_id)
+                return
+        if not all(r.done() for r in results):
+            await self.withdraw(call.command_id)
+
+    async def _wait(
+        self,
+        futures: Sequence[asyncio.Future[None]] | Sequence[asyncio.Future[list[RankResult]]],
+        until: float,
+    ) -> None:
+        await asyncio.wait(futures, timeout=max(0.0, until - self._clock.now()))
+
+    def _entries(self, rank: Rank, future: asyncio.Future[list[RankResult]]) -> list[RankResult]:
+        try:
+            if not future.done():
+                raise Reason.RANK_SILENT.error(outcome=OUTCOME_UNKNOWN)
+            return future.result()
+        except RlctlError as error:
+            return [
+                RankResult(
+                    coordinates=rank.coordinates,
+                    outcome=error.outcome,
+                    evidence=EVIDENCE_UNSPECIFIED,
+                    error=error.detail(),
+                )
+            ]
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _translate(answer: asyncio.Future[CommandResult], results: asyncio.Future[list[RankResult]]) -> None:
+    if results.done():
+        return
+    error = answer.exception()
+    if error is not None:
+        results.set_exception(error)
+        results.exception()  # retrieved: the relay may have given up waiting
+    else:
+        results.set_result([answer.result().rank])

@@ -1,0 +1,289 @@
+"""A stage server as a process: engine, ranks, admin and rollout servers, and its place with the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from rlctl.control.commander import Commander
+from rlctl.control.executor import Executor
+from rlctl.engine import Engine, EngineConfig, EngineInfo, engine_class
+from rlctl.errors import Reason, RlctlError
+from rlctl.loops import LoopThread
+from rlctl.ports import SystemClock
+from rlctl.stage.core import Serving, Stage
+from rlctl.stage.generation import Generation
+from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
+from rlctl.transport.addresses import join, split
+from rlctl.transport.admin import admin_methods
+from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.handlers import Streaming, Unary, generic_handler
+from rlctl.transport.links import GrpcDialer
+from rlctl.transport.server import GrpcServer
+from rlctl.transport.status import from_grpc
+from rlctl.v1 import rollout_pb2, stage_pb2
+from rlctl.v1.control_pb2 import Attach
+from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
+from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
+from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
+from rlctl.version import CONTRACT_VERSION
+from rlctl.worker.core import Worker
+
+log = logging.getLogger(__name__)
+
+REGISTER_S = 10.0
+REGISTER_AGAIN_S = 1.0
+ATTACHED_WITHIN_S = 15.0
+START_S = 1800.0
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """How a stage server is started.
+
+    Attributes:
+        slot: stable identity in the topology.
+        model: model that it serves.
+        engine: name of the plug-in.
+        engine_config: how its rank 0 is started.
+        followers: addresses of the WorkerServices of ranks 1 and up, in rank order.
+        listen: where StageService binds; port 0 takes any.
+        rollout_listen: where RolloutService binds.
+        advertise: host under which others reach both; "" for the one that is bound.
+        coordinator: address of the coordinator, or "" when one will come and attach by itself.
+        weight_version: label of the model's first version.
+        frozen: the model never receives weights.
+        token: bearer token that guards every service and is sent to every peer.
+        insecure: bind where others can reach it though there is no token.
+    """
+
+    slot: str
+    model: str
+    engine: str
+    engine_config: EngineConfig
+    followers: Sequence[str] = ()
+    listen: str = "127.0.0.1:0"
+    rollout_listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    coordinator: str = ""
+    weight_version: str = ""
+    frozen: bool = False
+    token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+
+
+class StageServer:
+    """One engine's rank 0 with everything around it."""
+
+    def __init__(self, config: StageConfig) -> None:
+        self.config = config
+        self.address = ""
+        self.rollout_address = ""
+        self._clock = SystemClock()
+        self._loop = asyncio.get_running_loop()
+        self._stage: Stage | None = None
+        self._executor: Executor | None = None
+        self._engine: Engine = engine_class(config.engine)(config.engine_config, self._engine_failed)
+        self._rollout_loop = LoopThread(f"rollout {config.slot}")
+        self._left = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        methods = admin_methods("StageService", self._commanded, self._clock, on_link_end=self._link_ended)
+        service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
+        self._admin = GrpcServer(
+            [(service, generic_handler(service, methods))], token=config.token, insecure=config.insecure
+        )
+        self._rollout: GrpcServer | None = None
+
+    async def start(self) -> None:
+        """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
+        self.address = self._advertised(await self._admin.start(self.config.listen))
+        await self._admin.serving(False)
+        bound = await self._rollout_loop.acall(self._start_rollout())
+        self.rollout_address = self._advertised(bound)
+        async with asyncio.timeout(START_S):
+            await self._start_engine()
+        await self._admin.serving(True)
+        if self.config.coordinator:
+            self._tasks.append(asyncio.create_task(self._stay_registered()))
+
+    async def stop(self) -> None:
+        """Leave the fleet, let calls in flight finish, end the engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._deregister()
+        await self._rollout_loop.acall(self._stop_rollout())
+        await self._engine.stop()
+        if self._stage is not None:
+            await self._stage.leave()
+        await self._admin.stop()
+        await asyncio.to_thread(self._rollout_loop.stop)
+
+    async def _start_rollout(self) -> str:
+        generation = Generation(self._engine, self._serving, SystemClock())
+        service = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
+        methods: dict[str, Unary | Streaming] = {
+            "Generate": generation.generate,
+            "GenerateStream": generation.stream,
+            "Abort": generation.abort,
+        }
+        handler = generic_handler(service, methods, cancellable=True)
+        self._rollout = GrpcServer([(service, handler)], token=self.config.token, insecure=self.config.insecure)
+        return await self._rollout.start(self.config.rollout_listen)
+
+    async def _stop_rollout(self) -> None:
+        if self._rollout is not None:
+            await self._rollout.stop()
+
+    async def _start_engine(self) -> None:
+        setup = self._engine.setup()
+        followers = await asyncio.gather(*(self._dial(index, a) for index, a in enumerate(self.config.followers)))
+        attach = Attach(slot=self.config.slot, contract_version=CONTRACT_VERSION, engine_setup=setup)
+        joining = asyncio.gather(*(commander.attach(attach) for commander in followers))
+        info, joined = await asyncio.gather(self._engine.start(setup), joining)
+        workers = list(info.layout.workers)
+        worker = Worker(self._engine, workers[0], self._clock)
+        ranks: list[Rank] = [LocalRank(worker), *map(RemoteRank, workers[1:], followers)]
+        statuses = [RankStatus(coordinates=w, alive=True) for w in workers]
+        for status, pid in zip(statuses, (os.getpid(), *(each.report.ranks[0].pid for each in joined)), strict=True):
+            status.pid = pid
+        stage = Stage(
+            self._registration(info),
+            self._engine,
+            Relay(self._engine, ranks, workers, self._clock),
+            statuses,
+            self._clock,
+        )
+        self._worker = worker
+        self._stage, self._executor = stage, Executor(stage, self._clock)
+        for rank, commander in enumerate(followers, start=1):
+            if commander.lost:
+                stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+
+    async def _dial(self, index: int, address: str) -> Commander:
+        rank = index + 1
+        link = await GrpcDialer(WorkerServiceStub, self.config.token).dial(address)
+        commander = Commander(link, self._clock, on_report=lambda report: self._follower_reported(rank, report))
+
+        async def keep() -> None:
+            with contextlib.suppress(RlctlError):
+                await commander.run()
+            if self._stage is not None:
+                self._stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+
+        self._tasks.append(asyncio.create_task(keep()))
+        return commander
+
+    def _follower_reported(self, rank: int, report: StageReport) -> None:
+        if self._stage is not None:
+            status = report.ranks[0]
+            self._stage.rank_seen(rank, status.pid)
+            if not status.alive:
+                self._stage.rank_lost(rank, Reason.ENGINE_FAILED.error(status.reason))
+
+    def _engine_failed(self, error: RlctlError) -> None:
+        self._loop.call_soon_threadsafe(self._rank_zero_failed, error)
+
+    def _rank_zero_failed(self, error: RlctlError) -> None:
+        log.error("engine failed: %s", error)
+        if self._stage is not None:
+            self._worker.failure = error
+            self._stage.rank_lost(0, error)
+
+    def _commanded(self) -> Executor:
+        if self._executor is None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.config.slot} is still loading")
+        return self._executor
+
+    def _serving(self) -> Serving:
+        if self._stage is None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.config.slot} is still loading")
+        return self._stage.serving
+
+    def _link_ended(self, link: object) -> None:
+        if self._stage is not None and self._stage.detached(link):
+            self._left.set()
+
+    def _advertised(self, bound: str) -> str:
+        if not self.config.advertise or bound.startswith("unix:"):
+            return bound
+        return join(self.config.advertise, split(bound)[1])
+
+    def _registration(self, info: EngineInfo) -> StageRegistration:
+        capabilities = info.capabilities
+        del capabilities.verbs[:]
+        capabilities.verbs.extend(type(self._engine).verbs())
+        capabilities.fenced = True
+        return StageRegistration(
+            slot=self.config.slot,
+            model=self.config.model,
+            stage="main",
+            address=self.address,
+            rollout_address=self.rollout_address,
+            boot_id=self._clock.new_id(),
+            contract_version=CONTRACT_VERSION,
+            capabilities=capabilities,
+            layout=info.layout,
+            engine=self.config.engine,
+            checkpoint=info.checkpoint,
+            model_digest=info.model_digest,
+            weight_version=self.config.weight_version,
+            frozen=self.config.frozen,
+        )
+
+    # Its place with the coordinator.
+
+    async def _stay_registered(self) -> None:
+        """Register, and again whenever no coordinator has been attached for a while: it may have been replaced."""
+        stage = self._stage
+        assert stage is not None
+        while True:
+            try:
+                await self._call_coordinator("RegisterStage", RegisterStageRequest(registration=stage.registration))
+                async with asyncio.timeout(ATTACHED_WITHIN_S):
+                    await stage.attached.wait()
+                self._left.clear()
+                await self._left.wait()
+                log.warning("%s: the coordinator's stream has ended", self.config.slot)
+            except TimeoutError:
+                log.warning("%s: registered, but no coordinator attached", self.config.slot)
+            except RlctlError as error:
+                log.warning("%s: not registered: %s", self.config.slot, error)
+            await asyncio.sleep(REGISTER_AGAIN_S)
+
+    async def _deregister(self) -> None:
+        stage = self._stage
+        if stage is None or not self.config.coordinator or not stage.incarnation:
+            return
+        request = DeregisterStageRequest(slot=self.config.slot, boot_id=stage.registration.boot_id)
+        # A coordinator that cannot be reached sees the link end.
+        with contextlib.suppress(RlctlError):
+            await self._call_coordinator("DeregisterStage", request, timeout_s=2.0)
+
+    async def _call_coordinator(
+        self,
+        method: str,
+        request: RegisterStageRequest | DeregisterStageRequest,
+        timeout_s: float = REGISTER_S,
+    ) -> None:
+        async with open_channel(self.config.coordinator) as channel:
+            stub = CoordinatorServiceStub(channel)
+            call: Callable[..., grpc.aio.UnaryUnaryCall[object, object]] = getattr(stub, method)
+            try:
+                await call(request, timeout=timeout_s, metadata=bearer(self.config.token))
+            except grpc.aio.AioRpcError as error:
+                raise from_grpc(error) from None
+
+
+def host_name() -> str:
+    """Name of this host, for coordinates."""
+    return socket.gethostname()

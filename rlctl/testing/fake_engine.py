@@ -1,0 +1,380 @@
+"""A fake engine: it has every rule of a real one about order, pause and updates, and no model.
+
+Its weights are a text; a checkpoint is a directory with a file ``weights.txt``; its digest is the text's SHA-256. It
+generates numbered tokens at a set pace. Ranks of one stage share a step stream inside one process, so that a stage
+with followers can be tested without processes. Faults are injected per slot and rank through :data:`FAULTS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import verbs_pb2 as verbs
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_DIRTY,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    TRANSPORT_DISK,
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_REPLICA,
+    WeightVersion,
+    WorkerCoordinates,
+)
+from rlctl.v1.fleet_pb2 import Capabilities, StageLayout
+from rlctl.version import __version__
+
+TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
+
+Fault = Callable[["FakeEngine", str, Call], Awaitable[None]]
+"""Called before a verb method does its work, with (engine, method name, call); may raise, wait or change the engine."""
+
+FAULTS: dict[tuple[str, int], Fault] = {}
+"""Faults by (model path, rank); tests add and remove them."""
+
+_STEPS: dict[str, Steps] = {}
+_ids = itertools.count(1)
+
+
+@dataclass
+class Steps:
+    """The step stream that the ranks of one stage share."""
+
+    number: int = 0
+    waiting: dict[str, list[asyncio.Future[int]]] = field(default_factory=dict)
+
+    async def hold(self, command_id: str) -> int:
+        """Wait until the command is ordered; returns its step."""
+        ordered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.waiting.setdefault(command_id, []).append(ordered)
+        return await ordered
+
+    def settle(self, command_id: str, error: RlctlError | None) -> int:
+        """Order a command, or withdraw it."""
+        if error is None:
+            self.number += 1
+        for future in self.waiting.pop(command_id, ()):
+            if not future.done():
+                if error is None:
+                    future.set_result(self.number)
+                else:
+                    future.set_exception(error)
+        return self.number
+
+
+class FakeEngine(Engine):
+    """One rank of a fake engine. Options: ``pace`` (seconds per token, default 0.001)."""
+
+    name = "fake"
+
+    def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        self.config = config
+        self.weights = ""
+        self.fail = on_failure
+        self._steps = Steps()
+        self._pace = float(config.options.get("pace", "0.001"))
+        self._paused: int | None = None
+        self._running: dict[str, asyncio.Event] = {}
+        self._idle = asyncio.Event()
+        self._going = asyncio.Event()
+        self._released: frozenset[int] = frozenset()
+        self._version = WeightVersion()
+        self._snapshot = ""
+        self._update = ""
+        self._written = False
+        self._groups: set[str] = set()
+        self._interrupted = asyncio.Event()
+
+    def setup(self) -> dict[str, str]:
+        """Rank 0 makes the step stream."""
+        key = str(next(_ids))
+        _STEPS[key] = self._steps
+        return {"steps": key}
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Read the checkpoint and join the step stream."""
+        self._steps = _STEPS[setup["steps"]]
+        self.weights = _read(self.config.model_path)
+        workers = [
+            WorkerCoordinates(rank=rank, tp=rank, node=self.config.node, device="cpu")
+            for rank in range(self.config.tp_size)
+        ]
+        return EngineInfo(
+            layout=StageLayout(tp_size=self.config.tp_size, pp_size=1, dp_size=1, ep_size=1, workers=workers),
+            capabilities=Capabilities(
+                pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
+                transports=[TRANSPORT_DISK],
+                verification=[VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA],
+                memory_tags=sorted(TAGS),
+                cache_tiers=["kv"],
+            ),
+            checkpoint=self.config.model_path,
+            model_digest=_digest(self.weights),
+        )
+
+    async def stop(self) -> None:
+        """End the requests."""
+        self._abort(None)
+
+    async def order(self, command_id: str) -> int:
+        """Let every rank carry the command out."""
+        return self._steps.settle(command_id, None)
+
+    async def withdraw(self, command_id: str) -> None:
+        """Let no rank carry the command out."""
+        self._steps.settle(command_id, Reason.CANCELLED.error("withdrawn: not every rank accepted it"))
+
+    async def interrupt(self, update_id: str) -> None:  # noqa: ARG002
+        """End a receive that waits."""
+        self._interrupted.set()
+
+    def set_version(self, version: WeightVersion) -> None:
+        """Stamp responses with it."""
+        self._version = version
+
+    async def _begin(self, method: str, call: Call) -> None:
+        fault = FAULTS.get((self.config.model_path, self.config.rank))
+        if fault is not None:
+            await fault(self, method, call)
+        call.accept()
+        call.step = await self._steps.hold(call.command_id)
+
+    # Reads.
+
+    async def get_model_info(self, request: verbs.GetModelInfoRequest, call: Call) -> verbs.ModelInfo:
+        """What is loaded."""
+        fault = FAULTS.get((self.config.model_path, self.config.rank))
+        if fault is not None:
+            await fault(self, "get_model_info", call)
+        del request
+        return verbs.ModelInfo(model_path=self.config.model_path, model_type="fake", weight_version=self._version)
+
+    async def get_server_info(self, request: verbs.GetServerInfoRequest, call: Call) -> verbs.ServerInfo:
+        """How it was started."""
+        del request, call
+        return verbs.ServerInfo(engine="fake", engine_version=__version__, rlctl_version=__version__)
+
+    async def get_loads(self, request: verbs.GetLoadsRequest, call: Call) -> verbs.Loads:
+        """What runs."""
+        del request, call
+        return verbs.Loads(running=len(self._running), step=self._steps.number)
+
+    async def inspect_checkpoint(self, request: verbs.InspectCheckpointRequest, call: Call) -> verbs.CheckpointReport:
+        """Whether there is a text to read."""
+        fault = FAULTS.get((self.config.model_path, self.config.rank))
+        if fault is not None:
+            await fault(self, "inspect_checkpoint", call)
+        return verbs.CheckpointReport(tensors=1, bytes=len(_read(request.model_path)))
+
+    # Generation.
+
+    async def pause_generation(self, request: verbs.PauseGenerationRequest, call: Call) -> None:
+        """Stop generating."""
+        mode = request.mode or PAUSE_MODE_ABORT
+        if self._paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT and self._running:
+            raise Reason.PAUSE_MODE_CONFLICT.error("requests are frozen in place; continue, or pause with retract")
+        await self._begin("pause_generation", call)
+        if mode == PAUSE_MODE_ABORT:
+            self._abort(None)
+        if mode == PAUSE_MODE_DRAIN and self._running:
+            self._idle.clear()
+            await self._idle.wait()
+        self._paused = mode
+        self._going.clear()
+
+    async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
+        """Go on generating."""
+        del request
+        await self._begin("continue_generation", call)
+        self._paused = None
+        self._going.set()
+
+    async def abort_requests(self, request: verbs.AbortRequestsRequest, call: Call) -> verbs.AbortReport:
+        """End requests."""
+        del call
+        ended, unknown = self._abort(None if request.abort_all else list(request.rids))
+        return verbs.AbortReport(aborted=ended, unknown_rids=unknown)
+
+    async def flush_cache(self, request: verbs.FlushCacheRequest, call: Call) -> verbs.FlushReport:
+        """There is no cache, but the rules are a real engine's."""
+        del request
+        await self._begin("flush_cache", call)
+        if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
+            raise Reason.ACTIVE_REQUESTS.error(f"{len(self._running)} requests hold KV entries")
+        return verbs.FlushReport(tiers=["kv"])
+
+    async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
+        """Give regions back."""
+        await self._begin("release_memory", call)
+        self._released |= frozenset(request.tags) or TAGS
+        if MEMORY_TAG_WEIGHTS in self._released:
+            self.weights = ""
+        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+
+    async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
+        """Take regions again."""
+        await self._begin("resume_memory", call)
+        self._released -= frozenset(request.tags) or TAGS
+        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+
+    # Weights.
+
+    async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
+        """Open an update."""
+        await self._begin("prepare_update", call)
+        if self._running and self._paused is None:
+            if not request.abort_all_requests:
+                raise Reason.ACTIVE_REQUESTS.error(f"{len(self._running)} requests run")
+            self._abort(None)
+        self._update, self._written = call.update_id, False
+        return verbs.WeightsReport()
+
+    async def update_weights_from_disk(
+        self, request: verbs.UpdateWeightsFromDiskRequest, call: Call
+    ) -> verbs.WeightsReport:
+        """Read a checkpoint."""
+        text = _read(request.model_path)
+        await self._begin("update_weights_from_disk", call)
+        self.weights, self._written = text, True
+        return verbs.WeightsReport(tensors=1, bytes_received=len(text))
+
+    async def init_weights_update_group(
+        self, request: verbs.InitWeightsUpdateGroupRequest, call: Call
+    ) -> verbs.GroupReport:
+        """Remember a group; nothing is connected."""
+        del call
+        if not request.probe_only:
+            self._groups.add(request.group_name)
+        rank = request.rank_offset + self.config.rank
+        return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
+
+    async def destroy_weights_update_group(self, request: verbs.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        """Forget a group."""
+        del call
+        if request.group_name not in self._groups:
+            raise Reason.GROUP_NOT_FOUND.error(f"no group {request.group_name!r} stands", field="group_name")
+        self._groups.remove(request.group_name)
+
+    async def update_weights_from_distributed(
+        self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call
+    ) -> verbs.WeightsReport:
+        """A null collective: the weights become the buckets' names. A name "stuck" waits for an interrupt."""
+        for name in {bucket.group_name or request.group_name for bucket in request.buckets} - self._groups:
+            raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
+        await self._begin("update_weights_from_distributed", call)
+        names = [name for bucket in request.buckets for name in bucket.names]
+        self._written = True
+        if "stuck" in names:
+            self._interrupted.clear()
+            await self._interrupted.wait()
+            raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=OUTCOME_DIRTY)
+        self.weights = ",".join(names)
+        return verbs.WeightsReport(tensors=len(names))
+
+    async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
+        """Close an update."""
+        del request
+        await self._begin("commit_update", call)
+        if not self._written:
+            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+        self._update = ""
+        return verbs.WeightsReport(tensors=1)
+
+    async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
+        """Drop an update."""
+        del request
+        await self._begin("abort_update", call)
+        self._update = ""
+
+    async def check_weights(self, request: verbs.CheckWeightsRequest, call: Call) -> verbs.CheckReport:
+        """Digest the text."""
+        await self._begin("check_weights", call)
+        if request.action == verbs.CHECK_ACTION_RESET_TENSORS:
+            self.weights = "scrambled"
+        digest = _digest(self.weights)
+        if request.action == verbs.CHECK_ACTION_SNAPSHOT:
+            self._snapshot = digest
+        report = verbs.CheckReport(action=request.action, tensor_count=1, rank_digest=digest, model_digest=digest)
+        if request.action == verbs.CHECK_ACTION_COMPARE:
+            expected = request.expected_digest or self._snapshot
+            report.matched = int(digest == expected)
+            report.changed.extend([] if digest == expected else ["weights"])
+        return report
+
+    async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
+        """Number the tokens, at the set pace."""
+        rid = request.rid or f"fake-{next(_ids)}"
+        ended = self._running[rid] = asyncio.Event()
+        params = request.sampling_params
+        wanted = params.max_new_tokens if params.HasField("max_new_tokens") else 128
+        try:
+            for count in range(wanted + 1):
+                if self._paused is not None and not ended.is_set():
+                    await _first(self._going, ended)
+                kind = rollout.FINISH_TYPE_UNSPECIFIED
+                if ended.is_set():
+                    kind = rollout.FINISH_TYPE_ABORT
+                elif count == wanted:
+                    kind = rollout.FINISH_TYPE_LENGTH
+                yield self._part(rid, count, kind)
+                if kind:
+                    return
+                await asyncio.sleep(self._pace)
+        finally:
+            self._running.pop(rid, None)
+            if not self._running:
+                self._idle.set()
+
+    def _part(self, rid: str, count: int, kind: rollout.FinishType.ValueType) -> rollout.GenerateResponse:
+        sample = rollout.Sample(index=0, completion_tokens=count + (not kind))
+        if kind:
+            sample.finish_reason.type = kind
+        else:
+            sample.output_ids.append(count)
+            sample.text = f"{count} "
+            sample.versions.add(version=self._version, start=count, end=count + 1)
+        return rollout.GenerateResponse(rid=rid, prompt_tokens=1, samples=[sample])
+
+    async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
+        """End requests."""
+        ended, unknown = self._abort(None if request.abort_all else list(request.rids))
+        return rollout.AbortResponse(aborted=ended, unknown_rids=unknown)
+
+    def _abort(self, rids: list[str] | None) -> tuple[int, list[str]]:
+        chosen = list(self._running) if rids is None else rids
+        found = [rid for rid in chosen if rid in self._running]
+        for rid in found:
+            self._running[rid].set()
+        return len(found), [rid for rid in chosen if rid not in self._running]
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _read(model_path: str) -> str:
+    try:
+        return (Path(model_path) / "weights.txt").read_text()
+    except OSError as error:
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{model_path}: {error.strerror}", field="model_path") from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

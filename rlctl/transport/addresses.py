@@ -1,0 +1,44 @@
+"""Addresses: parsing, and the rule that a bind which others can reach needs a token."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from rlctl.errors import Reason
+
+
+def split(address: str, field: str = "address") -> tuple[str, int]:
+    """``host:port`` (``[::1]:port`` for IPv6) as a pair. Raises FIELD_INVALID."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise Reason.FIELD_INVALID.error(f"{address!r} is not host:port", field=field)
+    return host, int(port)
+
+
+def join(host: str, port: int) -> str:
+    """``host:port``, with brackets where IPv6 needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach it. A name counts if all it resolves to is loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in found)
+
+
+def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
+    """Raise INSECURE_BIND for an address that others can reach, without a token and without saying so."""
+    if bind.startswith("unix:"):
+        return
+    host, _ = split(bind, "listen")
+    if token is None and not insecure and not is_loopback(host):
+        raise Reason.INSECURE_BIND.error(f"{bind} is reachable from other hosts and no token is set", field="listen")

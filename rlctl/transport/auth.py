@@ -1,0 +1,81 @@
+"""The bearer token: where it comes from, how servers check it. When set, it guards every service."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.transport.status import abort
+
+HEADER = "authorization"
+
+
+def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -> str | None:
+    """The token from a file, RLCTL_TOKEN_FILE or RLCTL_TOKEN, in this order; None when none is set.
+
+    Raises FIELD_INVALID for a file that cannot be read or is empty: a typo must not switch the guard off.
+    """
+    path = file or environment.get("RLCTL_TOKEN_FILE", "")
+    if path:
+        try:
+            token = Path(path).read_text().strip()
+        except OSError as error:
+            raise Reason.FIELD_INVALID.error(f"the token file cannot be read: {error}", field="token_file") from error
+        if not token:
+            raise Reason.FIELD_INVALID.error(f"the token file {path} is empty", field="token_file")
+        return token
+    return environment.get("RLCTL_TOKEN") or None
+
+
+def check(metadata: Mapping[str, str | bytes], token: str) -> RlctlError | None:
+    """Why a caller is refused, or None. The comparison takes the same time wherever tokens differ."""
+    scheme, _, given = str(metadata.get(HEADER, "")).partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        return Reason.TOKEN_MISSING.error()
+    if not hmac.compare_digest(given.strip().encode(), token.encode()):
+        return Reason.TOKEN_INVALID.error()
+    return None
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Refuses every call, of whatever service, that does not carry the token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Let the call through, or answer it with the refusal."""
+        metadata = {key.lower(): value for key, value in handler_call_details.invocation_metadata or ()}
+        refusal = check(metadata, self._token)
+        handler = await continuation(handler_call_details)
+        if refusal is None or handler is None:
+            return handler
+        return _refuse(handler, refusal)
+
+
+def _refuse(handler: grpc.RpcMethodHandler[Any, Any], refusal: RlctlError) -> grpc.RpcMethodHandler[Any, Any]:
+    async def unary(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, refusal)
+
+    async def stream(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await abort(context, refusal)
+        yield
+
+    if handler.request_streaming:
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream)
+        return grpc.stream_unary_rpc_method_handler(unary)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream)
+    return grpc.unary_unary_rpc_method_handler(unary)

@@ -1,0 +1,35 @@
+"""Client channels: keepalive and reconnect settings, and the token, in one place."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Above it gRPC itself refuses; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
+
+REFUSED_ABOVE_BYTES = 16 << 20
+
+# A peer that was stopped is noticed after ping_timeout, not after gRPC's 60 s; a peer that came back is found within
+# reconnect_backoff, not after minutes.
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to ``host:port`` or ``unix:PATH`` on the running loop."""
+    return grpc.aio.insecure_channel(address, options=OPTIONS)
+
+
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries the token."""
+    return (("authorization", f"Bearer {token}"),) if token else ()

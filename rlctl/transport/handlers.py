@@ -1,0 +1,132 @@
+"""Server handlers built from a service's descriptor: parsing, size limit, deadline, errors, for every method alike.
+
+A method of the service without an implementation answers UNIMPLEMENTED with a typed reason, never success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.transport.channel import REFUSED_ABOVE_BYTES
+from rlctl.transport.status import abort
+
+log = logging.getLogger(__name__)
+
+Unary = Callable[[Message, float | None], Awaitable[Message]]
+"""(request, seconds that the caller still waits) → answer. Goes on when the caller leaves."""
+
+Streaming = Callable[[Message, float | None], AsyncIterator[Message]]
+"""(request, seconds that the caller still waits) → answers. Closed when the caller leaves."""
+
+Bidirectional = Callable[[AsyncIterator[Message]], AsyncIterator[Message]]
+
+
+def generic_handler(
+    service: ServiceDescriptor,
+    implementations: Mapping[str, Unary | Streaming | Bidirectional],
+    *,
+    cancellable: bool = False,
+) -> grpc.GenericRpcHandler:
+    """Handlers for every method of a service.
+
+    ``cancellable``: unary methods are cancelled when the caller leaves (generation); otherwise they are shielded, so
+    that a deadline at the caller never leaves a half-applied command behind.
+    """
+    handlers = {
+        method.name: _handler(method, implementations.get(method.name), cancellable=cancellable)
+        for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool) -> grpc.RpcMethodHandler[Any, Any]:
+    request_type = message_factory.GetMessageClass(method.input_type)
+    if method.client_streaming:
+        return _bidirectional(method, request_type, implementation)
+    if method.server_streaming:
+        return _streaming(method, request_type, implementation)
+
+    async def unary(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
+        try:
+            request = _parse(method, request_type, data, implementation)
+            work = asyncio.ensure_future(implementation(request, _remaining(context)))
+            return await (work if cancellable else asyncio.shield(work))
+        except RlctlError as error:
+            await abort(context, error)
+        except Exception as error:
+            log.exception("%s failed", method.full_name)
+            await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))
+
+    return grpc.unary_unary_rpc_method_handler(unary, response_serializer=_serialise)
+
+
+def _streaming(
+    method: MethodDescriptor, request_type: type[Message], implementation: Any
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def stream(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Message]:
+        try:
+            request = _parse(method, request_type, data, implementation)
+            async for answer in implementation(request, _remaining(context)):
+                yield answer
+        except RlctlError as error:
+            await abort(context, error)
+        except Exception as error:
+            log.exception("%s failed", method.full_name)
+            await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))
+
+    return grpc.unary_stream_rpc_method_handler(stream, response_serializer=_serialise)
+
+
+def _bidirectional(
+    method: MethodDescriptor, request_type: type[Message], implementation: Any
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def stream(
+        requests: AsyncIterator[Message], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Message]:
+        if implementation is None:
+            await abort(context, _unimplemented(method))
+        async for answer in implementation(requests):
+            yield answer
+
+    return grpc.stream_stream_rpc_method_handler(
+        stream, request_deserializer=request_type.FromString, response_serializer=_serialise
+    )
+
+
+def _parse(method: MethodDescriptor, request_type: type[Message], data: bytes, implementation: Any) -> Message:
+    if implementation is None:
+        raise _unimplemented(method)
+    if len(data) > REFUSED_ABOVE_BYTES:
+        raise Reason.MESSAGE_TOO_LARGE.error(
+            f"{request_type.DESCRIPTOR.name} has {len(data)} bytes; at most {REFUSED_ABOVE_BYTES} are taken",
+            field=request_type.DESCRIPTOR.name,
+        )
+    try:
+        return request_type.FromString(data)
+    except DecodeError as error:
+        raise Reason.FIELD_INVALID.error(
+            f"the request is no {request_type.DESCRIPTOR.name}: {error}", field=request_type.DESCRIPTOR.name
+        ) from None
+
+
+def _unimplemented(method: MethodDescriptor) -> RlctlError:
+    return Reason.NOT_IMPLEMENTED.error(f"{method.full_name} is in the contract; its code does not exist yet")
+
+
+def _serialise(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _remaining(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    remaining: float | None = context.time_remaining()
+    return remaining

@@ -1,0 +1,146 @@
+"""The Link port over gRPC: both ends of a bidirectional stream, Control by default."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rlctl.errors import Reason
+from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.status import from_grpc
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
+
+CONNECT_S = 5.0
+
+
+class GrpcDialer:
+    """Opens streams of one method: to stages, follower ranks, a trainer's lead."""
+
+    def __init__(self, stub: Callable[[grpc.aio.Channel], Any], token: str | None, *, method: str = "Control") -> None:
+        self._stub = stub
+        self._token = token
+        self._method = method
+
+    async def dial(self, address: str) -> DialledLink:
+        """Connect. Raises UNREACHABLE, or what the peer refused with."""
+        channel = open_channel(address)
+        call = getattr(self._stub(channel), self._method)(metadata=bearer(self._token))
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await call.wait_for_connection()
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            await channel.close()
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise from_grpc(error) from None
+            raise Reason.UNREACHABLE.error(f"{address} did not answer in {CONNECT_S:g} s") from None
+        return DialledLink(channel, call)
+
+
+class DialledLink:
+    """The dialling end."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
+        self._channel = channel
+        self._call = call
+        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write())
+        self._ended = False
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Raises LINK_LOST."""
+        if self._ended:
+            raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> AsyncIterator[Any]:
+        """Messages until the stream ends. Raises what the peer ended it with, if that was an error."""
+        try:
+            async for message in self._call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_grpc(error) from None
+        except asyncio.CancelledError:
+            if not self._ended:  # our own task was cancelled, not the call by close()
+                raise
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End the stream and its channel."""
+        if self._ended:
+            return
+        self._ended = True
+        self._writer.cancel()
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader learns why
+
+
+class ServedLink:
+    """The serving end, for a handler that yields :meth:`messages`."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._ended = False
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Raises LINK_LOST."""
+        if self._ended:
+            raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> AsyncIterator[Any]:
+        """Messages until the stream ends."""
+        try:
+            async for message in self._requests:
+                yield message
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End the stream."""
+        self.end()
+
+    def end(self) -> None:
+        """End the stream once what is queued has been sent."""
+        if not self._ended:
+            self._ended = True
+            self._outbox.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What was sent, until the link is closed."""
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+
+def serve_links(
+    obey: Callable[[ServedLink], Any],
+) -> Callable[[AsyncIterator[Any]], AsyncIterator[Any]]:
+    """A handler that lets ``obey`` (a coroutine function) have each link for as long as it stands."""
+
+    async def control(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        link = ServedLink(requests)
+        obeying = asyncio.ensure_future(obey(link))
+        obeying.add_done_callback(lambda _: link.end())
+        try:
+            async for message in link.messages():
+                yield message
+        finally:
+            obeying.cancel()
+            await asyncio.gather(obeying, return_exceptions=True)
+
+    return control

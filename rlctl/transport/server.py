@@ -1,0 +1,97 @@
+"""A gRPC server with what every rlctl service has: token, health, reflection, graceful stop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rlctl.errors import Reason
+from rlctl.transport.addresses import join, refuse_insecure, split
+from rlctl.transport.auth import TokenGuard
+from rlctl.transport.channel import MAX_MESSAGE_BYTES
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),  # two servers must not share a port silently
+    # Clients ping every 10 s; more often than this they would be sent away ("too many pings"), 5 minutes by default.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+GRACE_S = 5.0
+
+
+class _Pool:
+    """The pool of descriptors as reflection reads it, with methods, which `grpcurl describe` asks for by name."""
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """The file that defines a symbol. Raises KeyError."""
+        pool = descriptor_pool.Default()
+        service, _, method = symbol.rpartition(".")
+        with contextlib.suppress(KeyError):
+            found = pool.FindServiceByName(service)
+            if method in found.methods_by_name:
+                return found.file
+        return pool.FindFileContainingSymbol(symbol)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(descriptor_pool.Default(), name)
+
+
+class GrpcServer:
+    """Serves a set of services at one address, on the running loop."""
+
+    def __init__(
+        self,
+        services: Sequence[tuple[ServiceDescriptor, grpc.GenericRpcHandler]],
+        *,
+        token: str | None,
+        insecure: bool = False,
+    ) -> None:
+        guards = [TokenGuard(token)] if token else []
+        self._token = token
+        self._insecure = insecure
+        self._server = grpc.aio.server(interceptors=guards, options=OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = [service.full_name for service, _ in services]
+        self._server.add_generic_rpc_handlers(tuple(handler for _, handler in services))
+        reflected = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, self._server, pool=cast(DescriptorPool, _Pool()))
+
+    async def start(self, listen: str) -> str:
+        """Bind ``host:port`` (port 0: any) or ``unix:PATH`` and serve; returns the bound address.
+
+        Raises INSECURE_BIND, or FIELD_INVALID when the address cannot be bound.
+        """
+        refuse_insecure(listen, token=self._token, insecure=self._insecure)
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise Reason.FIELD_INVALID.error(f"{listen} cannot be bound: {error}", field="listen") from None
+        await self._server.start()
+        await self.serving(True)
+        if listen.startswith("unix:"):
+            return listen
+        return join(split(listen, "listen")[0], port)
+
+    async def serving(self, serving: bool) -> None:
+        """What the health service answers, for the server and each of its services."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, state)
+
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Say NOT_SERVING, take no new calls, let those in flight finish for so long, then end them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)

@@ -1,0 +1,83 @@
+"""Errors on the wire: RlctlError ⇄ gRPC status with one google.rpc.ErrorInfo."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from rlctl.errors import DOMAIN, Reason, RlctlError, from_detail
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, ErrorDetail
+
+DETAILS_KEY = "grpc-status-details-bin"
+
+MAX_VALUE = 500
+"""Characters of one metadata value in a status: trailers have little room. Results carry them whole."""
+
+# Keys of ErrorInfo.metadata that carry the parts of an ErrorDetail.
+_FIELD, _NEXT_STEP = "field", "next_step"
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) -> NoReturn:
+    """End a call with the error."""
+    metadata = {key: value[:MAX_VALUE] for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=metadata)
+    if error.field:
+        info.metadata[_FIELD] = error.field
+    if error.next_step:
+        info.metadata[_NEXT_STEP] = error.next_step
+    packed = any_pb2.Any()
+    packed.Pack(info)
+    message = str(error)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=message, details=[packed])
+    await context.abort(grpc.StatusCode[error.status], message, ((DETAILS_KEY, status.SerializeToString()),))
+    raise AssertionError("abort returns never")
+
+
+def from_grpc(error: grpc.RpcError) -> RlctlError:
+    """What a failed call means. Statuses without our ErrorInfo are translated by their code.
+
+    The outcome is REJECTED where the server said no, and UNKNOWN where the call may have got through.
+    """
+    code: grpc.StatusCode = error.code()
+    trailing: Any = error.trailing_metadata() or ()
+    for key, value in trailing:
+        if key == DETAILS_KEY:
+            info = error_details_pb2.ErrorInfo()
+            status = status_pb2.Status.FromString(value)
+            if status.details and status.details[0].Unpack(info) and info.domain == DOMAIN:
+                metadata = dict(info.metadata)
+                detail = ErrorDetail(
+                    reason=info.reason,
+                    field=metadata.pop(_FIELD, ""),
+                    next_step=metadata.pop(_NEXT_STEP, ""),
+                    metadata=metadata,
+                )
+                detail.message = _cause(status.message, detail)
+                return from_detail(detail)
+    details = error.details() or code.name
+    match code:
+        case grpc.StatusCode.UNAVAILABLE:
+            return Reason.UNREACHABLE.error(details, outcome=OUTCOME_UNKNOWN)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Reason.DEADLINE_EXCEEDED.error(details, outcome=OUTCOME_UNKNOWN)
+        case grpc.StatusCode.CANCELLED:
+            return Reason.CANCELLED.error(details, outcome=OUTCOME_UNKNOWN)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Reason.MESSAGE_TOO_LARGE.error(details)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Reason.VERB_UNKNOWN.error(details)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Reason.TOKEN_INVALID.error(details)
+        case _:
+            return Reason.INTERNAL.error(f"{code.name}: {details}", outcome=OUTCOME_UNKNOWN)
+
+
+def _cause(message: str, detail: ErrorDetail) -> str:
+    """The message without the decoration that ``str(RlctlError)`` put around it."""
+    where = f" [{detail.field}]" if detail.field else ""
+    message = message.removeprefix(f"{detail.reason}{where}: ")
+    return message.removesuffix(f" {detail.next_step}").removesuffix(".") if detail.next_step else message

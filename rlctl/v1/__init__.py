@@ -1,0 +1,1 @@
+"""Generated stubs of the contract in protos/rlctl/v1. Regenerate with ``tools/protos``; do not edit."""

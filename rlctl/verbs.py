@@ -1,0 +1,196 @@
+"""The table of admin verbs: the one place that defines each of them.
+
+Servicers (coordinator, stage, worker), the command line's verbs, capabilities and the reference docs are built from
+these rows. A new verb is a request message and RPC in ``protos/``, a row here, and an engine method named after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from google.protobuf.message import Message
+
+from rlctl.v1 import common_pb2, verbs_pb2
+
+STATE_PREFIX = "STAGE_STATE_"
+
+ANY = frozenset({"JOINING", "STALE", "READY", "PAUSED", "ASLEEP", "UPDATING", "DIRTY"})
+JOINED = ANY - {"JOINING"}
+RESIDENT = frozenset({"STALE", "READY", "PAUSED", "UPDATING", "DIRTY"})
+SETTLED = frozenset({"STALE", "READY", "PAUSED", "DIRTY"})
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One admin verb.
+
+    Attributes:
+        name: RPC name in all three admin services, "PauseGeneration"; the request is ``{name}Request``.
+        states: stage states (without prefix) in which it is carried out; elsewhere it is REJECTED, ILLEGAL_STATE.
+        deadline_s: default time for the whole operation, seconds.
+        mutating: journaled, fenced, and one at a time per stage. Others are reads, which never queue behind writes.
+        reads_if: for verbs that only read with some requests: says whether this one does.
+        ordered: carried out by all ranks at one step of the engine.
+        writes_weights: ranks that end differently leave the stage DIRTY, and so does an UNKNOWN outcome.
+        waits: serialised against other mutating verbs; false for those that must get through while one runs.
+        interrupts: breaks what blocks the engine inside the same update before it waits its turn.
+        files: it changes files beside the engine only; ranks that end differently leave nothing mixed.
+        in_update: the coordinator sends it only as part of an open update.
+        fleet: the coordinator offers it; false for the steps of the update protocol.
+        implemented: its code exists; otherwise it answers UNIMPLEMENTED.
+        cli: words of its command, "memory release"; "" for none.
+        data: field of RankResult that carries its answer; "" for none.
+    """
+
+    name: str
+    states: frozenset[str] = JOINED
+    deadline_s: float = 30.0
+    mutating: bool = True
+    reads_if: Callable[[Any], bool] | None = None
+    ordered: bool = True
+    writes_weights: bool = False
+    waits: bool = True
+    interrupts: bool = False
+    files: bool = False
+    in_update: bool = False
+    fleet: bool = True
+    implemented: bool = True
+    cli: str = ""
+    data: str = ""
+
+    @functools.cached_property
+    def method(self) -> str:
+        """Name of the engine's method: ``pause_generation``."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
+
+    @functools.cached_property
+    def request(self) -> type[Message]:
+        """Class of the request message."""
+        cls: type[Message] = getattr(verbs_pb2, f"{self.name}Request")
+        return cls
+
+    def mutates(self, request: Message) -> bool:
+        """Whether this request changes anything."""
+        return self.mutating and not (self.reads_if is not None and self.reads_if(request))
+
+    def allows(self, state: common_pb2.StageState.ValueType) -> bool:
+        """Whether a stage in this state carries the verb out."""
+        return common_pb2.StageState.Name(state).removeprefix(STATE_PREFIX) in self.states
+
+
+def _read(name: str, *, cli: str, data: str, states: frozenset[str] = ANY, implemented: bool = True) -> Verb:
+    return Verb(name, states, mutating=False, ordered=False, waits=False, cli=cli, data=data, implemented=implemented)
+
+
+_ROWS = (
+    _read("GetModelInfo", cli="model info", data="model_info"),
+    _read("GetServerInfo", cli="server info", data="server_info"),
+    _read("GetLoads", cli="loads", data="loads"),
+    Verb("PauseGeneration", RESIDENT, 60, cli="pause"),
+    Verb("ContinueGeneration", frozenset({"READY", "PAUSED"}), 60, cli="continue"),
+    Verb("AbortRequests", JOINED, 30, ordered=False, waits=False, cli="abort", data="abort"),
+    Verb("FlushCache", SETTLED | {"UPDATING"}, 60, cli="cache flush", data="flush"),
+    Verb("ReleaseMemory", SETTLED | {"ASLEEP"}, 60, cli="memory release", data="memory"),
+    Verb("ResumeMemory", JOINED - {"UPDATING"}, 60, cli="memory resume", data="memory"),
+    Verb(
+        "UpdateWeightsFromDisk",
+        frozenset({"UPDATING"}),
+        120,
+        writes_weights=True,
+        in_update=True,
+        cli="weights update",
+        data="weights",
+    ),
+    Verb(
+        "UpdateWeightsFromTensor",
+        frozenset({"UPDATING"}),
+        300,
+        writes_weights=True,
+        in_update=True,
+        data="weights",
+    ),
+    Verb("InitWeightsUpdateGroup", JOINED, 300, ordered=False, waits=False, cli="group init", data="group"),
+    Verb(
+        "UpdateWeightsFromDistributed",
+        frozenset({"UPDATING"}),
+        300,
+        writes_weights=True,
+        in_update=True,
+        data="weights",
+    ),
+    Verb("DestroyWeightsUpdateGroup", JOINED, 30, ordered=False, waits=False, cli="group destroy"),
+    Verb("PullWeights", JOINED, 600, ordered=False, waits=False, files=True, cli="weights pull", data="pull"),
+    Verb(
+        "InspectCheckpoint",
+        JOINED,
+        60,
+        mutating=False,
+        ordered=False,
+        waits=False,
+        cli="weights inspect",
+        data="checkpoint",
+    ),
+    Verb(
+        "CheckWeights",
+        RESIDENT,
+        120,
+        reads_if=lambda request: request.action != verbs_pb2.CHECK_ACTION_RESET_TENSORS,
+        cli="weights checksum",
+        data="check",
+    ),
+    Verb(
+        "LoadAdapter",
+        frozenset({"STALE", "READY", "PAUSED"}),
+        120,
+        implemented=False,
+        cli="adapters load",
+        data="adapters",
+    ),
+    Verb(
+        "UnloadAdapter",
+        frozenset({"STALE", "READY", "PAUSED"}),
+        60,
+        implemented=False,
+        cli="adapters unload",
+        data="adapters",
+    ),
+    _read("ListAdapters", cli="adapters list", data="adapters", states=JOINED, implemented=False),
+    Verb(
+        "PrepareUpdate",
+        frozenset({"STALE", "READY", "PAUSED", "ASLEEP", "DIRTY", "UPDATING"}),
+        120,
+        in_update=True,
+        fleet=False,
+        data="weights",
+    ),
+    Verb(
+        "CommitUpdate",
+        frozenset({"UPDATING"}),
+        120,
+        writes_weights=True,
+        in_update=True,
+        fleet=False,
+        data="weights",
+    ),
+    Verb("SendWeights", frozenset({"READY", "PAUSED"}), 300, fleet=False, data="weights"),
+    Verb("AbortUpdate", JOINED, 60, interrupts=True, in_update=True, fleet=False),
+)
+
+VERBS: dict[str, Verb] = {verb.name: verb for verb in _ROWS}
+"""Every verb by name."""
+
+Service = Literal["CoordinatorService", "StageService", "WorkerService"]
+
+
+def offered_by(service: Service) -> list[Verb]:
+    """The verbs of one admin service, in the table's order."""
+    return [verb for verb in VERBS.values() if verb.fleet or service != "CoordinatorService"]
+
+
+def of_request(request: Message) -> Verb:
+    """The verb that a request message belongs to. Raises KeyError when it belongs to none."""
+    return VERBS[request.DESCRIPTOR.name.removesuffix("Request")]

@@ -1,0 +1,260 @@
+"""The process group over which a source sends weights: forming it, broadcasting in it, breaking out of it.
+
+It is built as SGLang builds its weight update groups (``init_custom_process_group``), prefix for prefix, so that
+SGLang's own ranks may be members. No default process group of torch is needed or made.
+
+Nothing here can hang: forming a group and every broadcast end by their timeout, and :meth:`WeightGroup.interrupt`
+ends a broadcast at once. A group that failed or was interrupted is spent; a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2
+from rlctl.weights import connections
+from rlctl.weights.rendezvous import Forming, GroupStore, Member
+from rlctl.weights.tensors import as_bytes
+
+__all__ = ["GroupStore", "WeightGroup", "join"]
+
+_SLICE = datetime.timedelta(milliseconds=100)
+_GRACE_S = 1.0
+"""How long a broadcast may take to end once it was broken, or past its own timeout."""
+
+_EXIT_S = 2.0
+"""How long the end of the process waits for groups to be taken apart."""
+
+
+class WeightGroup:
+    """One member of a group that stands. Broadcasts come from one thread at a time; the rest from any thread.
+
+    Attributes:
+        name: the group's name.
+        rank: this member's rank; 0 is the source.
+        world_size: number of members.
+        backend: "gloo" or "nccl".
+    """
+
+    def __init__(self, member: Member, *, broadcast_timeout_s: float) -> None:
+        """Use :func:`join`. ``broadcast_timeout_s`` is the longest that one broadcast may take."""
+        self.name = member.name
+        self.rank = member.rank
+        self.world_size = member.world_size
+        self.backend = member.backend
+        self._timeout_s = broadcast_timeout_s
+        self._member: Member | None = member
+        self._endpoints = member.endpoints
+        self._lock = threading.Lock()
+        self._spent = ""
+        self._work: Any = None
+        self._data: torch.Tensor | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        connections.keep_cached(**self._own_connections())
+        _open_groups.add(self)
+
+    @property
+    def process_group(self) -> Any:
+        """torch's process group (a backend object); None once the group was closed."""
+        return None if self._member is None else self._member.process_group
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a broadcast may still read or write its tensor, one that was given up included."""
+        work = self._work
+        return work is not None and not work.is_completed()
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        """Send a tensor's bytes from rank ``src`` to all, or receive them into it; returns when that is done.
+
+        On a device, done means done by the device. The tensor must be contiguous, and of the same number of bytes
+        everywhere; its dtype and shape do not travel.
+
+        Raises FIELD_INVALID for a tensor that is not contiguous; GROUP_FAILED, REJECTED, when the group is spent or
+        busy, so that nothing was sent; GROUP_FAILED, DIRTY, when the broadcast failed, timed out or was interrupted:
+        the tensor may hold anything then.
+        """
+        if not tensor.is_contiguous():
+            raise Reason.FIELD_INVALID.error(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+        self._start(as_bytes(tensor), src)
+        try:
+            self._await()
+        finally:
+            self._idle.set()
+
+    def interrupt(self) -> None:
+        """End the broadcast under way with GROUP_FAILED, here and at the peers; the group is spent. Never blocks."""
+        self._spend("it was interrupted")
+
+    def close(self) -> None:
+        """Leave the group. Never blocks: what is under way is interrupted, and let go of once it has ended.
+
+        The source leaves only when the members have confirmed what they received: a connection that is closed may
+        take bytes along that its peer has not read yet.
+        """
+        self._spend("it was closed")
+        with self._lock:
+            member, self._member = self._member, None
+        if member is not None:
+            _open_groups.discard(self)
+            _Disposal(member, self._work, self._data, self._idle).start()
+
+    def _start(self, data: torch.Tensor, src: int) -> None:
+        with self._lock:
+            if self._spent or self._member is None:
+                raise Reason.GROUP_FAILED.error(f"group {self.name}: {self._spent}")
+            if self._work is not None:
+                raise Reason.GROUP_FAILED.error(f"group {self.name}: another broadcast is under way")
+            options = dist.BroadcastOptions()
+            options.rootRank = src
+            options.timeout = datetime.timedelta(seconds=self._timeout_s)
+            try:
+                self._work = self._member.process_group.broadcast([data], options)
+            except RuntimeError as error:
+                raise self._failure(self._spend(f"a broadcast did not start: {_first_line(error)}")) from error
+            self._data = data
+            self._idle.clear()
+
+    def _await(self) -> None:
+        """Wait until the broadcast is done, in slices, so that an interrupt is noticed."""
+        work = self._work
+        deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        while not self._done_within_slice(work) and not self._spent:
+            if time.monotonic() > deadline:
+                self._spend(f"a broadcast took longer than {self._timeout_s:g} s")
+        if self._spent:
+            # Connections are cut: it ends within a moment, and until it has ended it may write into the tensor.
+            give_up = time.monotonic() + _GRACE_S
+            while not work.is_completed() and time.monotonic() < give_up:
+                time.sleep(0.001)
+        cause = self._spent
+        if not cause:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                cause = self._spend(f"a broadcast failed: {_first_line(error)}")
+        if work.is_completed():
+            self._work = self._data = None
+        if cause:
+            # A traceback keeps this frame: without the work, which only a thread that may block lets go of.
+            del work
+            raise self._failure(cause)
+
+    def _done_within_slice(self, work: Any) -> bool:
+        if self.backend == "gloo":
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                # Either the slice is over or the broadcast has failed; only one that failed is complete.
+                return bool(work.is_completed())
+            return True
+        # NCCL's wait only makes the current stream wait, and one with a limit gives the communicator up.
+        over = time.monotonic() + _SLICE.total_seconds()
+        pause = 50e-6
+        while not work.is_completed() and time.monotonic() < over:
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        return bool(work.is_completed())
+
+    def _spend(self, cause: str) -> str:
+        """Make the group unusable and break what is under way; returns the first cause. Takes no lock."""
+        self._spent = self._spent or cause
+        member = self._member
+        if member is not None and self.backend == "nccl":
+            member.process_group.abort()
+        connections.cut(**self._own_connections())
+        return self._spent
+
+    def _own_connections(self) -> dict[str, set[connections.Endpoint]]:
+        """Which of this process's connections are the group's; none where the endpoints are not known."""
+        if self.rank not in self._endpoints:
+            return {}
+        peers = {endpoint for rank, endpoint in self._endpoints.items() if rank != self.rank}
+        return {"accepted_at": {self._endpoints[self.rank]}, "made_to": peers}
+
+    def _failure(self, cause: str) -> RlctlError:
+        return Reason.GROUP_FAILED.error(f"group {self.name}: {cause}", outcome=common_pb2.OUTCOME_DIRTY)
+
+
+def join(
+    store: GroupStore | tuple[str, int],
+    *,
+    name: str,
+    rank: int,
+    world_size: int,
+    backend: str = "gloo",
+    timeout_s: float,
+    broadcast_timeout_s: float | None = None,
+    interface_host: str = "127.0.0.1",
+    stop: threading.Event | None = None,
+) -> WeightGroup:
+    """Form a group together with the other members; returns when all of them have come.
+
+    ``store`` is the source's store, or (host, port) where it listens. ``timeout_s`` bounds the forming,
+    ``broadcast_timeout_s`` (by default the same) each broadcast. gloo listens on ``interface_host``, an address of
+    this machine that the other members reach. Setting ``stop`` ends the forming early. With NCCL the members meet
+    only in their first broadcast.
+
+    Raises FIELD_INVALID, DEADLINE_INVALID, UNSUPPORTED (this torch lacks the backend); GROUP_FAILED, REJECTED, when
+    the group did not come about, naming the ranks that are missing where it can.
+    """
+    limit = timeout_s if broadcast_timeout_s is None else broadcast_timeout_s
+    for field, seconds in (("timeout_s", timeout_s), ("broadcast_timeout_s", limit)):
+        if not 0 < seconds < threading.TIMEOUT_MAX:
+            raise Reason.DEADLINE_INVALID.error(f"{seconds} s is no time to wait", field=field)
+    address = store.local_address if isinstance(store, GroupStore) else store
+    member = Member(name, rank, world_size, backend, interface_host)
+    Forming(member, address).run(timeout_s, stop or threading.Event())
+    return WeightGroup(member, broadcast_timeout_s=limit)
+
+
+class _Disposal(threading.Thread):
+    """Takes a group apart in the background.
+
+    Dropping a gloo group joins its threads: a tenth of a second, or until the timeout of what is under way. A daemon,
+    so that the process may end meanwhile; it sleeps in Python rather than in torch, whose threads must not be ended
+    from under it.
+    """
+
+    def __init__(self, member: Member, work: Any, data: torch.Tensor | None, idle: threading.Event) -> None:
+        super().__init__(name=f"dispose-{member.name}", daemon=True)
+        self._member: Member | None = member
+        self._work = work
+        self._data = data
+        self._idle = idle
+        _disposals.add(self)
+
+    def run(self) -> None:
+        while self._work is not None and not self._work.is_completed():
+            time.sleep(0.02)
+        # Another thread may still be on its way out of the broadcast.
+        self._idle.wait()
+        self._work = self._data = self._member = None
+
+
+_open_groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
+_disposals: weakref.WeakSet[_Disposal] = weakref.WeakSet()
+
+
+@atexit.register
+def _take_apart() -> None:
+    """Leave every group before the interpreter goes: torch would otherwise wait for broadcasts under way."""
+    for group in list(_open_groups):
+        group.close()
+    give_up = time.monotonic() + _EXIT_S
+    for disposal in list(_disposals):
+        disposal.join(max(0.0, give_up - time.monotonic()))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,82 @@
+"""This machine's network interfaces, and whether a peer can be reached over one of them.
+
+A host with several interfaces or a wrong default route often fails only once many processes wait for each other; the
+probe finds it out before, and says from where to where it failed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import time
+from pathlib import Path
+
+from rlctl.errors import Reason
+
+_PAUSE_S = 0.05
+
+_SIOCGIFADDR = 0x8915
+"""Linux, netdevice(7): the IPv4 address of an interface."""
+
+
+def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float) -> None:
+    """Connect to ``peer`` from ``interface_host``, an address or name of this machine, and hang up.
+
+    A peer that refuses is asked again until the time is up: it may be about to listen. Raises UNREACHABLE, naming
+    source, interface and destination.
+    """
+    host, port = peer
+    deadline = time.monotonic() + timeout_s
+    try:
+        family, _, _, _, source = socket.getaddrinfo(interface_host, 0, type=socket.SOCK_STREAM)[0]
+        destination = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)[0][4]
+        while True:
+            with socket.socket(family, socket.SOCK_STREAM) as connection:
+                connection.settimeout(max(deadline - time.monotonic(), _PAUSE_S))
+                connection.bind((source[0], 0))
+                try:
+                    connection.connect(destination)
+                except ConnectionRefusedError:
+                    if time.monotonic() + _PAUSE_S > deadline:
+                        raise
+                else:
+                    return
+            time.sleep(_PAUSE_S)
+    except OSError as error:
+        name = interface_of(interface_host) or "unknown"
+        raise Reason.UNREACHABLE.error(
+            f"{host}:{port} cannot be reached from {interface_host} (interface {name}): {error}",
+            field="master_address",
+            next_step="Give the trainer's publisher, and the stage's node, addresses on a network that both are on.",
+            metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}"},
+        ) from error
+
+
+def interface_of(host: str) -> str:
+    """Name of the interface that has an address of this machine; "" when none has, or on other systems than Linux."""
+    try:
+        address = ipaddress.ip_address(socket.getaddrinfo(host, 0)[0][4][0])
+    except (OSError, ValueError):
+        return ""
+    if address.version == 6:
+        return _ipv6_interfaces().get(address.packed.hex(), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if answer[20:24] == address.packed:
+                return name
+    return ""
+
+
+def _ipv6_interfaces() -> dict[str, str]:
+    """Interface by address in hex, from /proc (proc(5), net/if_inet6)."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return {}
+    return {fields[0]: fields[5] for fields in map(str.split, lines)}

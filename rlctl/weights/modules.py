@@ -1,0 +1,150 @@
+"""How a module's tensors and those of its checkpoint correspond.
+
+transformers 5 keeps the experts of a layer in one three-dimensional parameter, while checkpoints hold each expert's
+matrices by themselves; some models rename on the way, too. Its own conversion mapping, which ``save_pretrained``
+follows, says what becomes of what. It is run here over tensors without memory, once: what comes out of it as a view
+says which part of which parameter a tensor of the checkpoint is. No model needs code of its own for that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from rlctl.errors import Reason
+from rlctl.weights.tensors import TensorMeta
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the checkpoint as a part of a module's tensor.
+
+    Attributes:
+        source: the module's name of the tensor that it is a part of.
+        shape: shape of the part.
+        stride: how far apart, in elements, neighbours along each dimension are in the contiguous module's tensor.
+        offset: where in it the part starts, in elements.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part, given the module's tensor: a view where that one is contiguous."""
+        if self.shape == tuple(tensor.shape) and self.stride == torch.empty(self.shape, device="meta").stride():
+            return tensor
+        whole = tensor.contiguous()
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+def checkpoint_parts(module: nn.Module, verbatim: Collection[str] = ()) -> dict[str, Part]:
+    """Every tensor of a module's checkpoint, by the name that it has there.
+
+    The names are those that ``save_pretrained`` writes; of a module that is not transformers' the module's own. Tied
+    tensors stand under each of their names. Those of ``verbatim`` that are names of the module's tensors keep them:
+    give the names of a checkpoint that exists. Shapes are those that the module's tensors have now.
+
+    Raises UNSUPPORTED when the mapping computes a tensor instead of cutting it out of one.
+    """
+    state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in _state(module)}
+    kept = {name: tensor for name, tensor in state.items() if name in verbatim}
+    others = {name: tensor for name, tensor in state.items() if name not in verbatim}
+    names = {id(tensor): name for name, tensor in state.items()}
+    with _Views():
+        found = _revert(module)(others)
+    parts: dict[str, Part] = {}
+    for name, tensor in (kept | found).items():
+        source = names.get(id(tensor if tensor._base is None else tensor._base))
+        if source is None:
+            raise Reason.UNSUPPORTED.error(
+                f"{name} is computed from several parameters of {type(module).__name__}, or changed on its way into "
+                "the checkpoint",
+                field="weights",
+                next_step="Give pairs of checkpoint name and tensor instead of the module.",
+            )
+        parts[name] = Part(source, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return parts
+
+
+class ModuleSource:
+    """A module's tensors under the names of its checkpoint, as a :class:`~rlctl.weights.source.WeightSource`.
+
+    Parameters come first, then the buffers that belong to the state; a DTensor is gathered when its turn comes, a
+    parameter that holds all experts of a layer once for all of them.
+    """
+
+    stable = True
+
+    def __init__(self, module: nn.Module, names: Collection[str] | None = None) -> None:
+        """``names``: the tensors of the rollout checkpoint, where they are not what ``save_pretrained`` would write.
+
+        They decide whether a tied tensor is given under one name or under all of them, and whether experts stay in one
+        tensor. None: what is tied comes once, under its first name. Raises as :func:`checkpoint_parts` does.
+        """
+        self._tensors: list[tuple[torch.Tensor, dict[str, Part]]] = []
+        parts: dict[str, dict[str, Part]] = {}
+        for name, part in checkpoint_parts(module, names or ()).items():
+            if names is None or name in names:
+                parts.setdefault(part.source, {})[name] = part
+        seen: set[int] = set()
+        for source, tensor in _state(module):
+            if source in parts and (names is not None or id(tensor) not in seen):
+                self._tensors.append((tensor, parts[source]))
+                seen.add(id(tensor))
+
+    def metas(self) -> list[TensorMeta]:
+        """Every tensor's description."""
+        return [
+            TensorMeta(name, tensor.dtype, part.shape)
+            for tensor, parts in self._tensors
+            for name, part in parts.items()
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, in the order of :meth:`metas`; those that are whole here are not copied."""
+        for tensor, parts in self._tensors:
+            gather = getattr(tensor, "full_tensor", None)
+            full = (tensor if gather is None else gather()).detach()
+            for name, part in parts.items():
+                yield name, part.of(full)
+
+
+class _Views(TorchFunctionMode):
+    """Leaves views what they are: without memory there is nothing to be gained by making them contiguous."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _revert(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """From the module's names to the checkpoint's."""
+    # A module can be transformers' only where transformers has been imported.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        return dict
+    loading = importlib.import_module("transformers.core_model_loading")
+    return lambda state: loading.revert_weight_conversion(module, state)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then persistent buffers; tied ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+                yield name, buffer

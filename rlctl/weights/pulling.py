@@ -1,0 +1,337 @@
+"""Bringing a local copy of a checkpoint to a published version: complete ones are copied, deltas are replayed.
+
+Nothing is changed in place. Every tensor of the target is computed from the seed (the local copy, a complete version,
+or the checkpoint that the engine was started with) and all deltas after it, written into a new directory, and checked;
+then the new directory takes the old one's place in one step. The version that a directory is at is written in it, so
+both change together: a delta is applied exactly once, whatever moment a crash comes at. The price is room for a second
+copy on the local disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.weights import storage
+from rlctl.weights.checkpoint import INDEX, compare, open_files
+from rlctl.weights.digest import digest_of_bytes
+from rlctl.weights.manifest import MANIFEST, Entry, Manifest, find_version, read_manifest
+from rlctl.weights.publishing import Published, files_beside, published, write_files
+from rlctl.weights.storage import Patience
+from rlctl.weights.tensor_file import TensorFile
+from rlctl.weights.tensors import TensorMeta
+
+SOURCE = "source_dir"
+LOCAL = "local_checkpoint_dir"
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a pull came to.
+
+    Attributes:
+        manifest: of the version that the local directory is at.
+        changed: this call brought it there; False: it was there already, or another process did it meanwhile.
+        deltas: how many deltas were replayed.
+        bytes_read: bytes of weights and deltas that were read.
+    """
+
+    manifest: Manifest
+    changed: bool
+    deltas: int = 0
+    bytes_read: int = 0
+
+
+def pull(
+    source_dir: str,
+    local_checkpoint_dir: str,
+    target_version: str,
+    *,
+    base_dir: str = "",
+    patience: Patience | None = None,
+    threads: int = 0,
+) -> Pulled:
+    """Bring ``local_checkpoint_dir`` to a version that is published in ``source_dir``; afterwards it can be loaded.
+
+    ``base_dir`` is the checkpoint that a chain of deltas may begin at when no complete version is published;
+    ``threads`` 0 takes one for each core, up to 8. Processes that pull into the same directory take turns; those that
+    come later find it done. Memory: two or three times the largest tensor, for each thread.
+
+    Raises, and the local directory is as it was: CHECKPOINT_NOT_FOUND (no such version; one that its deltas need is
+    missing; a file is cut short or damaged), CHECKPOINT_MISMATCH (a delta's base is another version than the one
+    there), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL, FIELD_INVALID (the
+    directory cannot be written, or holds something that was not pulled), DEADLINE_EXCEEDED and CANCELLED (by
+    ``patience``).
+    """
+    patience = patience or Patience()
+    place = Path(os.path.realpath(local_checkpoint_dir))
+    with storage.writing(place, LOCAL):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    with storage.locked(place, patience, LOCAL):
+        with storage.writing(place, LOCAL):
+            storage.recover(place)
+        target = published(source_dir, target_version)
+        here = _local_version(place)
+        if here is not None and _is_at(here.manifest, target.manifest):
+            return Pulled(here.manifest, changed=False)
+        seed, deltas = _plan(Path(source_dir), target, here, base_dir)
+        with contextlib.ExitStack() as stack:
+            files = _open(seed.path, stack)
+            changes = [_Delta(delta, stack) for delta in deltas]
+            work = _Replay(seed.manifest, files, changes, target.manifest, patience)
+            with storage.writing(place, LOCAL):
+                new = storage.building(place)
+                try:
+                    manifest = work.write(seed.path, new, threads or min(8, os.cpu_count() or 1))
+                    storage.write_file(new / MANIFEST, manifest.to_json())
+                    storage.put_in_place(new, place)
+                finally:
+                    storage.discard(new)
+            return Pulled(manifest, changed=True, deltas=len(deltas), bytes_read=work.bytes_read)
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """Where the replay starts; ``manifest`` says what must be found there."""
+
+    path: Path
+    manifest: Manifest
+
+
+def _local_version(place: Path) -> Published | None:
+    """What is in the local directory. None: nothing, or something that a crash of the system has damaged."""
+    if not place.exists() or not any(place.iterdir()):
+        return None
+    try:
+        manifest = read_manifest(place, blame=LOCAL)
+    except RlctlError:
+        return None  # it was pulled once: another pull makes it whole
+    if manifest is None:
+        raise Reason.FIELD_INVALID.error(
+            f"{place} holds something that was not pulled",
+            field=LOCAL,
+            next_step="Name an empty directory, or one that is not there yet.",
+        )
+    sizes = {name: file.size for name, file in manifest.files.items()} | dict(manifest.shards)
+    whole = all((place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items())
+    return Published(place, manifest) if whole else None
+
+
+def _is_at(here: Manifest, target: Manifest) -> bool:
+    return (here.version, here.sequence, here.digest) == (target.version, target.sequence, target.digest)
+
+
+def _plan(source: Path, target: Published, here: Published | None, base_dir: str) -> tuple[_Seed, list[Published]]:
+    """From where to start, and which deltas to replay in which order."""
+    deltas: list[Published] = []
+    at = target
+    while True:
+        if here is not None and _is_at(here.manifest, at.manifest):
+            return _Seed(here.path, here.manifest), deltas[::-1]
+        base = at.manifest.base
+        if base is None:
+            return _Seed(at.path, at.manifest), deltas[::-1]
+        deltas.append(at)
+        path = find_version(source, sequence=base.sequence)
+        manifest = None if path is None else read_manifest(path)
+        if path is not None and manifest is not None:
+            if not manifest.is_base_of(at.manifest):
+                raise Reason.CHECKPOINT_MISMATCH.error(
+                    f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; {path} has "
+                    f"{manifest.digest[:16]}",
+                    field=SOURCE,
+                )
+            at = Published(path, manifest)
+        elif here is not None and here.manifest.is_base_of(at.manifest):
+            return _Seed(here.path, here.manifest), deltas[::-1]
+        elif base_dir:
+            return _Seed(Path(base_dir), _before(at.manifest)), deltas[::-1]
+        else:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"{at.path} is a difference to version {base.version!r} (sequence {base.sequence}), which is not "
+                f"published in {source}",
+                field=SOURCE,
+            )
+
+
+def _before(delta: Manifest) -> Manifest:
+    """What a delta says that its base is."""
+    assert delta.base is not None
+    entries = {name: Entry(entry.meta, entry.base_sha256) for name, entry in delta.tensors.items()}
+    return Manifest(delta.base.version, delta.base.sequence, entries)
+
+
+def _open(path: Path, stack: contextlib.ExitStack) -> list[TensorFile]:
+    files = open_files(str(path), field=SOURCE)
+    for file in files:
+        stack.callback(file.close)
+    return files
+
+
+class _Delta:
+    """One delta, opened and checked against its manifest."""
+
+    def __init__(self, found: Published, stack: contextlib.ExitStack) -> None:
+        self.path, self.manifest = found.path, found.manifest
+        self._stored: dict[str, TensorFile] = {}
+        for name, size in found.manifest.shards.items():
+            file = TensorFile(found.path / name, field=SOURCE)
+            stack.callback(file.close)
+            if file.size != size:
+                raise Reason.CHECKPOINT_NOT_FOUND.error(
+                    f"{file.path}: it has {file.size} bytes, its manifest says {size}", field=SOURCE
+                )
+            self._stored |= dict.fromkeys(file.metas, file)
+        stored = {name for name, entry in found.manifest.tensors.items() if entry.encoding != "same"}
+        if self._stored.keys() != stored:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"{found.path}: its files hold other tensors than it says", field=SOURCE
+            )
+
+    def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A tensor's bytes after this delta, given those before it, which may be changed; and the bytes read."""
+        entry = self.manifest.tensors[name]
+        if entry.encoding == "same":
+            return data, 0
+        payload = self._payload(name, entry)
+        if entry.encoding == "xor":
+            return data.bitwise_xor_(payload), payload.numel()
+        return payload, payload.numel()
+
+    def _payload(self, name: str, entry: Entry) -> torch.Tensor:
+        file = self._stored[name]
+        stored = torch.empty(file.metas[name].nbytes, dtype=torch.uint8)
+        file.read_bytes(file.offsets[name], stored)
+        if entry.compression == "zlib":
+            inflate = zlib.decompressobj()
+            try:
+                plain = inflate.decompress(stored.numpy().data, entry.meta.nbytes + 1)
+            except zlib.error as error:
+                raise self._damaged(name, str(error)) from error
+            stored = torch.frombuffer(bytearray(plain), dtype=torch.uint8) if plain else stored[:0]
+        if stored.numel() != entry.meta.nbytes:
+            raise self._damaged(name, f"{stored.numel()} bytes instead of {entry.meta.nbytes}")
+        return stored
+
+    def _damaged(self, name: str, cause: str) -> RlctlError:
+        return Reason.CHECKPOINT_NOT_FOUND.error(
+            f"{self.path}: what it stores of {name} is damaged: {cause}", field=SOURCE
+        )
+
+
+class _Replay:
+    """Computes the target from the seed and the deltas, file by file of the seed."""
+
+    def __init__(
+        self,
+        seed: Manifest,
+        files: Sequence[TensorFile],
+        deltas: Sequence[_Delta],
+        target: Manifest,
+        patience: Patience,
+    ) -> None:
+        self._seed = seed
+        self._files = files
+        self._deltas = deltas
+        self._target = target
+        self._patience = patience
+        self.bytes_read = 0
+        found = {name: meta for file in files for name, meta in file.metas.items()}
+        for manifest in (seed, *(delta.manifest for delta in deltas)):
+            compare(found, manifest.metas, what=f"what {files[0].path.parent} holds")
+            other = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
+            if other:
+                raise Reason.CHECKPOINT_MISMATCH.error(
+                    f"{len(other)} tensors are of another dtype than in {manifest.version!r} ({other[0]})", field=SOURCE
+                )
+
+    def write(self, seed_path: Path, new: Path, threads: int) -> Manifest:
+        """Write all files of the target but the manifest, which is returned. Raises OSError."""
+        files = self._files_beside(seed_path)
+        with contextlib.ExitStack() as stack:
+            # All room is claimed first: a full disk shows before anything is read.
+            outputs = [_Output(file, new, stack) for file in self._files]
+            with ThreadPoolExecutor(threads, "rlctl-pull") as pool:
+                jobs = [pool.submit(self._tensor, out, meta) for out in outputs for meta in out.file.metas.values()]
+                try:
+                    self.bytes_read = sum(job.result() for job in jobs)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            for output in outputs:
+                output.finish()
+        entries = {name: Entry(entry.meta, entry.sha256) for name, entry in self._target.tensors.items()}
+        return Manifest(
+            self._target.version,
+            self._target.sequence,
+            entries,
+            files=write_files(files, new),
+            shards={output.file.path.name: output.file.size for output in outputs},
+        )
+
+    def _files_beside(self, path: Path) -> dict[str, bytes]:
+        """The files that go with the weights: those that the seed's manifest names, of a plain checkpoint all."""
+        if not self._seed.files:
+            found = files_beside(path, blame="base_dir")
+            if len(self._files) > 1:
+                found[INDEX] = (path / INDEX).read_bytes()
+            return found
+        try:
+            found = {name: (path / name).read_bytes() for name in self._seed.files}
+        except OSError as error:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
+        for name, expected in self._seed.files.items():
+            if hashlib.sha256(found[name]).hexdigest() != expected.sha256:
+                raise Reason.DIGEST_MISMATCH.error(f"{path / name} is not what its checksum says", field=SOURCE)
+        return found
+
+    def _tensor(self, output: _Output, meta: TensorMeta) -> int:
+        self._patience.check("before everything was pulled")
+        name = meta.name
+        data = torch.empty(meta.nbytes, dtype=torch.uint8)
+        output.file.read_bytes(output.file.offsets[name], data)
+        self._check(meta, data, self._seed.tensors[name].sha256, f"before: in {output.file.path}")
+        count = meta.nbytes
+        for delta in self._deltas:
+            data, read = delta.apply(name, data)
+            count += read
+        if self._deltas:
+            self._check(meta, data, self._target.tensors[name].sha256, f"after {self._deltas[-1].path}")
+        output.write(name, data)
+        return count
+
+    def _check(self, meta: TensorMeta, data: torch.Tensor, expected: str, where: str) -> None:
+        found = digest_of_bytes(meta, data)
+        if found != expected:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"{meta.name} is not what its checksum says {where}",
+                field=SOURCE,
+                metadata={"expected": expected, "found": found},
+            )
+
+
+class _Output:
+    """A file of the new directory: laid out as the seed's."""
+
+    def __init__(self, file: TensorFile, new: Path, stack: contextlib.ExitStack) -> None:
+        self.file = file
+        self._fd = storage.create(new / file.path.name, file.size)
+        stack.callback(os.close, self._fd)
+        header = torch.empty(min(file.offsets.values(), default=file.size), dtype=torch.uint8)
+        file.read_bytes(0, header)
+        storage.write_at(self._fd, header.numpy().data, 0)
+
+    def write(self, name: str, data: torch.Tensor) -> None:
+        storage.write_at(self._fd, data.numpy().data, self.file.offsets[name])
+
+    def finish(self) -> None:
+        storage.sync(self._fd)

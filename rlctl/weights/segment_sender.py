@@ -1,0 +1,159 @@
+"""A source's side of shared segments: copies its tensors into pooled segments and describes them, one by one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.weights.buckets import Bucket, plan, unpack
+from rlctl.weights.digest import ModelDigest, usable_cores
+from rlctl.weights.identity import CPU, host_id
+from rlctl.weights.segment_pool import Memory, SegmentPool
+from rlctl.weights.segments import to_proto
+from rlctl.weights.shared_memory import sweep
+from rlctl.weights.source import WeightSource
+from rlctl.weights.tensors import TensorMeta
+
+SEGMENT_BYTES = 1 << 30
+"""Most bytes of tensors in one segment; a tensor that is larger has one of its own."""
+
+SEGMENTS = 2
+"""Segments of one sender: one is being written while the other one is read."""
+
+LEASE_S = 300.0
+"""How long receivers may read a segment, unless said otherwise: the verb's own deadline."""
+
+_WHOLE = 1 << 62
+
+
+@dataclass(frozen=True)
+class SentSegment:
+    """A segment that was written and lent to the receivers.
+
+    Attributes:
+        messages: what to send them: the segment, once for each device that it is for.
+        nbytes: bytes that were copied.
+        seconds: time that copying took, seconds.
+        release: to be called once every receiver has answered for certain, so that none reads it any more: the memory
+            may be used again. Without it, as after an answer that is UNKNOWN, that is so only once the lease is over.
+            Harmless to call again.
+    """
+
+    messages: list[verbs_pb2.TensorSegment]
+    nbytes: int
+    seconds: float
+    release: Callable[[], None]
+
+
+class SegmentSender:
+    """Writes one source's updates into segments, for ranks on the same host. One update at a time."""
+
+    def __init__(
+        self, device: torch.device | str = CPU, *, segment_bytes: int = SEGMENT_BYTES, segments: int = SEGMENTS
+    ) -> None:
+        """Segments in shared memory, or on the GPU ``device`` for ranks on that GPU. Nothing is allocated yet.
+
+        Segments that earlier senders left behind when they crashed are removed.
+        """
+        self._pool = SegmentPool(torch.device(device), segments)
+        self._segment_bytes = segment_bytes
+        sweep()
+
+    @property
+    def pool(self) -> SegmentPool:
+        """The segments."""
+        return self._pool
+
+    def reaches(self, worker: common_pb2.WorkerCoordinates) -> bool:
+        """Whether a rank can map these segments: by the identity of host and device, never by name or index."""
+        if not worker.host_id or worker.host_id != host_id():
+            return False
+        return self._pool.device_id in (CPU, worker.device)
+
+    def write(
+        self,
+        source: WeightSource,
+        wire: Sequence[TensorMeta],
+        *,
+        devices: Sequence[str] = (),
+        lease_s: float = LEASE_S,
+        digest: ModelDigest | None = None,
+        deadline: float | None = None,
+    ) -> Iterator[SentSegment]:
+        """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
+
+        ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.
+        ``devices``: device identities of the ranks on this host that read it; none: the sender's own. ``lease_s``: at
+        least the timeout of the calls that announce the segments; receivers stop at whichever ends first. ``digest``
+        takes in exactly what is sent, beside the copying; it is complete when the iterator has ended. Then, too, the
+        source's tensors may be overwritten. When all segments are lent, the iterator waits for a release or the end of
+        a lease, until ``deadline`` (on :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now).
+
+        Raises FIELD_INVALID when source and wire do not fit each other; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED,
+        CANCELLED (closed). What the source itself raises passes through.
+        """
+        buckets = plan(wire, bucket_bytes=self._segment_bytes, large_bytes=_WHOLE)
+        tensors = source.tensors()
+        digesting: dict[int, list[Future[None]]] = {}
+        limit = time.monotonic() + 2 * lease_s if deadline is None else deadline
+        with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as digesters:
+            for bucket in buckets:
+                memory = self._pool.take(bucket.nbytes, limit)
+                try:
+                    for future in digesting.pop(id(memory), []):
+                        future.result()
+                    started = time.perf_counter()
+                    views = unpack(bucket, memory.data)
+                    for meta, (_, view) in zip(bucket.metas, views, strict=True):
+                        _fill(view, meta, tensors)
+                    sent = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
+                except BaseException:
+                    self._pool.give_back(memory)
+                    raise
+                if digest is not None:
+                    digesting[id(memory)] = [digesters.submit(digest.add, name, view) for name, view in views]
+                yield sent
+            if (extra := next(tensors, None)) is not None:
+                raise _unfit(f"the source yields {extra[0]!r}, which was not announced, or yields it twice")
+            for future in itertools.chain(*digesting.values()):
+                future.result()
+
+    def close(self) -> None:
+        """Remove the segments."""
+        self._pool.close()
+
+    def _lend(
+        self, bucket: Bucket, memory: Memory, devices: Sequence[str], lease_s: float, started: float
+    ) -> SentSegment:
+        borrower = object()
+        generation = self._pool.lend(memory, borrower, lease_s)
+        messages = []
+        for device in devices:
+            message = to_proto(bucket, start=memory.start, node=host_id(), generation=generation, lease_s=lease_s)
+            message.device = device
+            memory.address(message)
+            messages.append(message)
+        release = functools.partial(self._pool.give_back, memory, borrower)
+        return SentSegment(messages, bucket.nbytes, time.perf_counter() - started, release)
+
+
+def _fill(view: torch.Tensor, meta: TensorMeta, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Copy the source's next tensor, cast, from whatever device and layout, in one pass."""
+    name, tensor = next(tensors, ("", None))
+    if tensor is None:
+        raise _unfit(f"the source ends before {meta.name!r}, which was announced")
+    if name != meta.name or tuple(tensor.shape) != meta.shape:
+        raise _unfit(f"the source yields {name!r} {tuple(tensor.shape)}; {meta.name!r} {meta.shape} was announced")
+    view.copy_(tensor.detach())
+
+
+def _unfit(cause: str) -> RlctlError:
+    return Reason.FIELD_INVALID.error(cause, field="weights")

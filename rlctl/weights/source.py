@@ -1,0 +1,129 @@
+"""What a trainer may hand over as "the weights", seen as one thing: descriptions, and tensors in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from rlctl.errors import Reason
+from rlctl.weights.modules import ModuleSource
+from rlctl.weights.tensors import TensorMeta, by_name
+
+Entry = tuple[str, torch.Tensor] | list[tuple[str, torch.Tensor]]
+"""A checkpoint name with its full tensor; or several that must travel together."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Weights that can be iterated again and again.
+
+    Where the trainer is distributed, every one of its ranks iterates, since gathering a tensor takes all of them.
+
+    A source whose tensors keep their contents until the iteration has ended may say so with an attribute ``stable``
+    that is true: what it yielded is then sent while it prepares what comes next.
+    """
+
+    def metas(self) -> list[TensorMeta]:
+        """Every tensor's description: checkpoint name, dtype, full shape."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full tensors with their names, in the order of :meth:`metas`.
+
+        A tensor is done with when the next one is asked for, so its memory may be used again for that one.
+        """
+
+
+@runtime_checkable
+class AtomicSource(WeightSource, Protocol):
+    """A source of which some tensors are nothing without each other: a quantised weight and its scales."""
+
+    def together(self) -> list[tuple[str, ...]]:
+        """Names of tensors that must not be split over buckets; those of a list follow each other in the source."""
+
+
+def is_stable(source: WeightSource) -> bool:
+    """Whether the source says that its tensors keep their contents until the iteration has ended."""
+    return bool(getattr(source, "stable", False))
+
+
+def as_source(weights: nn.Module | WeightSource | Iterable[Entry]) -> WeightSource:
+    """A source over a module, an iterable of (name, tensor), or a source, which is returned as it is.
+
+    A module's tensors come under the names of its checkpoint (see :class:`~rlctl.weights.modules.ModuleSource`). The
+    pairs of an iterable are collected (references, no copies), so that they can be gone through again; a DTensor is
+    gathered when its turn comes. A list of pairs in place of one holds tensors that must travel together.
+
+    Raises FIELD_INVALID when something else than (name, tensor) comes, or a name twice; UNSUPPORTED for a module whose
+    checkpoint is not made of parts of its tensors.
+    """
+    if isinstance(weights, nn.Module):
+        return ModuleSource(weights)
+    if isinstance(weights, WeightSource):
+        return weights
+    return _Pairs([_pairs(entry) for entry in weights])
+
+
+def atomic_lists(source: WeightSource) -> list[tuple[str, ...]]:
+    """Names of what must not be split over buckets, list by list; none where the source says nothing about it."""
+    return source.together() if isinstance(source, AtomicSource) else []
+
+
+def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> list[TensorMeta | list[TensorMeta]]:
+    """What a source sends as :func:`rlctl.weights.buckets.plan` takes it: what must travel together in lists.
+
+    ``metas`` are its tensors in its order, in the dtypes that they are sent in; ``lists`` its :func:`atomic_lists`.
+    Raises FIELD_INVALID when tensors that belong together do not follow each other.
+    """
+    first = {names[0]: names for names in lists}
+    entries: list[TensorMeta | list[TensorMeta]] = []
+    position = 0
+    while position < len(metas):
+        names = first.get(metas[position].name, ())
+        group = list(metas[position : position + max(1, len(names))])
+        if names and tuple(meta.name for meta in group) != names:
+            raise Reason.FIELD_INVALID.error(
+                f"{', '.join(names)} belong together, but the source does not give them one after the other",
+                field="weights",
+            )
+        entries.append(group if names else group[0])
+        position += len(group)
+    return entries
+
+
+class _Pairs:
+    """A source over tensors at hand."""
+
+    stable = True
+
+    def __init__(self, entries: list[list[tuple[str, torch.Tensor]]]) -> None:
+        self._entries = entries
+        by_name(self.metas(), field="weights")
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta.of(name, tensor) for entry in self._entries for name, tensor in entry]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for entry in self._entries:
+            for name, tensor in entry:
+                gather = getattr(tensor, "full_tensor", None)
+                yield name, (tensor if gather is None else gather()).detach()
+
+    def together(self) -> list[tuple[str, ...]]:
+        return [tuple(name for name, _ in entry) for entry in self._entries if len(entry) > 1]
+
+
+def _pairs(entry: object) -> list[tuple[str, torch.Tensor]]:
+    match entry:
+        case [[_, _], *_] as several:
+            return [_pair(pair) for pair in several]
+    return [_pair(entry)]
+
+
+def _pair(entry: object) -> tuple[str, torch.Tensor]:
+    match entry:
+        case (str(name), torch.Tensor() as tensor):
+            return name, tensor
+    raise Reason.FIELD_INVALID.error(f"weights are pairs of name and tensor, not {type(entry)}", field="weights")

@@ -1,0 +1,206 @@
+"""Writing to disk so that a crash leaves either what was there before or what was to be there, never a part of it.
+
+A directory is built under a temporary name, every file is brought to the disk, and only then does it take its place in
+one step. Everything that publishing and pulling write goes through here, and so every failure to write is typed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlctl.errors import Reason, RlctlError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+_NO_ALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_POLL_S = 0.05
+
+
+def unwritable(error: OSError, path: Path, field: str) -> RlctlError:
+    """What a failure to write means: DISK_FULL (room, quota or the largest file's size), else FIELD_INVALID."""
+    reason = Reason.DISK_FULL if error.errno in _FULL else Reason.FIELD_INVALID
+    return reason.error(f"{path} cannot be written: {error.strerror or error}", field=field)
+
+
+@contextlib.contextmanager
+def writing(path: Path, field: str) -> Iterator[None]:
+    """Failures to write become typed errors that blame ``field``."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(error, path, field) from error
+
+
+def create(path: Path, size: int) -> int:
+    """A new file with room for ``size`` bytes, claimed now if the file system can; its descriptor. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        if size:
+            allocate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def allocate(fd: int, size: int) -> None:
+    """Claim room, so that a disk which is too small says so before the work and not after it."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _NO_ALLOCATE:
+            raise
+        os.ftruncate(fd, size)
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at an offset. Raises OSError."""
+    while data.nbytes:
+        count = os.pwrite(fd, data, offset)
+        data = data[count:]
+        offset += count
+
+
+def sync(fd: int) -> None:
+    """Bring a file to the disk. Raises OSError."""
+    os.fsync(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A new file with this content, on the disk. Raises OSError."""
+    fd = create(path, len(data))
+    try:
+        write_at(fd, memoryview(data), 0)
+        sync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def building(place: Path) -> Path:
+    """A new, empty directory beside ``place``, on the same file system, to be given its name later. Raises OSError."""
+    path = place.parent / f".{place.name}.building-{uuid.uuid4().hex}"
+    path.mkdir()
+    return path
+
+
+def put_in_place(new: Path, place: Path) -> None:
+    """Give a finished directory its name; one that is there already goes, in the same step where the system can.
+
+    Where it cannot (some network file systems), there is a moment without either; :func:`recover` knows it. Raises
+    OSError.
+    """
+    sync_directory(new)
+    if not place.exists():
+        rename(new, place)
+    elif not exchange(new, place):
+        rename(place, _before(place))
+        rename(new, place)
+    sync_directory(place.parent)
+    clean(place)
+
+
+def recover(place: Path) -> None:
+    """After a crash at any moment: the directory is there again if it was, and nothing is left beside it."""
+    if not place.exists() and _before(place).exists():
+        rename(_before(place), place)
+    clean(place)
+
+
+def clean(place: Path) -> None:
+    """Remove what was being built for a place, and what was there before."""
+    left = [path for path in place.parent.iterdir() if path.name.startswith(f".{place.name}.building-")]
+    for path in (*left, _before(place)):
+        discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a directory that was not given its name; one that was is not there under this one any more."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Raises OSError."""
+    os.rename(old, new)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two directories swap names in one step; False where the system cannot. Raises OSError."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+class Patience:
+    """How long work goes on: until a deadline (on :func:`time.monotonic`'s clock), or until it is told to stop."""
+
+    def __init__(self, deadline: float = float("inf"), stop: threading.Event | None = None) -> None:
+        self._deadline = deadline
+        self._stop = stop
+
+    def check(self, doing: str) -> None:
+        """Raise DEADLINE_EXCEEDED or CANCELLED, saying what was not finished, when it is over."""
+        if self._stop is not None and self._stop.is_set():
+            raise Reason.CANCELLED.error(f"stopped {doing}")
+        if time.monotonic() >= self._deadline:
+            raise Reason.DEADLINE_EXCEEDED.error(f"the time was up {doing}")
+
+
+@contextlib.contextmanager
+def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
+    """Hold a directory against every other thread and process of this host that locks it; the system frees it when
+    its holder dies.
+
+    Raises DEADLINE_EXCEEDED and CANCELLED when somebody else holds it for too long, FIELD_INVALID or DISK_FULL when
+    there can be no lock.
+    """
+    path = place.parent / f".{place.name}.lock"
+    with writing(path, field):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        while not _lock(fd, path, field):
+            patience.check(f"while somebody else was at {place}")
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path, field: str) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise unwritable(error, path, field) from error
+    return True
+
+
+def _before(place: Path) -> Path:
+    return place.parent / f".{place.name}.before"

@@ -1,0 +1,309 @@
+"""Receiving an update, from groups or from memory at hand, into a rank's shard map. (Sending one:
+:mod:`rlctl.weights.sending`.)
+
+Which tensors come in which buckets reaches the receivers ahead, by another way; over the group goes nothing but the
+tensors' bytes. A receiver checks what it was told against its shard map before it takes in the first byte.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2
+from rlctl.weights.buckets import Bucket, room_for, unpack
+from rlctl.weights.groups import WeightGroup
+from rlctl.weights.sending import SendStats, send, wire_device
+from rlctl.weights.shards import ShardMap
+from rlctl.weights.tensors import TensorMeta, as_bytes, castable
+
+__all__ = ["ReceiveStats", "Receiver", "SendStats", "send"]
+
+
+@dataclass
+class ReceiveStats:
+    """What was taken in.
+
+    Attributes:
+        tensors: tensors that were written, wholly or the rank's slice.
+        bytes_received: bytes that arrived.
+        transfer_s: time inside broadcasts, seconds.
+        load_s: time spent putting slices into place, seconds.
+    """
+
+    tensors: int = 0
+    bytes_received: int = 0
+    transfer_s: float = 0.0
+    load_s: float = 0.0
+
+
+class Receiver:
+    """Takes updates in at one rank. Receiving happens in one thread; :meth:`interrupt` comes from any.
+
+    Attributes:
+        update_id: the update that was begun last, or "".
+        kind: "full" or "partial".
+        written: checkpoint names of the tensors that this update has put into place.
+    """
+
+    def __init__(self, shards: ShardMap) -> None:
+        self.update_id = ""
+        self.kind: Literal["full", "partial"] = "full"
+        self.written: set[str] = set()
+        self._shards = shards
+        self._next: dict[str, int] = {}
+        self._buffer: torch.Tensor | None = None
+        self._lock = threading.Lock()
+        self._busy = ""
+        self._groups: list[WeightGroup] = []
+        self._interrupted = False
+        self._late: WeightGroup | None = None
+
+    @property
+    def at_risk(self) -> bool:
+        """Whether a broadcast that was given up may still write into the weights.
+
+        It ends by its own timeout at the latest; until then nothing that is put into place is safe.
+        """
+        return self._late is not None and self._late.under_way
+
+    def begin(self, update_id: str, kind: Literal["full", "partial"] = "full") -> None:
+        """Start an update; what an earlier one wrote is forgotten.
+
+        Raises FIELD_INVALID for another kind, OPERATION_CONFLICT while buckets are being received, GROUP_FAILED while
+        the weights are :attr:`at_risk`.
+        """
+        if kind not in ("full", "partial"):
+            raise Reason.FIELD_INVALID.error(f"an update of kind {kind!r} cannot be received", field="options.kind")
+        if self.at_risk:
+            raise Reason.GROUP_FAILED.error(
+                "a broadcast of an earlier update may still write into the weights", next_step="Try again in a while."
+            )
+        with self._lock:
+            self._check_idle()
+            self.update_id, self.kind = update_id, kind
+            self.written = set()
+            self._next = {}
+            self._interrupted = False
+            self._late = None
+
+    def receive(self, stream: Sequence[tuple[WeightGroup, Bucket]]) -> ReceiveStats:
+        """Take in the buckets that come next, each over its group, in the order given; blocks until they are in place.
+
+        All ranks that share groups must be given the same order: then no two sources wait for each other.
+        Every group counts its buckets from 0 on, over all calls since :meth:`begin`. A tensor that is whole here and
+        comes on its own is received in place; the others come through one buffer, of which the rank's part is copied.
+
+        Raises, before anything is received: ILLEGAL_STATE (no update was begun), OPERATION_CONFLICT (a receive is
+        under way), FIELD_INVALID (a gap or repeat in the sequence, an unknown name, a shape or dtype that does not
+        fit the shard map), GROUP_FAILED with outcome REJECTED (interrupted, or the group is spent). Afterwards:
+        GROUP_FAILED, DIRTY; the tensors of a bucket that did not come completely are not ``written``.
+        """
+        with self._claim(groups=[group for group, _ in stream]):
+            self._check(stream)
+            stats = ReceiveStats()
+            for group, bucket in stream:
+                # A tensor that comes again is not written until it has come completely.
+                self.written.difference_update(meta.name for meta in bucket.metas)
+                try:
+                    if bucket.flattened:
+                        self._take_packed(group, bucket, stats)
+                    else:
+                        for meta in bucket.metas:
+                            self._take_tensor(group, meta, stats)
+                except RlctlError as error:
+                    # What was given up may still write into the buffer: it goes with the group.
+                    self._buffer = None
+                    if stats.tensors:
+                        error.outcome = common_pb2.OUTCOME_DIRTY
+                    raise
+                self._next[group.name] = bucket.sequence + 1
+                self.written.update(meta.name for meta in bucket.metas)
+            self._synchronise()
+        return stats
+
+    def copy(
+        self,
+        source: str,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        proceed: Callable[[], None],
+        *,
+        threads: int = 1,
+    ) -> ReceiveStats:
+        """Copy full tensors that lie in memory at hand into place, once :meth:`check` has found that they fit.
+
+        ``source`` says in words where they lie. ``proceed`` is asked before the first tensor, after each one and when
+        all device work is done, in any of the threads; it raises when the memory is no longer good to read. The
+        tensors are ``written`` only if it never did.
+
+        Raises ILLEGAL_STATE, OPERATION_CONFLICT, CANCELLED (it was interrupted) and what ``proceed`` raises; the
+        outcome is DIRTY past the first tensor.
+        """
+        started = time.perf_counter()
+        with self._claim(source):
+            proceed()
+            self.written.difference_update(name for name, _ in tensors)
+            # The largest first, so that the threads end together.
+            queue = deque(sorted(tensors, key=lambda entry: -entry[1].nbytes))
+            try:
+                with ThreadPoolExecutor(threads, thread_name_prefix="copy") as helpers:
+                    jobs = [helpers.submit(self._copy_from, queue, source, proceed) for _ in range(threads - 1)]
+                    self._copy_from(queue, source, proceed)
+                for job in jobs:
+                    job.result()
+                self._synchronise()
+                proceed()
+            except RlctlError as error:
+                error.outcome = common_pb2.OUTCOME_DIRTY
+                raise
+            self.written.update(name for name, _ in tensors)
+        nbytes = sum(tensor.nbytes for _, tensor in tensors)
+        return ReceiveStats(len(tensors), nbytes, load_s=time.perf_counter() - started)
+
+    def _copy_from(self, queue: deque[tuple[str, torch.Tensor]], source: str, proceed: Callable[[], None]) -> None:
+        try:
+            while True:
+                try:
+                    name, tensor = queue.popleft()
+                except IndexError:
+                    return
+                self._shards.place(name, tensor)
+                if self._interrupted:
+                    raise self._broken_off(source)
+                proceed()
+        except BaseException:
+            # The other threads stop after the tensor that each of them is at.
+            queue.clear()
+            raise
+
+    def _synchronise(self) -> None:
+        if any(shard.local.is_cuda for shard in self._shards.shards.values()):
+            # Copies into place are only enqueued; what generates may be on another stream.
+            torch.cuda.synchronize()
+
+    def missing(self) -> list[str]:
+        """Names of the reference that this update has not written, sorted."""
+        return sorted(self._shards.shards.keys() - self.written)
+
+    def incomplete(self) -> list[str]:
+        """Names that must still be written before this update can be committed, sorted.
+
+        Of a full update all that are :meth:`missing`; of a partial one what belongs together with something written.
+        """
+        if self.kind == "full":
+            return self.missing()
+        begun = (set(names) for names in self._shards.together if not self.written.isdisjoint(names))
+        return sorted(set().union(*begun) - self.written)
+
+    def interrupt(self, update_id: str = "") -> None:
+        """End what is under way with GROUP_FAILED (or CANCELLED, see :meth:`copy`); refuse more until :meth:`begin`.
+
+        With ``update_id``, only if that update is the present one. Never blocks.
+        """
+        with self._lock:
+            if update_id and update_id != self.update_id:
+                return
+            self._interrupted = True
+            groups = self._groups
+        for group in groups:
+            group.interrupt()
+
+    def finish(self) -> None:
+        """The update is over: give the buffer's memory back. What was written stays known until the next begin."""
+        self._buffer = None
+
+    @contextmanager
+    def _claim(self, source: str = "", groups: Iterable[WeightGroup] = ()) -> Iterator[None]:
+        """Nobody else receives meanwhile: from groups, or from what ``source`` says."""
+        with self._lock:
+            self._check_idle()
+            if not self.update_id:
+                raise Reason.ILLEGAL_STATE.error("no update was begun")
+            if self._interrupted:
+                raise self._broken_off(source)
+            self._groups = list(dict.fromkeys(groups))
+            self._busy = source or f"group {', '.join(group.name for group in self._groups)}"
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy, self._groups = "", []
+
+    def _broken_off(self, source: str) -> RlctlError:
+        reason = Reason.CANCELLED if source else Reason.GROUP_FAILED
+        return reason.error(f"receiving update {self.update_id} was interrupted")
+
+    def _check_idle(self) -> None:
+        if self._busy:
+            raise Reason.OPERATION_CONFLICT.error(f"tensors are being received from {self._busy}")
+
+    def _check(self, stream: Sequence[tuple[WeightGroup, Bucket]]) -> None:
+        expected = dict(self._next)
+        for position, (group, bucket) in enumerate(stream):
+            field = f"buckets[{position}]"
+            due = expected.get(group.name, 0)
+            if bucket.sequence != due:
+                what = "repeats one" if bucket.sequence < due else "leaves a gap"
+                raise Reason.FIELD_INVALID.error(
+                    f"bucket {bucket.sequence} of group {group.name} {what}: {due} comes next",
+                    field=f"{field}.sequence",
+                )
+            expected[group.name] = due + 1
+            for index, meta in enumerate(bucket.metas):
+                self.check(meta, *(f"{field}.{part}[{index}]" for part in ("names", "dtypes", "shapes")))
+
+    def check(self, meta: TensorMeta, name: str, dtype: str, shape: str) -> None:
+        """Raise FIELD_INVALID when a tensor cannot be put into place; the rest say where the request has its fields."""
+        shard = self._shards.shards.get(meta.name)
+        if shard is None:
+            raise Reason.FIELD_INVALID.error(f"the model has no tensor {meta.name!r}", field=name)
+        if meta.shape != shard.meta.shape:
+            raise Reason.FIELD_INVALID.error(
+                f"{meta.name}: shape {meta.shape} instead of {shard.meta.shape}", field=shape
+            )
+        if not castable(meta.dtype, shard.meta.dtype):
+            raise Reason.FIELD_INVALID.error(f"{meta.name}: {meta.dtype} instead of {shard.meta.dtype}", field=dtype)
+
+    def _take_packed(self, group: WeightGroup, bucket: Bucket, stats: ReceiveStats) -> None:
+        device = wire_device(group, self._shards.shards[bucket.metas[0].name].local.device)
+        self._buffer = room_for(bucket.nbytes, self._buffer, device)
+        self._receive(group, self._buffer[: bucket.nbytes], stats)
+        self._place(unpack(bucket, self._buffer), stats)
+
+    def _take_tensor(self, group: WeightGroup, meta: TensorMeta, stats: ReceiveStats) -> None:
+        local = self._shards.shards[meta.name].local
+        device = wire_device(group, local.device)
+        target = self._shards.full_in_place(meta.name)
+        if target is not None and target.dtype == meta.dtype and target.device == device:
+            try:
+                self._receive(group, as_bytes(target), stats)
+            finally:
+                self._late = group if group.under_way else self._late
+            stats.tensors += 1
+            return
+        self._buffer = room_for(meta.nbytes, self._buffer, device)
+        data = self._buffer[: meta.nbytes]
+        self._receive(group, data, stats)
+        self._place([(meta.name, data.view(meta.dtype).reshape(meta.shape))], stats)
+
+    def _receive(self, group: WeightGroup, into: torch.Tensor, stats: ReceiveStats) -> None:
+        started = time.perf_counter()
+        group.broadcast(into)
+        stats.transfer_s += time.perf_counter() - started
+        stats.bytes_received += into.nbytes
+
+    def _place(self, tensors: list[tuple[str, torch.Tensor]], stats: ReceiveStats) -> None:
+        started = time.perf_counter()
+        for name, tensor in tensors:
+            self._shards.place(name, tensor)
+        stats.load_s += time.perf_counter() - started
+        stats.tensors += len(tensors)

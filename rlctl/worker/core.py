@@ -1,0 +1,150 @@
+"""One rank's admin work: one mutating verb at a time, each answered with a result, never an exception."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.checks import check
+from rlctl.engine import Call, Engine
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Clock
+from rlctl.times import duration
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    WorkerCoordinates,
+)
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.verbs import Verb, of_request
+
+
+@dataclass
+class _Withdrawable:
+    accepted: bool = False
+    withdrawn: bool = False
+
+
+class Worker:
+    """Carries out admin verbs on one engine object.
+
+    Mutating verbs that wait take turns; the turn is kept until the engine's method has really ended, also when its
+    deadline passed and the caller was told UNKNOWN. Reads, and verbs that must get through, do not queue.
+    """
+
+    def __init__(self, engine: Engine, coordinates: WorkerCoordinates, clock: Clock) -> None:
+        self.engine = engine
+        self.coordinates = coordinates
+        self.failure: RlctlError | None = None
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._withdrawable: dict[str, _Withdrawable] = {}
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def carry_out(self, request: Message, call: Call) -> list[RankResult]:
+        """Results of the rank, or of every rank that the engine speaks for. Never raises."""
+        started = self._clock.now()
+        try:
+            results = await self._carry_out(of_request(request), request, call)
+        except RlctlError as error:
+            results = [self.result(error.outcome, error)]
+        elapsed = self._clock.now() - started
+        for result in results:
+            result.elapsed.CopyFrom(duration(elapsed))
+        return results
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up an ordered command that will not be ordered, now or as soon as the engine holds it."""
+        command = self._withdrawable.get(command_id)
+        if command is not None:
+            command.withdrawn = True
+            if command.accepted:
+                await self.engine.withdraw(command_id)
+
+    def _accepted(self, command_id: str, accept: Callable[[], None]) -> None:
+        command = self._withdrawable.get(command_id)
+        if command is not None:
+            command.accepted = True
+            if command.withdrawn:
+                task = asyncio.ensure_future(self.engine.withdraw(command_id))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+        accept()
+
+    def result(self, outcome: int, error: RlctlError | None = None) -> RankResult:
+        """A result of this rank."""
+        return RankResult(
+            coordinates=self.coordinates,
+            outcome=outcome,  # type: ignore[arg-type]
+            evidence=EVIDENCE_RANK,
+            error=error.detail() if error else None,
+        )
+
+    async def _carry_out(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:
+        check(request)
+        call.update_id = request.header.fence.update_id  # type: ignore[attr-defined]
+        method = getattr(self.engine, verb.method, None)
+        if method is None:
+            raise Reason.UNSUPPORTED.error(f"engine {self.engine.name!r} has no {verb.name}", outcome=OUTCOME_SKIPPED)
+        if self.failure is not None and verb.waits:
+            raise self.failure
+        if verb.interrupts:
+            await self.engine.interrupt(call.update_id)
+        queued = verb.mutating and verb.waits
+        if queued:
+            await self._take_turn(verb, call)
+        if self._clock.now() >= call.deadline:
+            if queued:
+                self._turn.release()
+            raise Reason.DEADLINE_EXCEEDED.error("the time was up before the rank started")
+        accept, call.accept = call.accept, lambda: self._accepted(call.command_id, accept)
+        self._withdrawable[call.command_id] = _Withdrawable()
+        task = asyncio.ensure_future(method(request, call))
+        task.add_done_callback(lambda _: self._withdrawable.pop(call.command_id, None))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        if queued:
+            task.add_done_callback(lambda _: self._turn.release())
+        if not verb.ordered:
+            call.accept()
+        done, _ = await asyncio.wait({task}, timeout=call.deadline - self._clock.now())
+        if not done:
+            raise Reason.RANK_SILENT.error(
+                f"the engine was still busy with {verb.name} when the time was up", outcome=OUTCOME_UNKNOWN
+            )
+        return self._answer(verb, request, call, task)
+
+    async def _take_turn(self, verb: Verb, call: Call) -> None:
+        try:
+            async with asyncio.timeout(call.deadline - self._clock.now()):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"another command kept the rank busy until the time of this {verb.name} was up"
+            ) from None
+
+    def _answer(
+        self, verb: Verb, request: Message, call: Call, task: asyncio.Future[Message | list[RankResult] | None]
+    ) -> list[RankResult]:
+        error = task.exception()
+        if isinstance(error, RlctlError):
+            raise error
+        if error is not None:
+            # The engine broke its promise to raise typed errors: what it did before is anybody's guess.
+            outcome = OUTCOME_UNKNOWN if verb.mutates(request) else OUTCOME_REJECTED
+            raise Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=outcome)
+        answer = task.result()
+        if isinstance(answer, list):
+            return answer
+        result = self.result(OUTCOME_APPLIED)
+        result.step = call.step
+        if answer is not None:
+            getattr(result, verb.data).CopyFrom(answer)
+        return [result]

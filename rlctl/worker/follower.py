@@ -1,0 +1,111 @@
+"""A follower rank: obeys rank 0 of its stage. Its engine starts when rank 0 attaches and says how to join."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from google.protobuf.message import Message
+
+from rlctl.engine import Call, Engine
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Clock, Link
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, WorkerCoordinates
+from rlctl.v1.control_pb2 import (
+    Attach,
+    Attached,
+    CommandResult,
+    ControlRequest,
+    ControlResponse,
+    ServingGrant,
+)
+from rlctl.v1.fleet_pb2 import RankStatus, StageReport
+from rlctl.verbs import of_request
+from rlctl.version import CONTRACT_VERSION
+from rlctl.worker.core import Worker
+
+
+class Follower:
+    """What stands behind a follower's executor."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[Callable[[RlctlError], None]], Engine],
+        coordinates: WorkerCoordinates,
+        pid: int,
+        clock: Clock,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._engine = make_engine(self._engine_failed)
+        self._pid = pid
+        self._link: Link[ControlResponse, ControlRequest] | None = None
+        self._started = False
+        self.worker = Worker(self._engine, coordinates, clock)
+
+    async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
+        """Start the engine as rank 0 says. A second rank 0 is refused: its engine could not join this one."""
+        try:
+            if self._started:
+                raise Reason.INCARNATION_FENCED.error("this rank belongs to a stage that is running already")
+            if attach.contract_version != CONTRACT_VERSION:
+                raise Reason.FIELD_INVALID.error(
+                    f"rank 0 speaks contract {attach.contract_version}, this rank {CONTRACT_VERSION}",
+                    field="attach.contract_version",
+                )
+            self._started = True
+            self._link = link
+            info = await self._engine.start(attach.engine_setup)
+            self.worker.coordinates.CopyFrom(info.layout.workers[self.worker.coordinates.rank])
+        except RlctlError as error:
+            return Attached(error=error.detail())
+        return Attached(report=self._report())
+
+    def grant(self, grant: ServingGrant) -> None:
+        """Followers serve nothing by themselves."""
+
+    async def carry_out(self, request: Message, call: Call) -> CommandResult:
+        """One rank's result."""
+        if not self._started:
+            return self.refuse(Reason.ILLEGAL_STATE.error("rank 0 has not attached yet"))
+        if not call.together and of_request(request).mutating:
+            return self.refuse(Reason.NOT_RANK_ZERO.error())
+        return CommandResult(rank=(await self.worker.carry_out(request, call))[0])
+
+    def refuse(self, error: RlctlError) -> CommandResult:
+        """A REJECTED result of this rank."""
+        return CommandResult(rank=self.worker.result(OUTCOME_REJECTED, error))
+
+    async def withdraw(self, command_id: str) -> None:
+        """Give up an ordered command that rank 0 will not order."""
+        await self.worker.withdraw(command_id)
+
+    def obeys(self, link: object) -> bool:
+        """Whether this is rank 0's link."""
+        return self._link is not None and link is self._link
+
+    async def stop(self) -> None:
+        """Stop the engine."""
+        await self._engine.stop()
+
+    def _engine_failed(self, error: RlctlError) -> None:
+        self._loop.call_soon_threadsafe(self._failed, error)
+
+    def _failed(self, error: RlctlError) -> None:
+        self.worker.failure = error
+        if self._link is not None:
+            with contextlib.suppress(RlctlError):
+                self._link.send(ControlResponse(report=self._report()))
+
+    def _report(self) -> StageReport:
+        failure = self.worker.failure
+        return StageReport(
+            ranks=[
+                RankStatus(
+                    coordinates=self.worker.coordinates,
+                    alive=failure is None,
+                    reason=str(failure) if failure else "",
+                    pid=self._pid,
+                )
+            ]
+        )

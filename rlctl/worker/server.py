@@ -1,0 +1,77 @@
+"""A follower rank as a process: its WorkerService, which rank 0 dials. It ends when rank 0 is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+
+from rlctl.control.executor import Executor
+from rlctl.engine import EngineConfig, engine_class
+from rlctl.ports import Link, SystemClock
+from rlctl.transport.admin import admin_methods
+from rlctl.transport.handlers import generic_handler
+from rlctl.transport.links import ServedLink
+from rlctl.transport.server import GrpcServer
+from rlctl.v1 import worker_pb2
+from rlctl.v1.common_pb2 import WorkerCoordinates
+from rlctl.v1.control_pb2 import ControlRequest, ControlResponse
+from rlctl.worker.follower import Follower
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How a follower is started.
+
+    Attributes:
+        engine: name of the plug-in.
+        engine_config: how its rank is started; rank is 1 or more.
+        listen: where WorkerService binds; port 0 takes any.
+        token: bearer token that guards every service.
+        insecure: bind where others can reach it though there is no token.
+    """
+
+    engine: str
+    engine_config: EngineConfig
+    listen: str = "127.0.0.1:0"
+    token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+
+
+class WorkerServer:
+    """One follower rank with its server."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.abandoned = asyncio.Event()
+        self._clock = SystemClock()
+        engine_config = config.engine_config
+        coordinates = WorkerCoordinates(
+            rank=engine_config.rank, tp=engine_config.rank, node=engine_config.node, device=engine_config.device
+        )
+        self._follower = Follower(
+            lambda on_failure: engine_class(config.engine)(engine_config, on_failure),
+            coordinates,
+            os.getpid(),
+            self._clock,
+        )
+        self._executor = Executor(self._follower, self._clock)
+        methods = admin_methods("WorkerService", lambda: self._executor, self._clock, on_link_end=self._link_ended)
+        service = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+        self._server = GrpcServer(
+            [(service, generic_handler(service, methods))], token=config.token, insecure=config.insecure
+        )
+
+    async def start(self) -> str:
+        """Bind; the engine starts when rank 0 attaches. Returns the bound address."""
+        return await self._server.start(self.config.listen)
+
+    async def stop(self) -> None:
+        """End the engine and the server."""
+        await self._follower.stop()
+        await self._server.stop(0.5)
+
+    def _link_ended(self, link: Link[ControlResponse, ControlRequest] | ServedLink) -> None:
+        # Without rank 0 this rank is of no use: its engine cannot join another one.
+        if self._follower.obeys(link):
+            self.abandoned.set()

@@ -1,0 +1,64 @@
+"""What the demo shows, and what it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from cli_helpers import Cli
+from rich.console import Console
+
+from rlctl.demo.judge import Judge, Step
+from rlctl.demo.show import Display
+
+
+def step(number: int) -> Step:
+    digest = f"d{number}"
+    return Step(number, f"step-{number}", reward=0.5, pause_ms=41.0, digests={"a": digest}, expected=digest)
+
+
+def on_terminal(*, width: int, height: int, steps: int) -> tuple[str, str]:
+    """(what a terminal was sent while the steps went by, what it was sent at the end)."""
+    display, written, judge = Display(as_json=False), io.StringIO(), Judge()
+    display._console = Console(file=written, force_terminal=True, color_system=None, width=width, height=height)
+    for number in range(1, steps + 1):
+        judge.look(step(number))
+        display.step(step(number))
+    live = written.getvalue()
+    display.end(judge.verdict(0.25, 0.5))
+    return live, written.getvalue().removeprefix(live)
+
+
+def test_a_low_terminal_shows_the_newest_steps_and_all_of_them_at_the_end() -> None:
+    live, end = on_terminal(width=120, height=24, steps=40)
+    last_frame = live[live.rindex("rollout reward") :]
+    assert "step-40" in last_frame
+    assert "step-23" in last_frame
+    assert "step-22" not in last_frame
+    assert len(last_frame.splitlines()) < 24
+    assert all(f"step-{number} " in end for number in range(1, 41))
+
+
+def test_the_verdict_names_its_measure_and_is_broken_between_words_only() -> None:
+    _, end = on_terminal(width=60, height=24, steps=1)
+    said = end[end.index("PASSED") :]
+    assert all(len(line) <= 60 for line in said.splitlines())
+    assert "PASSED: greedy reward on all 100 sums 0.25 → 0.50 in 1 GRPO step; after" in " ".join(said.split())
+
+
+def test_the_lines_of_json_say_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    display, judge = Display(as_json=True), Judge()
+    judge.look(step(1))
+    display.step(step(1))
+    display.end(judge.verdict(0.25, 0.5))
+    seen, verdict = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (seen["kind"], seen["step"], seen["checksums_equal"]) == ("step", 1, True)
+    assert (verdict["kind"], verdict["reward_first"], verdict["reward_last"]) == ("verdict", 0.25, 0.5)
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_runs(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("demo", "--plot", str(tmp_path / "nowhere" / "plot.png"))
+    assert ran.code == 2
+    assert "nowhere/plot.png cannot be written" in ran.err

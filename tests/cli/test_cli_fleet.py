@@ -1,0 +1,236 @@
+"""Looking at a fleet, and the operator's flags: status, get, describe, enable, wait, cancel, explain."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+from cli_helpers import Cli, LiveFleet
+
+from rlctl.client.fleet import connect
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
+
+
+def begin_update(endpoint: str) -> str:
+    """Open an update as a trainer would; returns its id."""
+    with connect(endpoint) as fleet:
+        request = BeginWeightUpdateRequest(model="actor", version="v2")
+        opened = fleet.loop.call(fleet.aio.connection.call("BeginWeightUpdate", request, 10.0))
+        return str(opened.update_id)
+
+
+def words(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+def test_status_shows_models_and_stages(rlctl: LiveFleet) -> None:
+    ran = rlctl("status")
+    assert ran.code == 0
+    assert ran.err == ""
+    title, models, actor, _, stages, a, b = ran.out.splitlines()
+    assert title == f"Fleet at {rlctl.endpoint}, epoch 1"
+    assert models.split()[:3] == ["MODEL", "VERSION", "SEQ"]
+    assert actor.split()[:3] == ["actor", "initial", "1"]
+    assert stages.split()[:4] == ["SLOT", "MODEL", "STATE", "ROUTABLE"]
+    assert a.split()[:7] == ["a", "actor", "READY", "yes", "initial", "1", "1/1"]
+    assert b.split()[:7] == ["b", "actor", "READY", "yes", "initial", "1", "2/2"]
+
+
+def test_digests_are_whole_where_nobody_looks_with_and_without_colours(rlctl: LiveFleet) -> None:
+    plain, coloured = rlctl("get", "models").out, rlctl("get", "models", "--color", "always").out
+    (digest,) = re.findall("[0-9a-f]{64}", plain)
+    assert digest in coloured
+
+
+def test_status_as_json_is_the_fleet(rlctl: LiveFleet) -> None:
+    fleet = rlctl("-o", "json", "status").data
+    assert [stage["registration"]["slot"] for stage in fleet["stages"]] == ["a", "b"]
+    assert [stage["routable"] for stage in fleet["stages"]] == [True, True]
+    assert "quarantine" not in fleet["stages"][0]
+    assert fleet["models"][0]["latest"] == {"label": "initial", "sequence": "1", "trainer_incarnation": "0"}
+
+
+def test_lists_are_arrays_lines_or_names(rlctl: LiveFleet) -> None:
+    assert [stage["registration"]["slot"] for stage in rlctl("get", "stages", "-o", "json").data] == ["a", "b"]
+    assert len(rlctl("get", "stages", "-o", "jsonl").out.splitlines()) == 2
+    assert rlctl("get", "stages", "-o", "name").out == "a\nb\n"
+    assert rlctl("get", "models", "-o", "name").out == "actor\n"
+    assert rlctl("get", "operations", "-o", "json").data == []
+    assert rlctl("get", "models", "--model", "nope").code == 2
+
+
+def test_operations_are_listed_newest_first_and_filtered(rlctl: LiveFleet) -> None:
+    assert rlctl("pause").code == 0
+    assert rlctl("continue").code == 0
+    rows = words(rlctl("get", "operations").out)[1:]
+    assert [row[1:4] for row in rows] == [["ContinueGeneration", "OK", "2/2"], ["PauseGeneration", "OK", "2/2"]]
+    for verb in ("PauseGeneration", "pausegeneration"):
+        assert [row[1] for row in words(rlctl("operations", "--verb", verb).out)[1:]] == ["PauseGeneration"]
+    refused = rlctl("operations", "--verb", "nope")
+    assert refused.code == 2
+    assert "'nope' is no verb; there are: PauseGeneration, ContinueGeneration, " in refused.err
+    assert rlctl("operations", "--verb", "WeightUpdate").code == 0
+    assert len(rlctl("get", "operations", "--limit", "1", "-o", "name").out.splitlines()) == 1
+    assert rlctl("get", "operations", "--state", "failed", "-o", "name").out == ""
+
+
+def test_an_operation_is_shown_as_its_verb_showed_it(rlctl: LiveFleet) -> None:
+    paused = rlctl("pause")
+    (operation_id,) = rlctl("get", "operations", "-o", "name").out.split()
+    shown = rlctl("get", "operation", operation_id)
+    assert shown.code == 0
+    assert shown.out == paused.out
+    described = rlctl("describe", "operation", operation_id).out
+    assert "Verb:       PauseGeneration" in described
+    assert "Targets:    a, b" in described
+    assert rlctl("get", "operation", "0190-nope").code == 2
+
+
+def test_a_stage_is_described_with_ranks_and_capabilities(rlctl: LiveFleet) -> None:
+    out = rlctl("describe", "stage", "b").out
+    assert "Layout:           TP 2, PP 1, DP 1, EP 1" in out
+    assert "Pause modes:   abort, retract, in_place, drain" in out
+    assert words(out.split("Ranks\n")[1])[1][:2] == ["0", "0"]
+    assert words(out.split("Ranks\n")[1])[2][:2] == ["1", "1"]
+    assert rlctl("describe", "stage", "b", "-o", "json").data["registration"]["layout"]["tp_size"] == 2
+    missing = rlctl("describe", "stage", "nope")
+    assert missing.code == 2
+    assert "there are: a, b" in missing.err
+
+
+def test_a_model_is_described_with_its_stages(rlctl: LiveFleet) -> None:
+    out = rlctl("describe", "model", "actor").out
+    assert "Admitted:             initial#1" in out
+    assert [row[0] for row in words(out)[-2:]] == ["a", "b"]
+    assert rlctl("describe", "model", "nope").code == 2
+
+
+def test_a_disabled_stage_is_not_routable_and_says_so(rlctl: LiveFleet) -> None:
+    dry = rlctl("disable", "a", "--dry-run")
+    assert dry.code == 0
+    assert "a would be disabled" in dry.err
+    assert words(rlctl("get", "stages").out)[1][3] == "yes"
+    assert rlctl("disable", "a").code == 0
+    assert words(rlctl("get", "stages").out)[1][-1] == "disabled"
+    assert rlctl("disable", "nope").code == 2
+    assert rlctl("enable", "a", "b", "-o", "name").out == "a\nb\n"
+
+
+def test_healing_brings_dirty_stages_to_the_published_version(rlctl: LiveFleet) -> None:
+    assert "no stage is STALE, DIRTY or quarantined" in rlctl("heal").err
+    rlctl("weights", "checksum", "--action", "reset_tensors", "--slot", "a", "-y")
+    assert "DIRTY" in rlctl("get", "stages").out
+    assert rlctl("heal", "--dry-run").code == 0
+    assert "DIRTY" in rlctl("get", "stages").out
+    healed = rlctl("heal", "a")
+    assert healed.code == 0, healed.err
+    assert rlctl("wait", "--for", "routable", "--timeout", "5s").code == 0
+    assert rlctl("heal", "nope").code == 2
+
+
+def test_waiting_ends_when_every_enabled_stage_is_routable(rlctl: LiveFleet) -> None:
+    rlctl("pause", "--slot", "a")
+    with connect(rlctl.endpoint) as fleet:
+        resume = threading.Timer(0.2, fleet.continue_generation, kwargs={"slots": ["a"]})
+        resume.start()
+        ran = rlctl("wait", "--for", "routable", "--timeout", "20s")
+        resume.join()
+    assert ran.code == 0
+    assert [row[3] for row in words(ran.out)[1:]] == ["yes", "yes"]
+
+
+def test_waiting_too_long_says_what_is_missing(rlctl: LiveFleet, cli: Cli) -> None:
+    rlctl("pause", "--slot", "a")
+    ran = rlctl("wait", "--for", "routable", "--timeout", "300ms")
+    assert ran.code == 6
+    assert "a is not routable (PAUSED)" in ran.err
+    assert rlctl("wait", "--for", "routable", "--slot", "b", "--timeout", "300ms").code == 0
+    rlctl("disable", "a")
+    assert rlctl("wait", "--for", "routable", "--timeout", "300ms").code == 0
+    assert rlctl("wait", "--for", "happiness").code == 2
+    assert cli("wait", "--for", "routable", "--timeout", "300ms", "--endpoint", "127.0.0.1:1").code == 5
+
+
+def test_waiting_for_a_version_ends_when_it_is_served(rlctl: LiveFleet, checkpoint: Callable[[str], str]) -> None:
+    assert rlctl("wait", "--for", "version=initial", "--timeout", "5s").code == 0
+    early = rlctl("wait", "--for", "version=v2", "--timeout", "300ms")
+    assert early.code == 6
+    assert "actor is at version initial, not v2" in early.err
+    update = ["weights", "update", "--model", "actor", "--model-path", checkpoint("two"), "--weight-version", "v2"]
+    assert rlctl(*update).code == 0
+    assert rlctl("wait", "--for", "version=v2", "--model", "actor", "--timeout", "5s").code == 0
+
+
+def test_an_open_update_is_seen_and_can_be_aborted(rlctl: LiveFleet) -> None:
+    assert rlctl("weights", "abort").code == 2
+    update_id = begin_update(rlctl.endpoint)
+    assert update_id in rlctl("get", "models").out
+    blocked = rlctl("weights", "update", "--model", "actor", "--model-path", "/m")
+    assert blocked.code == 7
+    assert "`rlctl weights abort`" in blocked.err
+    ran = rlctl("weights", "abort", "--reason", "test", "-o", "json")
+    assert ran.code == 0
+    assert ran.data["operation_id"] == update_id
+    assert "test" in ran.data["error"]["message"]
+    assert update_id not in rlctl("get", "models").out
+
+
+def test_an_operation_can_be_cancelled(rlctl: LiveFleet) -> None:
+    update_id = begin_update(rlctl.endpoint)
+    ran = rlctl("cancel", update_id, "-o", "json")
+    assert ran.code == 0
+    assert ran.data["operation_id"] == update_id
+    assert ran.data["state"] != "OPERATION_STATE_RUNNING"
+    assert rlctl("cancel", "0190-nope").code == 2
+
+
+def test_an_empty_fleet_says_so(make_fleet: Callable) -> None:
+    with make_fleet() as rlctl:
+        assert "none is registered" in rlctl("status").out
+        assert rlctl("pause").code == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("PauseGenerationRequest.mode", "What happens to the requests that are waiting or running."),
+        ("rlctl.v1.PauseGenerationRequest.mode", "PAUSE_MODE_RETRACT"),
+        ("UpdateWeightsFromDiskRequest.options.pause", "UpdateOptions.pause"),
+        ("StageState", "STAGE_STATE_DIRTY"),
+        ("StageState.STAGE_STATE_DIRTY", "only a full update or a heal clears it"),
+        ("pausegeneration", "(PauseGenerationRequest) returns (Operation)"),
+        ("WatchFleet", "returns (stream FleetEvent)"),
+        ("Generate", "RolloutService.Generate"),
+        ("CoordinatorService", "Administers a fleet."),
+        ("ErrorDetail.metadata", "map<string, string>"),
+        ("Target.slots", "repeated string"),
+    ],
+)
+def test_the_contract_is_explained_in_its_own_words(cli: Cli, name: str, said: str) -> None:
+    ran = cli("explain", name)
+    assert ran.code == 0, ran.err
+    assert said in ran.out
+
+
+def test_what_the_contract_does_not_have_is_refused_with_what_is_near(cli: Cli) -> None:
+    ran = cli("explain", "StageStatus")
+    assert ran.code == 2
+    assert "Did you mean: " in ran.err
+    assert cli("explain", "PauseGenerationRequest.mode.deeper").code == 2
+    assert cli("explain", "UpdateWeightsFromDiskRequest.options.nope").code == 2
+
+
+def test_an_explanation_is_data(cli: Cli) -> None:
+    explained = cli("explain", "PauseMode", "-o", "json").data
+    assert explained["name"] == "PauseMode"
+    assert explained["members"][1]["name"] == "PAUSE_MODE_ABORT"
+    assert ["NAME", "NUMBER", "MEANING"] in words(cli("explain", "PauseMode").out)
+    assert ["NAME", "TYPE", "MEANING"] in words(cli("explain", "Target").out)
+    assert cli("explain", "pausemode", "-o", "name").out == "PauseMode\n"
+
+
+def test_the_version_names_the_contract(cli: Cli) -> None:
+    assert set(cli("version", "-o", "json").data) == {"rlctl", "contract", "python"}
+    assert cli("--version").out.startswith("rlctl ")

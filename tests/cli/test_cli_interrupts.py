@@ -1,0 +1,84 @@
+"""What an interrupt leaves behind must not block what comes after it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from rlctl import loops
+from rlctl.cli.session import interruptible, time_limit
+from rlctl.client.fleet import _Items
+from rlctl.errors import DeadlineExceeded
+from rlctl.loops import LoopThread
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread("client under test")
+    yield thread
+    thread.stop()
+
+
+def test_an_iteration_can_be_closed_while_a_step_that_was_interrupted_still_runs(loop: LoopThread) -> None:
+    waiting, closed = threading.Event(), threading.Event()
+
+    async def forever() -> AsyncIterator[int]:
+        try:
+            yield 1
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    items: _Items[int] = _Items(forever())
+    assert loop.call(items.step()) == 1
+    left_behind = loop.submit(items.step())
+    assert waiting.wait(10)
+    loop.submit(items.close()).result(10)
+    assert closed.is_set()
+    assert left_behind.cancelled()
+
+
+def test_a_wait_in_pieces_ends_with_what_the_work_ends_with(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "WAKE_S", 0.01)
+
+    async def end(with_error: bool) -> str:
+        await asyncio.sleep(0.1)
+        if with_error:
+            raise TimeoutError("its own")
+        return "done"
+
+    assert loop.call(end(False)) == "done"
+    with pytest.raises(TimeoutError, match="its own"):
+        loop.call(end(True))
+
+
+def test_an_interrupt_says_farewell_once_and_restores_the_handlers() -> None:
+    said = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interruptible(lambda: said.append("farewell")):
+        signal.raise_signal(signal.SIGINT)
+    assert said == ["farewell"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_termination_exits_with_143_after_the_farewell() -> None:
+    said = []
+    with pytest.raises(SystemExit) as end, interruptible(lambda: said.append("farewell")):
+        signal.raise_signal(signal.SIGTERM)
+    assert end.value.code == 143
+    assert said == ["farewell"]
+
+
+def test_a_time_limit_ends_what_blocks_and_leaves_the_timer_as_it_was() -> None:
+    handler, (remaining, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    with pytest.raises(DeadlineExceeded, match=r"waiting took longer than 0.05 s"), time_limit(0.05, "waiting"):
+        threading.Event().wait(10)
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(remaining, abs=5)
+    with time_limit(None, "nothing"):
+        assert signal.getsignal(signal.SIGALRM) is handler

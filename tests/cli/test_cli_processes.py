@@ -1,0 +1,343 @@
+"""The command line as a process: signals, watching, and fleets that it starts and takes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from cli_helpers import LiveFleet
+
+from rlctl.cli import state
+from rlctl.client.fleet import connect
+from rlctl.launch import processes
+from rlctl.launch.local import LocalFleet
+from rlctl.launch.processes import STOP_S
+
+pytestmark = pytest.mark.processes
+
+WAIT_S = 30.0
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """``rlctl ARGUMENTS`` as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlctl", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    out, err = process.communicate(timeout=WAIT_S)
+    return process.returncode, out, err
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    return finish(start(*arguments))
+
+
+def read_until(stream: IO[str] | None, words: str) -> str:
+    """The line that has these words."""
+    assert stream is not None
+    for line in stream:
+        if words in line:
+            return line
+    raise AssertionError(f"the stream ended without {words!r}")
+
+
+@pytest.fixture
+def draining(rlctl: LiveFleet) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``rlctl pause --mode drain`` while a long request keeps the fleet from draining."""
+    with connect(rlctl.endpoint) as fleet:
+        parts = fleet.generate_stream("long", max_new_tokens=1_000_000)
+        next(parts)
+
+        def drain(*arguments: str) -> subprocess.Popen[str]:
+            process = start("--endpoint", rlctl.endpoint, "pause", "--mode", "drain", *arguments)
+            deadline = time.monotonic() + WAIT_S
+            while not any(operation.state == 1 for operation in fleet.operations(verb="PauseGeneration")):
+                assert time.monotonic() < deadline, "the pause never reached the coordinator"
+                time.sleep(0.02)
+            return process
+
+        yield drain
+        parts.close()
+        fleet.abort_requests(abort_all=True)
+
+
+def test_an_interrupt_stops_waiting_and_names_the_request_that_goes_on(
+    rlctl: LiveFleet, draining: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = draining()
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130
+    assert out == ""
+    with connect(rlctl.endpoint) as fleet:
+        (operation,) = fleet.operations()
+    assert f"request_id: {operation.operation_id}" in err
+    assert f"rlctl get operation {operation.operation_id}" in err
+    assert f"pause --mode drain --request-id {operation.operation_id}" in err
+    assert "Traceback" not in err
+
+
+def test_termination_names_the_request_too(draining: Callable[..., subprocess.Popen[str]]) -> None:
+    process = draining()
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143
+    assert "request_id: " in err
+
+
+def test_the_same_request_attaches_to_the_one_that_runs(
+    rlctl: LiveFleet, draining: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = draining("-o", "json")
+    with connect(rlctl.endpoint) as fleet:
+        (operation,) = fleet.operations()
+        again = start(
+            *("--endpoint", rlctl.endpoint, "pause", "--mode", "drain", "-o", "json"),
+            *("--request-id", operation.operation_id),
+        )
+        fleet.abort_requests(abort_all=True)
+    code, out, _ = finish(first)
+    code_again, out_again, _ = finish(again)
+    assert code == code_again == 0
+    assert json.loads(out)["stage_results"] == json.loads(out_again)["stage_results"]
+    assert json.loads(out_again)["replayed"] is True
+
+
+def test_watching_prints_a_line_for_every_change_until_it_is_interrupted(rlctl: LiveFleet) -> None:
+    process = start("--endpoint", rlctl.endpoint, "status", "-w", "-o", "jsonl")
+    read_until(process.stdout, '"STAGE_STATE_READY"')
+    assert rlctl("pause", "-q").code == 0
+    fleet = json.loads(read_until(process.stdout, '"STAGE_STATE_PAUSED"'))
+    assert {stage["registration"]["slot"] for stage in fleet["stages"]} == {"a", "b"}
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+
+
+def test_watching_ends_when_its_time_is_up(rlctl: LiveFleet) -> None:
+    code, out, err = call("--endpoint", rlctl.endpoint, "status", "-w", "-o", "jsonl", "--timeout", "1s")
+    assert code == 0, err
+    assert len(out.splitlines()) >= 1
+
+
+@pytest.mark.parametrize("words", [("status", "-w"), ("generate", "long", "--max-new-tokens", "1000000", "--stream")])
+def test_termination_ends_what_waits_as_an_interrupt_does(rlctl: LiveFleet, words: tuple[str, ...]) -> None:
+    process = start("--endpoint", rlctl.endpoint, *words, "-o", "jsonl")
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.terminate()
+    code, _, err = finish(process)
+    assert code == 143
+    assert err.strip() == ""
+
+
+def test_output_that_nobody_reads_any_more_ends_a_command_without_a_word(rlctl: LiveFleet) -> None:
+    process = start("--endpoint", rlctl.endpoint, "status", "-o", "json")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    code, _, err = finish(process)
+    assert (code, err) == (1, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["status", "status -o json", "--help", "version"])
+def test_output_that_cannot_be_written_is_one_line(rlctl: LiveFleet, words: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rlctl", "--endpoint", rlctl.endpoint, *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert "could not write: No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# Fleets of processes.
+
+
+@pytest.fixture
+def up(checkpoint: Callable[[str], str]) -> Iterator[list[str]]:
+    """Arguments of an ``up`` with a fake engine on any port; what is left of the fleet is taken down."""
+    yield [*("up", "--hf-checkpoint", checkpoint("one"), "--engine", "fake", "--listen", "127.0.0.1:0")]
+    left = state.read("default")
+    if left is not None and left.alive:
+        os.kill(left.pid, signal.SIGTERM)
+
+
+def test_a_detached_fleet_answers_until_it_is_taken_down(up: list[str]) -> None:
+    code, out, err = call(*up, "-d", "--rollout-num-gpus", "2", "-o", "json")
+    assert code == 0, err
+    assert "coordinator at 127.0.0.1:" in err
+    assert "actor-1: ready at" in err
+    fleet = json.loads(out)
+    assert fleet["phase"] == "ready"
+    assert set(fleet["processes"]) == {"coordinator", "actor-0", "actor-1"}
+    code, names, _ = call("--endpoint", fleet["endpoint"], "get", "stages", "-o", "name")
+    assert names == "actor-0\nactor-1\n"
+
+    code, _, err = call(*up)
+    assert code == 7
+    assert f"fleet 'default' is up already (supervisor {fleet['pid']}, endpoint {fleet['endpoint']})" in err
+
+    code, out, err = call("down", "-o", "json")
+    assert code == 0, err
+    assert json.loads(out)["processes"] == fleet["processes"]
+    assert state.read("default") is None
+    assert not any(state.identity(pid) for pid in [fleet["pid"], *fleet["processes"].values()])
+    code, _, err = call("down")
+    assert code == 1
+    assert "no fleet 'default' is up" in err
+
+
+def test_a_new_fleet_starts_with_versions_of_its_own(up: list[str], checkpoint: Callable[[str], str]) -> None:
+    code, out, err = call(*up, "-d", "-o", "json", "--rollout-num-gpus", "2")
+    assert code == 0, err
+    endpoint = json.loads(out)["endpoint"]
+    update = ["weights", "update", "--model", "actor", "--model-path", checkpoint("two"), "--weight-version", "v2"]
+    assert call("--endpoint", endpoint, *update)[0] == 0
+    assert call("down")[0] == 0
+    code, out, err = call(*up, "-d", "-o", "json")
+    assert code == 0, err
+    code, models, _ = call("--endpoint", json.loads(out)["endpoint"], "get", "models", "-o", "json")
+    assert json.loads(models)[0]["latest"]["label"] == "initial"
+    assert (Path(json.loads(out)["directory"]) / "journal.previous.db").exists()
+    assert call("down")[0] == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_fleet_in_the_foreground_goes_down_on_a_signal(up: list[str], number: int, code: int) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("the tests run under nohup, or in the background")
+    process = start(*up, "-o", "jsonl")
+    fleet = json.loads(read_until(process.stdout, '"ready"'))
+    process.send_signal(number)
+    ended, _, err = finish(process)
+    assert ended == code
+    assert "Fleet default is down." in err
+    assert "Traceback" not in err
+    assert state.read("default") is None
+    assert not any(state.identity(pid) for pid in fleet["processes"].values())
+
+
+def test_a_foreground_fleet_is_taken_down_from_another_terminal(up: list[str]) -> None:
+    process = start(*up, "-o", "jsonl")
+    read_until(process.stdout, '"ready"')
+    dry, out, _ = call("down", "--dry-run")
+    assert dry == 0
+    assert "actor-0" in out
+    assert process.poll() is None
+    assert call("down")[0] == 0
+    assert finish(process)[0] == 143
+
+
+def test_a_process_that_dies_is_told_and_the_others_stay(up: list[str]) -> None:
+    process = start(*up, "--rollout-num-gpus", "2", "-o", "jsonl")
+    fleet = json.loads(read_until(process.stdout, '"ready"'))
+    os.kill(fleet["processes"]["coordinator"], signal.SIGKILL)
+    said = read_until(process.stderr, "Warning:")
+    assert "coordinator ended with -9" in said
+    again = read_until(process.stderr, "Start it again:")
+    assert f"rlctl coordinator --listen {fleet['endpoint']}" in again
+    assert process.poll() is None
+    process.terminate()
+    assert finish(process)[0] == 143
+
+
+def test_what_cannot_be_started_is_told_with_the_cause_and_nothing_is_left(up: list[str]) -> None:
+    (Path(up[2]) / "weights.txt").unlink()
+    for arguments in ([], ["-d"]):
+        code, _, err = call(*up, *arguments)
+        assert code == 1
+        assert "actor-0 ended with 2: CHECKPOINT_NOT_FOUND" in err
+        assert "logs/actor-0.log" in err
+        assert state.read("default") is None
+
+
+def test_starting_takes_no_longer_than_its_time(up: list[str]) -> None:
+    for arguments in ([], ["-d"]):
+        code, _, err = call(*up, "--timeout", "100ms", *arguments)
+        assert code == 6, err
+        assert "starting the fleet took longer than 0.1 s" in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("-d",)])
+def test_an_interrupt_while_an_engine_loads_takes_everything_down_at_once(up: list[str], arguments: tuple[str]) -> None:
+    weights = Path(up[2]) / "weights.txt"
+    weights.unlink()
+    os.mkfifo(weights)  # whoever reads it is stuck, and blind to SIGTERM, as while it imports torch
+    process = start(*up, *arguments)
+    read_until(process.stderr, "actor-0: loading")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert time.monotonic() - began < STOP_S / 2
+    assert "interrupted; taking 2 processes down" in err
+    assert "Fleet default is down." in err
+    assert "Traceback" not in err
+    assert state.read("default") is None
+
+
+def test_who_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_S", 0.3)
+    said: list[str] = []
+    fleet = LocalFleet([], directory=tmp_path, on_progress=said.append)
+    fleet.start()
+    (coordinator,) = fleet.processes
+    os.kill(coordinator.pid, signal.SIGSTOP)
+    fleet.stop()
+    assert coordinator.returncode == -signal.SIGKILL
+    assert said[-1].startswith(f"coordinator (pid {coordinator.pid}) did not end")
+
+
+def test_a_port_in_use_is_named(up: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        code, _, err = call(*up[:-1], address)
+    assert code == 2
+    assert f"{address} is in use by another process" in err
+
+
+def test_down_never_signals_a_process_that_is_not_the_supervisor(up: list[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
+        state.write(state.FleetState("default", stranger.pid, "another boot:1", state.READY, "127.0.0.1:1", "/x"))
+        code, _, err = call("down")
+        assert code == 1
+        assert "ended without cleaning up" in err
+        assert stranger.poll() is None
+        assert stranger.stdin is not None
+        stranger.stdin.close()
+    assert state.read("default") is None
+
+
+def test_two_supervisors_never_share_a_state_directory() -> None:
+    entered = threading.Event()
+    with state.claimed("default"), pytest.raises(BlockingIOError), state.claimed("default"):
+        entered.set()
+    assert not entered.is_set()
+    with state.claimed("default"):
+        pass
+
+
+def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        first = state.identity(process.pid)
+        assert first
+        assert first == state.identity(process.pid)
+        assert first != state.identity(os.getpid())
+    assert state.identity(process.pid) == ""

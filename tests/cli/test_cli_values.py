@@ -1,0 +1,130 @@
+"""Types of command-line values, options from message fields, text in tables."""
+
+from __future__ import annotations
+
+import contextlib
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.cli import fields, text
+from rlctl.cli.output import plain_data
+from rlctl.cli.types import DURATION, EnumType
+from rlctl.times import duration
+from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("30s", 30), ("500ms", 0.5), ("2m", 120), ("1h", 3600), ("1.5s", 1.5), ("7", 7), (".5s", 0.5), (" 3s ", 3)],
+)
+def test_durations_are_read(written: str, seconds: float) -> None:
+    assert DURATION.convert(written, None, None) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("written", ["", "0", "0s", "-1s", "1d", "s", "1s2", "nan", "1e3s", "one"])
+def test_what_is_no_time_is_refused(written: str) -> None:
+    with pytest.raises(click.BadParameter, match="time above zero"):
+        DURATION.convert(written, None, None)
+
+
+@given(st.text())
+def test_a_duration_is_a_positive_number_or_refused(written: str) -> None:
+    with contextlib.suppress(click.BadParameter):
+        assert DURATION.convert(written, None, None) > 0
+
+
+@pytest.mark.parametrize("written", ["in_place", "in-place", "IN_PLACE", "PAUSE_MODE_IN_PLACE"])
+def test_enum_values_have_short_and_full_names(written: str) -> None:
+    kind = EnumType(common_pb2.PauseMode.DESCRIPTOR)
+    assert kind.convert(written, None, None) == common_pb2.PAUSE_MODE_IN_PLACE
+
+
+@pytest.mark.parametrize("written", ["", "freeze", "PAUSE_MODE_UNSPECIFIED", "PAUSE_MODE_FREEZE"])
+def test_enum_values_that_do_not_exist_are_refused_with_those_that_do(written: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"^'{written}' is none of abort, retract, in_place, drain$"):
+        EnumType(common_pb2.PauseMode.DESCRIPTOR).convert(written, None, None)
+
+
+def path(field: fields.Field) -> str:
+    return ".".join(step.name for step in field.path)
+
+
+def test_nested_options_are_flattened_and_repeated_messages_left_out() -> None:
+    update = {field.flag: path(field) for field in fields.fields_of(verbs_pb2.UpdateWeightsFromDiskRequest.DESCRIPTOR)}
+    assert update["--model-path"] == "model_path"
+    assert update["--pause"] == "options.pause"
+    assert update["--flush-cache"] == "options.flush_cache"
+    assert "--header" not in update
+    group = {field.flag for field in fields.fields_of(verbs_pb2.InitWeightsUpdateGroupRequest.DESCRIPTOR)}
+    assert "--members" not in group
+    assert "--group-timeout" in group
+
+
+def test_a_field_named_like_an_option_of_every_command_gets_a_prefix() -> None:
+    flags = [field.flag for field in fields.fields_of(verbs_pb2.LoadAdapterRequest.DESCRIPTOR, {"--name", "--version"})]
+    assert flags == ["--request-name", "--path", "--request-version", "--pinned"]
+
+
+def _assigned(message: object, **values: object) -> object:
+    by_name = {path(field): field for field in fields.fields_of(message.DESCRIPTOR)}  # type: ignore[attr-defined]
+    for name, value in values.items():
+        fields.assign(message, by_name[name.replace("__", ".")], value)  # type: ignore[arg-type]
+    return message
+
+
+def test_values_land_in_their_fields() -> None:
+    request = _assigned(
+        verbs_pb2.UpdateWeightsFromDiskRequest(),
+        model_path="/m",
+        options__pause=common_pb2.PAUSE_MODE_RETRACT,
+        options__flush_cache=False,
+        options__abort_all_requests=False,
+        target_modules=("vae", "unet"),
+        token_step=None,
+    )
+    assert request == verbs_pb2.UpdateWeightsFromDiskRequest(
+        model_path="/m",
+        options=verbs_pb2.UpdateOptions(pause=common_pb2.PAUSE_MODE_RETRACT, flush_cache=False),
+        target_modules=["vae", "unet"],
+    )
+    flush = _assigned(verbs_pb2.FlushCacheRequest(), idle_timeout=1.5)
+    assert flush == verbs_pb2.FlushCacheRequest(idle_timeout=duration(1.5))
+
+
+def test_fields_of_one_oneof_exclude_each_other() -> None:
+    with pytest.raises(click.BadParameter, match="excludes --text"):
+        _assigned(rollout_pb2.GenerateRequest(), text="hello", input_ids__ids=(1, 2))
+
+
+def test_a_number_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(click.BadParameter, match="out of range"):
+        _assigned(rollout_pb2.SamplingParams(), max_new_tokens=1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0012, "1ms"), (0.25, "250ms"), (1.26, "1.3s"), (125, "2m05s"), (11220, "3h07m")]
+)
+def test_elapsed_time_is_short(seconds: float, shown: str) -> None:
+    assert text.elapsed(seconds) == shown
+
+
+def test_maps_are_in_the_order_of_their_keys_however_they_were_filled() -> None:
+    names = ["PullWeights", "ListAdapters", "UnloadAdapter", "LoadAdapter", "Zz", "Aa"]
+    for order in (names, names[::-1]):
+        made = StageRegistration(capabilities=Capabilities(unsupported=dict.fromkeys(order, "why")))
+        assert list(plain_data(made)["capabilities"]["unsupported"]) == sorted(names)
+
+
+def test_any_field_of_any_message_can_be_shown() -> None:
+    report = verbs_pb2.CheckReport(changed=["x", "y"], elapsed=duration(2), action=verbs_pb2.CHECK_ACTION_COMPARE)
+    shown = {field.name: text.field(report, field) for field in report.DESCRIPTOR.fields}
+    assert shown["changed"] == "x,y"
+    assert shown["elapsed"] == "2.0s"
+    assert shown["action"] == "compare"
+    assert shown["tensors"] == ""
+    adapters = verbs_pb2.AdapterList(adapters=[verbs_pb2.Adapter(name="math"), verbs_pb2.Adapter(name="code")])
+    assert text.field(adapters, adapters.DESCRIPTOR.fields_by_name["adapters"]) == "math,code"

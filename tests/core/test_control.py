@@ -1,0 +1,212 @@
+"""The command stream: at most once, late and lost answers, silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
+
+from rlctl.control.commander import Commander
+from rlctl.control.executor import Executor
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import SystemClock
+from rlctl.testing.links import MemoryLink, memory_link
+from rlctl.testing.waiting import eventually
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_NOT_SENT, OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.v1.control_pb2 import Attach, Attached, CommandResult, ServingGrant
+from rlctl.v1.fleet_pb2 import StageReport
+from rlctl.v1.results_pb2 import RankResult
+
+CLOCK = SystemClock()
+
+
+class Rank:
+    """Counts what it carries out; a gate holds it back."""
+
+    def __init__(self) -> None:
+        self.carried_out: list[str] = []
+        self.withdrawn: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def attach(self, attach: Attach, link: object) -> Attached:
+        if attach.fleet_epoch == 13:
+            return Attached(error=Reason.EPOCH_FENCED.error("over").detail())
+        return Attached(report=StageReport(incarnation=attach.incarnation))
+
+    def grant(self, grant: ServingGrant) -> None:
+        self.lease = grant.lease.seconds
+
+    async def carry_out(self, request: Message, call: Call) -> CommandResult:
+        call.accept()
+        await self.gate.wait()
+        self.carried_out.append(call.command_id)
+        return CommandResult(rank=RankResult(outcome=OUTCOME_APPLIED))
+
+    def refuse(self, error: RlctlError) -> CommandResult:
+        return CommandResult(rank=RankResult(outcome=OUTCOME_REJECTED, error=error.detail()))
+
+    async def withdraw(self, command_id: str) -> None:
+        self.withdrawn.append(command_id)
+
+
+class Wire:
+    """A commander and an executor with a link between them."""
+
+    def __init__(self) -> None:
+        self.rank = Rank()
+        self.executor = Executor(self.rank, CLOCK)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.reports: list[StageReport] = []
+
+    def connect(self, silence_s: float = 5.0) -> Commander:
+        near, self.far = memory_link()
+        self.near: MemoryLink = near
+        commander = Commander(near, CLOCK, on_report=self.reports.append, silence_s=silence_s)
+        self.tasks += [asyncio.create_task(commander.run()), asyncio.create_task(self.executor.serve(self.far))]
+        return commander
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[Wire]:
+    wire = Wire()
+    yield wire
+    await wire.close()
+
+
+def packed(request: Message | None = None) -> Any:
+    body = Any()
+    body.Pack(request or v.PauseGenerationRequest())
+    return body
+
+
+def soon(seconds: float = 5.0) -> float:
+    return CLOCK.now() + seconds
+
+
+async def test_a_command_is_accepted_and_answered(wire: Wire) -> None:
+    commander = wire.connect()
+    issued = commander.issue("c", "o", packed(), soon())
+    await issued.accepted
+    result = await commander.result(issued, soon())
+    assert (result.command_id, result.rank.outcome) == ("c", OUTCOME_APPLIED)
+    assert wire.rank.carried_out == ["c"]
+
+
+async def test_a_repeat_gets_the_recorded_result_and_attaches_while_it_runs(wire: Wire) -> None:
+    commander = wire.connect()
+    wire.rank.gate.clear()
+    first, second = (commander.issue(name, "o", packed(), soon()) for name in ("c", "c"))
+    attached = asyncio.create_task(wire.executor.execute("c", packed(), 5.0))
+    await first.accepted
+    wire.rank.gate.set()
+    for issued in (first, second):
+        assert (await commander.result(issued, soon())).rank.outcome == OUTCOME_APPLIED
+    assert (await attached).rank.outcome == OUTCOME_APPLIED
+    third = commander.issue("c", "o", packed(), soon())
+    assert (await commander.result(third, soon())).rank.outcome == OUTCOME_APPLIED
+    assert wire.rank.carried_out == ["c"]
+
+
+async def test_the_same_id_with_another_body_is_refused(wire: Wire) -> None:
+    commander = wire.connect()
+    await commander.result(commander.issue("c", "o", packed(), soon()), soon())
+    other = commander.issue("c", "o", packed(v.PauseGenerationRequest(mode=2)), soon())
+    result = await commander.result(other, soon())
+    assert result.rank.error.reason == "REQUEST_ID_REUSED"
+    assert wire.rank.carried_out == ["c"]
+
+
+async def test_after_a_broken_link_the_result_is_there_for_the_asking(wire: Wire) -> None:
+    commander = wire.connect()
+    wire.rank.gate.clear()
+    issued = commander.issue("c", "o", packed(), soon())
+    await issued.accepted
+    wire.near.cut()
+    with pytest.raises(RlctlError) as caught:
+        await commander.result(issued, soon())
+    assert (caught.value.reason, caught.value.outcome) == (Reason.LINK_LOST, OUTCOME_UNKNOWN)
+    wire.rank.gate.set()
+    again = wire.connect()
+    result = await again.result(again.issue("c", "o", packed(), soon()), soon())
+    assert result.rank.outcome == OUTCOME_APPLIED
+    assert wire.rank.carried_out == ["c"]
+
+
+async def test_no_answer_by_the_deadline_is_unknown_and_asks_to_withdraw(wire: Wire) -> None:
+    commander = wire.connect()
+    wire.rank.gate.clear()
+    issued = commander.issue("c", "o", packed(), soon())
+    with pytest.raises(RlctlError) as caught:
+        await commander.result(issued, soon(0.05))
+    assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_UNKNOWN)
+    probe = commander.issue("probe", "o", packed(v.GetLoadsRequest()), soon())
+    await probe.accepted
+    assert wire.rank.withdrawn == ["c"]
+
+
+async def test_what_never_left_is_not_sent(wire: Wire) -> None:
+    commander = wire.connect()
+    late = commander.issue("c", "o", packed(), CLOCK.now() - 1)
+    with pytest.raises(RlctlError) as caught:
+        await commander.result(late, soon())
+    assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_NOT_SENT)
+    wire.near.cut()
+    await wire.tasks[0]
+    lost = commander.issue("d", "o", packed(), soon())
+    with pytest.raises(RlctlError) as caught:
+        await commander.result(lost, soon())
+    assert (caught.value.reason, caught.value.outcome) == (Reason.LINK_LOST, OUTCOME_NOT_SENT)
+    assert wire.rank.carried_out == []
+
+
+async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
+    commander = wire.connect(silence_s=0.1)
+    wire.far.muted = True
+    issued = commander.issue("c", "o", packed(), soon(30))
+    with pytest.raises(RlctlError) as caught:
+        await commander.result(issued, soon(30))
+    assert caught.value.reason is Reason.LINK_LOST
+    assert commander.lost
+
+
+async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
+    commander = wire.connect()
+    assert (await commander.attach(Attach(incarnation=4))).report.incarnation == 4
+    with pytest.raises(RlctlError, match="over") as caught:
+        await commander.attach(Attach(fleet_epoch=13))
+    assert caught.value.reason is Reason.EPOCH_FENCED
+
+
+async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:
+    commander = wire.connect()
+    for body, reason in (
+        (Any(type_url="type.googleapis.com/rlctl.v1.NoSuchRequest"), "VERB_UNKNOWN"),
+        (Any(type_url="type.googleapis.com/google.protobuf.Duration"), "VERB_UNKNOWN"),
+        (Any(), "VERB_UNKNOWN"),
+        (Any(type_url="type.googleapis.com/rlctl.v1.PauseGenerationRequest", value=b"\xff\xff"), "FIELD_INVALID"),
+    ):
+        issued = commander.issue(f"c{body.value!r}{body.type_url}", "o", body, soon())
+        assert (await commander.result(issued, soon())).rank.error.reason == reason
+    assert wire.rank.carried_out == []
+
+
+async def test_a_callers_leaving_does_not_stop_what_runs(wire: Wire) -> None:
+    wire.rank.gate.clear()
+    caller = asyncio.create_task(wire.executor.execute("c", packed(), 5.0))
+    await eventually(lambda: wire.executor._records)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    wire.rank.gate.set()
+    assert (await wire.executor.execute("c", packed(), 5.0)).rank.outcome == OUTCOME_APPLIED
+    assert wire.rank.carried_out == ["c"]

@@ -1,0 +1,82 @@
+"""Every reason survives the way to the wire and back."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+
+from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
+from rlctl.transport import status
+from rlctl.v1.common_pb2 import ErrorDetail
+from rlctl.v1.results_pb2 import Operation
+
+
+class _Context:
+    """Records what a handler aborts with."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...]) -> None:
+        self.code, self.details, self.metadata = code, details, metadata
+        raise InterruptedError
+
+
+async def over_the_wire(error: RlctlError) -> RlctlError:
+    context = _Context()
+    with pytest.raises(InterruptedError):
+        await status.abort(context, error)
+    failed = grpc.aio.AioRpcError(
+        context.code, grpc.aio.Metadata(), grpc.aio.Metadata(*context.metadata), details=context.details
+    )
+    return status.from_grpc(failed)
+
+
+@pytest.mark.parametrize("reason", list(Reason), ids=lambda r: r.name)
+async def test_a_reason_survives_the_wire(reason: Reason) -> None:
+    error = reason.error("the cause, in words", field="a.b[0]", metadata={"k": "v"})
+    back = await over_the_wire(error)
+    assert type(back) is reason.exception
+    assert (back.reason, back.message, back.field, back.metadata) == (
+        reason,
+        "the cause, in words",
+        "a.b[0]",
+        {"k": "v"},
+    )
+    assert back.next_step == reason.next_step
+    assert str(back) == str(error)
+
+
+async def test_cause_and_next_step_are_two_sentences_and_come_apart_again() -> None:
+    error = Reason.STAGE_NOT_SERVING.error("actor-0 is PAUSED")
+    assert str(error) == "STAGE_NOT_SERVING: actor-0 is PAUSED. Ask another stage, or wait."
+    assert str(Reason.STAGE_NOT_SERVING.error("It is PAUSED.")) == (
+        "STAGE_NOT_SERVING: It is PAUSED. Ask another stage, or wait."
+    )
+    assert (await over_the_wire(error)).message == "actor-0 is PAUSED"
+
+
+async def test_the_status_code_is_the_exceptions() -> None:
+    for reason in Reason:
+        context = _Context()
+        with pytest.raises(InterruptedError):
+            await status.abort(context, reason.error())
+        assert context.code.name == reason.exception.status
+
+
+def test_a_reason_of_a_newer_version_becomes_internal_and_keeps_its_name() -> None:
+    error = from_detail(ErrorDetail(reason="FROM_THE_FUTURE", message="x"))
+    assert error.reason is Reason.INTERNAL
+    assert "FROM_THE_FUTURE: x" in str(error)
+
+
+def test_a_failed_operation_carries_itself_and_its_cause() -> None:
+    operation = Operation(operation_id="o", error=Reason.RANK_LOST.error("rank 1 is gone").detail())
+    error = OperationFailed(operation)
+    assert error.operation.operation_id == "o"
+    assert error.reason is Reason.RANK_LOST
+    assert "rank 1 is gone" in str(error)
+
+
+def test_reasons_have_a_meaning_and_no_two_share_one() -> None:
+    meanings = [reason.meaning for reason in Reason]
+    assert all(meanings)
+    assert len(set(meanings)) == len(meanings)

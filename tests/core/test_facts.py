@@ -1,0 +1,307 @@
+"""The stage's state follows from its facts, and no verb leaves it in a state that would serve what it must not."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rlctl.errors import RlctlError
+from rlctl.stage.facts import Facts, Weights
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    StageState,
+    WeightVersion,
+)
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.verbs import of_request
+
+EPOCH = 3
+
+
+def version(sequence: int) -> WeightVersion:
+    return WeightVersion(label=f"v{sequence}", sequence=sequence)
+
+
+def fenced(request: Message, update_id: str = "") -> Message:
+    request.header.fence.fleet_epoch = EPOCH
+    request.header.fence.update_id = update_id
+    return request
+
+
+def apply(
+    facts: Facts, request: Message, outcome: int = OUTCOME_APPLIED, *, update_id: str = "", released: tuple = ()
+) -> None:
+    """What a stage does with a verb whose ranks all answer the same."""
+    fenced(request, update_id)
+    verb = of_request(request)
+    facts.refuse(verb, request)
+    results = [RankResult(outcome=outcome, memory=v.MemoryReport(released=released))]
+    facts.settle(verb, request, outcome, results)
+
+
+def refused(facts: Facts, request: Message, update_id: str = "") -> str:
+    with pytest.raises(RlctlError) as caught:
+        facts.refuse(of_request(request), fenced(request, update_id))
+    return caught.value.reason.name
+
+
+def state(facts: Facts) -> str:
+    return StageState.Name(facts.state).removeprefix("STAGE_STATE_")
+
+
+@pytest.fixture
+def ready() -> Facts:
+    facts = Facts(joined=True, fleet_epoch=EPOCH)
+    facts.admit([version(1)], adopt=version(1))
+    assert state(facts) == "READY"
+    return facts
+
+
+def update(facts: Facts, sequence: int = 2, *, kind: int = v.UPDATE_KIND_FULL) -> None:
+    apply(facts, v.PrepareUpdateRequest(version=version(sequence), kind=kind), update_id="u")
+    apply(facts, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    apply(facts, v.CommitUpdateRequest(version=version(sequence)), update_id="u")
+
+
+def test_a_new_stage_joins_stale_and_is_ready_once_its_version_is_admitted() -> None:
+    facts = Facts(fleet_epoch=EPOCH)
+    assert state(facts) == "JOINING"
+    facts.joined = True
+    assert state(facts) == "STALE"
+    facts.admit([version(1)], adopt=None)
+    assert state(facts) == "STALE"
+    facts.admit([version(1)], adopt=version(1))
+    assert state(facts) == "READY"
+
+
+def test_pause_and_continue(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    assert (state(ready), ready.pause_mode) == ("PAUSED", common.PAUSE_MODE_RETRACT)
+    apply(ready, v.ContinueGenerationRequest())
+    assert state(ready) == "READY"
+
+
+def test_a_pause_of_unknown_outcome_counts_as_a_pause_and_an_unknown_continue_does_not(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest(), OUTCOME_UNKNOWN)
+    assert state(ready) == "PAUSED"
+    apply(ready, v.ContinueGenerationRequest(), OUTCOME_UNKNOWN)
+    assert state(ready) == "PAUSED"
+
+
+def test_a_refused_verb_changes_nothing(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest(), OUTCOME_REJECTED)
+    assert state(ready) == "READY"
+
+
+def test_an_update_serves_nothing_until_its_version_is_admitted(ready: Facts) -> None:
+    update(ready)
+    assert state(ready) == "UPDATING"
+    ready.admit([version(1)], adopt=None)
+    assert state(ready) == "UPDATING"
+    ready.admit([version(2)], adopt=None)
+    assert (state(ready), ready.version) == ("READY", version(2))
+
+
+def test_an_update_that_ends_before_its_first_byte_leaves_the_stage_as_it_was(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert (state(ready), ready.version) == ("READY", version(1))
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+def test_an_update_that_ends_past_its_first_byte_leaves_the_stage_dirty(ready: Facts, outcome: int) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), outcome, update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert state(ready) == "DIRTY"
+    assert refused(ready, v.ContinueGenerationRequest()) == "WEIGHTS_DIRTY"
+
+
+def test_a_committed_update_that_is_aborted_is_not_served(ready: Facts) -> None:
+    update(ready)
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert state(ready) == "DIRTY"
+    ready.admit([version(2)], adopt=None)
+    assert state(ready) == "DIRTY", "its weights were not vouched for, whatever the others published"
+
+
+def test_a_commit_of_unknown_outcome_leaves_the_stage_dirty(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    apply(ready, v.CommitUpdateRequest(version=version(2)), OUTCOME_UNKNOWN, update_id="u")
+    ready.admit([version(2)], adopt=None)
+    assert state(ready) == "UPDATING"
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert state(ready) == "DIRTY"
+
+
+def test_only_a_full_update_clears_dirty(ready: Facts) -> None:
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    assert state(ready) == "DIRTY"
+    partial = v.PrepareUpdateRequest(version=version(2), kind=v.UPDATE_KIND_PARTIAL)
+    assert refused(ready, partial, "u") == "WEIGHTS_DIRTY"
+    update(ready)
+    ready.admit([version(2)], adopt=None)
+    assert state(ready) == "READY"
+
+
+def test_weights_that_were_released_are_stale_when_resumed(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest())
+    apply(ready, v.ReleaseMemoryRequest(), released=(MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS))
+    assert state(ready) == "ASLEEP"
+    assert refused(ready, v.ContinueGenerationRequest()) == "MEMORY_RELEASED"
+    assert refused(ready, v.PrepareUpdateRequest(version=version(2)), "u") == "MEMORY_RELEASED"
+    apply(ready, v.ResumeMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]), released=(MEMORY_TAG_KV_CACHE,))
+    assert state(ready) == "ASLEEP"
+    apply(ready, v.ResumeMemoryRequest())
+    assert state(ready) == "STALE"
+    assert refused(ready, v.ContinueGenerationRequest()) == "WEIGHTS_STALE"
+    ready.admit([version(1)], adopt=version(1))
+    assert state(ready) == "STALE", "lost weights cannot be adopted"
+    update(ready)
+    ready.admit([version(2)], adopt=None)
+    assert state(ready) == "PAUSED"
+
+
+def test_a_release_of_unknown_outcome_counts_as_one(ready: Facts) -> None:
+    apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]), OUTCOME_UNKNOWN)
+    assert state(ready) == "ASLEEP"
+    assert ready.weights is Weights.LOST
+
+
+@pytest.mark.parametrize(
+    ("fields", "known"),
+    [
+        ({}, "/new"),
+        ({"load_format": "auto"}, "/new"),
+        ({"load_format": "direct"}, ""),
+        ({"target_modules": ["lm_head"]}, ""),
+    ],
+)
+def test_the_checkpoint_is_known_only_when_it_is_what_the_weights_are(
+    ready: Facts, fields: dict[str, object], known: str
+) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDiskRequest(model_path="/new", **fields), update_id="u")
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="u")
+    assert ready.checkpoint == known
+
+
+def test_only_the_open_update_may_write(ready: Facts) -> None:
+    write = v.UpdateWeightsFromDistributedRequest(group_name="g")
+    assert refused(ready, write, "u") == "ILLEGAL_STATE"
+    assert refused(ready, v.UpdateWeightsFromDistributedRequest(group_name="g")) == "FIELD_REQUIRED"
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    assert refused(ready, write, "other") == "UPDATE_FENCED"
+    assert refused(ready, v.PrepareUpdateRequest(version=version(2)), "other") == "UPDATE_FENCED"
+
+
+def test_a_mutating_verb_needs_the_epoch_that_is_held(ready: Facts) -> None:
+    request = v.PauseGenerationRequest()
+    for epoch, reason in ((EPOCH - 1, "EPOCH_FENCED"), (EPOCH + 1, "EPOCH_FENCED"), (0, "EPOCH_REQUIRED")):
+        request.header.fence.fleet_epoch = epoch
+        with pytest.raises(RlctlError) as caught:
+            ready.refuse(of_request(request), request)
+        assert caught.value.reason.name == reason
+    read = v.GetModelInfoRequest()
+    ready.refuse(of_request(read), read)
+    checksum = v.CheckWeightsRequest()
+    ready.refuse(of_request(checksum), checksum)
+
+
+def test_a_version_is_compared_by_sequence_and_label(ready: Facts) -> None:
+    ready.admit([WeightVersion(label="another", sequence=1)], adopt=None)
+    assert state(ready) == "STALE"
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Verbs with any outcome in any order: what is READY is whole, at an admitted version, resident and not paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts = Facts(joined=True, fleet_epoch=EPOCH)
+        self.sequence = 1
+        self.whole_at: int | None = None  # the version that every byte of the weights belongs to
+        self.facts.admit([version(1)], adopt=version(1))
+        self.whole_at = 1
+
+    outcomes = st.sampled_from([OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+
+    def _try(self, request: Message, outcome: int, **more: object) -> bool:
+        try:
+            apply(self.facts, request, outcome, **more)
+        except RlctlError:
+            return False
+        return True
+
+    @rule(outcome=outcomes, mode=st.sampled_from([1, 2, 3, 4]))
+    def pause(self, outcome: int, mode: int) -> None:
+        self._try(v.PauseGenerationRequest(mode=mode), outcome)
+
+    @rule(outcome=outcomes)
+    def go_on(self, outcome: int) -> None:
+        self._try(v.ContinueGenerationRequest(), outcome)
+
+    @rule(outcome=outcomes)
+    def release(self, outcome: int) -> None:
+        tags = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
+        if self._try(v.ReleaseMemoryRequest(tags=tags), outcome, released=tags) and outcome != OUTCOME_REJECTED:
+            self.whole_at = None
+
+    @rule()
+    def resume(self) -> None:
+        self._try(v.ResumeMemoryRequest(), OUTCOME_APPLIED)
+
+    @rule(outcome=outcomes)
+    def prepare(self, outcome: int) -> None:
+        self._try(v.PrepareUpdateRequest(version=version(self.sequence + 1)), outcome, update_id="u")
+
+    @rule(outcome=outcomes)
+    def write(self, outcome: int) -> None:
+        request = v.UpdateWeightsFromDistributedRequest(group_name="g")
+        if self._try(request, outcome, update_id="u") and outcome != OUTCOME_REJECTED:
+            self.whole_at = None
+
+    @rule(outcome=outcomes)
+    def commit(self, outcome: int) -> None:
+        request = v.CommitUpdateRequest(version=version(self.sequence + 1))
+        if self._try(request, outcome, update_id="u") and outcome == OUTCOME_APPLIED:
+            self.whole_at = self.sequence + 1
+
+    @rule(outcome=outcomes)
+    def abort(self, outcome: int) -> None:
+        open_before = self.facts.update is not None and self.facts.update.committed
+        if self._try(v.AbortUpdateRequest(), outcome, update_id="u") and outcome != OUTCOME_REJECTED and open_before:
+            self.whole_at = None
+
+    @rule(outcome=outcomes)
+    def scramble(self, outcome: int) -> None:
+        request = v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS)
+        if self._try(request, outcome) and outcome != OUTCOME_REJECTED:
+            self.whole_at = None
+
+    @rule()
+    def publish(self) -> None:
+        self.sequence += 1
+        self.facts.admit([version(self.sequence)], adopt=None)
+
+    @invariant()
+    def what_is_ready_is_whole_and_admitted(self) -> None:
+        if self.facts.state == common.STAGE_STATE_READY:
+            assert self.whole_at == self.facts.version.sequence == self.sequence
+            assert not self.facts.paused
+            assert not self.facts.released
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,103 @@
+"""Imports run one way, and the cores are free of transport and storage."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BASE = {"rlctl.v1", "rlctl.errors", "rlctl.verbs", "rlctl.checks", "rlctl.outcomes", "rlctl.times", "rlctl.version"}
+PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "rlctl/weights": BASE,
+    "rlctl/control": PORTS,
+    "rlctl/worker": PORTS | {"rlctl.control", "rlctl.transport", "rlctl.loops"},
+    "rlctl/stage": PORTS | {"rlctl.control", "rlctl.worker", "rlctl.transport", "rlctl.loops"},
+    "rlctl/coordinator": PORTS | {"rlctl.control", "rlctl.transport"},
+    "rlctl/transport": PORTS | {"rlctl.control"},
+    "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.loops"},
+    "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
+}
+"""Folder → what it may import of the project, beside itself."""
+
+CORES = [
+    "rlctl/control",
+    "rlctl/worker/core.py",
+    "rlctl/worker/follower.py",
+    "rlctl/stage/core.py",
+    "rlctl/stage/facts.py",
+    "rlctl/stage/relay.py",
+    "rlctl/coordinator/core.py",
+    "rlctl/coordinator/fanout.py",
+    "rlctl/coordinator/groups.py",
+    "rlctl/coordinator/operations.py",
+    "rlctl/coordinator/peers.py",
+    "rlctl/coordinator/roster.py",
+    "rlctl/coordinator/session.py",
+    "rlctl/coordinator/updates.py",
+    "rlctl/coordinator/verification.py",
+    "rlctl/coordinator/versions.py",
+    "rlctl/checks.py",
+    "rlctl/outcomes.py",
+    "rlctl/engine.py",
+    "rlctl/verbs.py",
+    "rlctl/errors.py",
+]
+
+
+def modules(path: str) -> Iterator[Path]:
+    place = ROOT / path
+    yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports anywhere in it, without those only for types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_imports_only_what_stands_below_it(folder: str) -> None:
+    own = folder.replace("engines/", "").replace("/", ".")
+    for path in modules(folder):
+        for name in imported(path):
+            if not name.startswith("rlctl.") or name.startswith(own):
+                continue
+            allowed = any(name == a or name.startswith(a + ".") or a.startswith(name + ".") for a in MAY_IMPORT[folder])
+            assert allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_the_cores_know_neither_transport_nor_storage(core: str) -> None:
+    for path in modules(core):
+        for name in imported(path):
+            assert name.split(".")[0] not in ("grpc", "sqlite3", "time", "torch"), f"{path} imports {name}"
+            assert not name.startswith("rlctl.transport"), f"{path} imports {name}"
+
+
+def test_importing_rlctl_loads_neither_grpc_nor_torch() -> None:
+    code = "import rlctl, rlctl.cli.main, sys; print([m for m in ('grpc', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import rlctl
+
+    for name in rlctl.__all__:
+        assert getattr(rlctl, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'conect'"):
+        _ = rlctl.conect

@@ -1,0 +1,165 @@
+"""How outcomes add up. A dropped, copied or misfiled rank result must never pass for success."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl import outcomes
+from rlctl.errors import Reason
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    OUTCOME_NOT_SENT,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    WorkerCoordinates,
+)
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+    OPERATION_STATE_UNKNOWN,
+    Operation,
+    RankResult,
+    StageResult,
+)
+from rlctl.verbs import VERBS
+
+EVERY = (OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
+PAUSE, READ, WRITE = VERBS["PauseGeneration"], VERBS["GetModelInfo"], VERBS["UpdateWeightsFromDistributed"]
+
+
+def ranks(*given_outcomes: int) -> list[RankResult]:
+    return [
+        RankResult(
+            coordinates=WorkerCoordinates(rank=index, tp=index),
+            outcome=outcome,
+            evidence=common.EVIDENCE_RANK,
+            error=None if outcome == OUTCOME_APPLIED else Reason.INTERNAL.error(f"cause {index}").detail(),
+        )
+        for index, outcome in enumerate(given_outcomes)
+    ]
+
+
+def stages(*given_outcomes: int) -> list[StageResult]:
+    return [
+        StageResult(slot=f"s{index}", outcome=outcome, error=Reason.INTERNAL.error(f"cause {index}").detail())
+        for index, outcome in enumerate(given_outcomes)
+    ]
+
+
+@pytest.mark.parametrize("outcome", EVERY)
+def test_ranks_that_agree_give_that_outcome(outcome: int) -> None:
+    for verb in (PAUSE, READ, WRITE):
+        assert outcomes.of_ranks(verb, ranks(outcome, outcome), mutates=verb.mutating) == outcome
+
+
+@given(st.lists(st.sampled_from(EVERY), min_size=1, max_size=8), st.sampled_from([PAUSE, READ, WRITE]))
+def test_applied_only_if_every_rank_applied_or_legitimately_skipped(found: list[int], verb: object) -> None:
+    outcome = outcomes.of_ranks(verb, ranks(*found), mutates=verb.mutating)
+    if outcome == OUTCOME_APPLIED:
+        assert set(found) <= {OUTCOME_APPLIED, OUTCOME_SKIPPED}
+        assert OUTCOME_APPLIED in found
+        if verb.writes_weights:
+            assert set(found) == {OUTCOME_APPLIED}
+    if OUTCOME_UNKNOWN in found:
+        assert outcome == OUTCOME_UNKNOWN
+
+
+def test_ranks_that_differ_leave_a_mixture() -> None:
+    assert outcomes.of_ranks(PAUSE, ranks(OUTCOME_APPLIED, OUTCOME_REJECTED), mutates=True) == OUTCOME_DIRTY
+    assert outcomes.of_ranks(WRITE, ranks(OUTCOME_APPLIED, OUTCOME_SKIPPED), mutates=True) == OUTCOME_DIRTY
+    assert outcomes.of_ranks(WRITE, ranks(OUTCOME_NOT_SENT, OUTCOME_APPLIED), mutates=True) == OUTCOME_DIRTY
+
+
+def test_files_that_only_some_hosts_could_write_leave_no_mixture() -> None:
+    pull = VERBS["PullWeights"]
+    assert outcomes.of_ranks(pull, ranks(OUTCOME_APPLIED, OUTCOME_REJECTED), mutates=True) == OUTCOME_REJECTED
+    assert outcomes.of_ranks(pull, ranks(OUTCOME_APPLIED, OUTCOME_UNKNOWN), mutates=True) == OUTCOME_UNKNOWN
+
+
+def test_a_read_has_no_mixture() -> None:
+    assert outcomes.of_ranks(READ, ranks(OUTCOME_APPLIED, OUTCOME_REJECTED), mutates=False) == OUTCOME_REJECTED
+
+
+def test_no_rank_and_an_unset_outcome_are_unknown() -> None:
+    assert outcomes.of_ranks(PAUSE, [], mutates=True) == OUTCOME_UNKNOWN
+    assert outcomes.of_ranks(PAUSE, ranks(OUTCOME_APPLIED, 0), mutates=True) == OUTCOME_UNKNOWN
+    assert outcomes.of_ranks(PAUSE, ranks(OUTCOME_APPLIED, 99), mutates=True) == OUTCOME_UNKNOWN
+
+
+def test_a_dropped_rank_result_is_an_unknown_entry_with_its_reason() -> None:
+    workers = [WorkerCoordinates(rank=rank) for rank in range(3)]
+    entries = outcomes.one_per_rank(workers, [r for r in ranks(*[OUTCOME_APPLIED] * 3) if r.coordinates.rank != 1])
+    assert [(e.coordinates.rank, e.outcome) for e in entries] == [
+        (0, OUTCOME_APPLIED),
+        (1, OUTCOME_UNKNOWN),
+        (2, OUTCOME_APPLIED),
+    ]
+    assert entries[1].error.reason == "RANK_SILENT"
+    assert outcomes.of_ranks(PAUSE, entries, mutates=True) == OUTCOME_UNKNOWN
+
+
+def test_a_copied_rank_result_is_not_taken_for_another_ranks() -> None:
+    workers = [WorkerCoordinates(rank=rank) for rank in range(2)]
+    first = ranks(OUTCOME_APPLIED)[0]
+    entries = outcomes.one_per_rank(workers, [first, first])
+    assert [e.outcome for e in entries] == [OUTCOME_UNKNOWN, OUTCOME_UNKNOWN]
+    assert "2 answers came under this rank's number" in entries[0].error.message
+
+
+def test_an_answer_under_a_strange_rank_is_named() -> None:
+    entries = outcomes.one_per_rank([WorkerCoordinates(rank=0)], [RankResult(coordinates=WorkerCoordinates(rank=7))])
+    assert entries[0].outcome == OUTCOME_UNKNOWN
+    assert "[7]" in entries[0].error.message
+
+
+def test_the_error_is_that_of_a_rank_with_the_outcome_and_not_of_one_that_followed() -> None:
+    found = ranks(OUTCOME_REJECTED, OUTCOME_REJECTED)
+    found[0].error.CopyFrom(Reason.CANCELLED.error("rank 1 refused").detail())
+    detail = outcomes.explain(OUTCOME_REJECTED, found)
+    assert detail is not None
+    assert detail.message == "rank 1: cause 1"
+    found = ranks(OUTCOME_REJECTED, OUTCOME_UNKNOWN)
+    detail = outcomes.explain(OUTCOME_UNKNOWN, found)
+    assert detail is not None
+    assert detail.message == "rank 1: cause 1"
+
+
+def test_evidence_is_the_weakest() -> None:
+    found = ranks(OUTCOME_APPLIED, OUTCOME_APPLIED)
+    found[1].evidence = common.EVIDENCE_ENGINE
+    assert outcomes.evidence_of(found) == common.EVIDENCE_ENGINE
+
+
+def test_ok_means_all_targets_for_every_combination() -> None:
+    for combination in itertools.product(EVERY, repeat=3):
+        for update in (False, True):
+            state = outcomes.of_targets(stages(*combination), update=update)
+            confirmed = [o == OUTCOME_APPLIED or (o == OUTCOME_SKIPPED and not update) for o in combination]
+            if OUTCOME_UNKNOWN in combination:
+                assert state == OPERATION_STATE_UNKNOWN
+            elif all(confirmed):
+                assert state == OPERATION_STATE_OK
+            elif any(confirmed):
+                assert state == OPERATION_STATE_PARTIAL
+            else:
+                assert state == OPERATION_STATE_FAILED
+
+
+def test_no_targets_is_not_ok() -> None:
+    assert outcomes.of_targets([]) == OPERATION_STATE_FAILED
+
+
+def test_an_operations_error_counts_and_names_the_stages() -> None:
+    operation = Operation(stage_results=stages(OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN))
+    detail = outcomes.explain_operation(operation)
+    assert detail is not None
+    assert detail.message == "2 of 3 stages did not confirm; s2: cause 2"
+    assert detail.metadata["stages"] == "s1,s2"

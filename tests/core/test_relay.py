@@ -1,0 +1,170 @@
+"""Rank 0's relay: nobody carries out what not everybody holds; every rank has its own entry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from rlctl import outcomes
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import SystemClock
+from rlctl.stage.relay import Relay
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
+    OUTCOME_APPLIED,
+    OUTCOME_NOT_SENT,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    WorkerCoordinates,
+)
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.verbs import VERBS
+
+CLOCK = SystemClock()
+PAUSE = VERBS["PauseGeneration"]
+
+
+class Steps:
+    """The engine's step stream: what is ordered is carried out by every rank that accepted it."""
+
+    def __init__(self) -> None:
+        self.ordered: list[str] = []
+        self.ranks: list[Rank] = []
+        self.fails: RlctlError | None = None
+
+    async def order(self, command_id: str) -> int:
+        if self.fails:
+            raise self.fails
+        self.ordered.append(command_id)
+        for rank in self.ranks:
+            rank.finish(OUTCOME_APPLIED)
+        return len(self.ordered)
+
+
+class Rank:
+    """A rank that behaves as its name says."""
+
+    def __init__(self, number: int, behaviour: str = "good") -> None:
+        self.coordinates = WorkerCoordinates(rank=number)
+        self.behaviour = behaviour
+        self.withdrawn = False
+
+    def issue(self, request: object, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
+        loop = asyncio.get_running_loop()
+        self.accepted, self.results = loop.create_future(), loop.create_future()
+        match self.behaviour:
+            case "good":
+                self.accepted.set_result(None)
+            case "refuses":
+                self.finish(OUTCOME_REJECTED, Reason.FIELD_INVALID.error("rank says no"))
+            case "gone":
+                self.results.set_exception(Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT))
+                self.accepted.set_result(None)
+            case "dies":
+                loop.call_later(0.02, self._die)
+        return self.accepted, self.results
+
+    def _die(self) -> None:
+        self.accepted.set_result(None)
+        self.results.set_exception(Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN))
+
+    async def withdraw(self, command_id: str) -> None:
+        self.withdrawn = True
+        if self.behaviour == "good":
+            self.finish(OUTCOME_REJECTED, Reason.CANCELLED.error("withdrawn"))
+
+    def finish(self, outcome: int, error: RlctlError | None = None) -> None:
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+        if self.results.done():
+            return
+        result = RankResult(outcome=outcome, evidence=EVIDENCE_RANK, error=error.detail() if error else None)
+        result.coordinates.CopyFrom(self.coordinates)
+        if self.behaviour == "impostor":
+            result.coordinates.rank = 0
+        self.results.set_result([] if self.behaviour == "drops" else [result])
+
+
+@pytest.fixture
+def run() -> Callable[..., object]:
+    async def run(behaviours: Sequence[str], seconds: float = 0.3) -> tuple[Steps, list[Rank], list[RankResult]]:
+        steps, ranks = Steps(), [Rank(number, behaviour) for number, behaviour in enumerate(behaviours)]
+        steps.ranks = ranks
+        relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+        call = Call("c", CLOCK.now() + seconds)
+        return steps, ranks, await relay.run(PAUSE, v.PauseGenerationRequest(), call)
+
+    return run
+
+
+def outcome(results: list[RankResult]) -> int:
+    return outcomes.of_ranks(PAUSE, results, mutates=True)
+
+
+async def test_all_accept_then_rank_zero_orders_once(run: Callable) -> None:
+    steps, _, results = await run(["good"] * 4)
+    assert steps.ordered == ["c"]
+    assert [(r.coordinates.rank, r.outcome) for r in results] == [(rank, OUTCOME_APPLIED) for rank in range(4)]
+
+
+async def test_a_rank_that_refuses_keeps_every_rank_from_it(run: Callable) -> None:
+    steps, ranks, results = await run(["good", "good", "refuses"])
+    assert steps.ordered == []
+    assert ranks[0].withdrawn
+    assert ranks[1].withdrawn
+    assert outcome(results) == OUTCOME_REJECTED
+    detail = outcomes.explain(OUTCOME_REJECTED, results)
+    assert detail is not None
+    assert detail.message == "rank 2: rank says no"
+
+
+async def test_a_silent_rank_is_unknown_and_nobody_carries_it_out(run: Callable) -> None:
+    steps, _, results = await run(["good", "silent"])
+    assert steps.ordered == []
+    assert [r.outcome for r in results] == [OUTCOME_REJECTED, OUTCOME_UNKNOWN]
+    assert results[1].error.reason == "RANK_SILENT"
+    assert outcome(results) == OUTCOME_UNKNOWN
+
+
+async def test_a_rank_that_is_gone_was_not_sent_to(run: Callable) -> None:
+    steps, _, results = await run(["good", "gone"])
+    assert steps.ordered == []
+    assert results[1].outcome == OUTCOME_NOT_SENT
+    assert results[1].error.reason == "LINK_LOST"
+
+
+async def test_a_rank_that_dies_while_it_decides_is_unknown(run: Callable) -> None:
+    steps, _, results = await run(["good", "dies"])
+    assert steps.ordered == []
+    assert results[1].outcome == OUTCOME_UNKNOWN
+
+
+async def test_an_answer_under_another_ranks_number_is_not_counted(run: Callable) -> None:
+    _, _, results = await run(["good", "impostor"])
+    # Rank 1 accepts late here, so give it: what matters is whose entry its answer becomes.
+    assert [r.coordinates.rank for r in results] == [0, 1]
+    assert results[1].outcome == OUTCOME_UNKNOWN
+
+
+async def test_an_empty_answer_is_not_success(run: Callable) -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1)]
+    steps.ranks = ranks
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    task = asyncio.create_task(relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 1)))
+    await asyncio.sleep(0)
+    ranks[1].behaviour = "drops"
+    results = await task
+    assert [r.outcome for r in results] == [OUTCOME_APPLIED, OUTCOME_UNKNOWN]
+
+
+async def test_an_engine_that_cannot_order_lets_nobody_start(run: Callable) -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1)]
+    steps.fails = Reason.ENGINE_FAILED.error("stopped")
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    results = await relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 1))
+    assert all(rank.withdrawn for rank in ranks)
+    assert outcome(results) == OUTCOME_REJECTED

@@ -1,0 +1,33 @@
+"""An in-process fleet of fake engines: real servers, real streams, one loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rlctl.testing.fleet import InProcessFleet, StageSpec
+
+
+@pytest.fixture
+def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[..., object]:
+    """``async with make_fleet(a=1, b=2)``: stages a and b with one and two ranks."""
+
+    @asynccontextmanager
+    async def make(
+        *, token: str | None = None, lease_s: float = 10.0, heal: bool = True, **stages: int
+    ) -> AsyncIterator[InProcessFleet]:
+        specs = [StageSpec(name, checkpoint("one"), tp_size=ranks) for name, ranks in stages.items()]
+        async with InProcessFleet(tmp_path / "journal.db", specs, token=token, lease_s=lease_s, heal=heal) as fleet:
+            yield fleet
+
+    return make
+
+
+@pytest.fixture
+async def fleet(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
+    """Stage a with one rank, stage b with two."""
+    async with make_fleet(a=1, b=2) as fleet:
+        yield fleet

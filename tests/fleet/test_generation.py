@@ -1,0 +1,192 @@
+"""Generation behind the gate of what a stage may serve, and the SDK that picks the stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+import pytest
+
+from rlctl.client import aio
+from rlctl.client.aio import AsyncFleet
+from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.stage.generation import merge
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.transport.channel import open_channel
+from rlctl.transport.status import from_grpc
+from rlctl.v1 import rollout_pb2 as r
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+
+
+@pytest.fixture
+async def client(fleet: InProcessFleet) -> AsyncIterator[AsyncFleet]:
+    async with await aio.connect(fleet.server.address) as client:
+        yield client
+
+
+async def refusal(call: object) -> RlctlError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_grpc(caught.value)
+
+
+async def test_a_request_is_served_and_stamped(fleet: InProcessFleet) -> None:
+    async with open_channel(fleet.stages["b"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        request = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=3))
+        whole = await stub.Generate(request)
+        assert (whole.slot, whole.incarnation) == ("b", 1)
+        assert list(whole.samples[0].output_ids) == [0, 1, 2]
+        span = whole.samples[0].versions[0]
+        assert (span.version.label, span.start, span.end) == ("initial", 0, 3)
+        assert whole.samples[0].finish_reason.type == r.FINISH_TYPE_LENGTH
+        parts = [part async for part in stub.GenerateStream(request)]
+        assert "".join(part.samples[0].text for part in parts) == whole.samples[0].text
+        assert len(parts) == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "field"),
+    [
+        (r.GenerateRequest(), Reason.FIELD_REQUIRED, "prompt"),
+        (r.GenerateRequest(text="x", model="zz"), Reason.MODEL_NOT_FOUND, "model"),
+        (r.GenerateRequest(text="x", min_version_seq=2), Reason.VERSION_TOO_OLD, "min_version_seq"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    fleet: InProcessFleet, request_: r.GenerateRequest, reason: Reason, field: str
+) -> None:
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        error = await refusal(RolloutServiceStub(channel).Generate(request_))
+        assert (error.reason, error.field) == (reason, field)
+
+
+async def test_a_paused_stage_takes_nothing_new(fleet: InProcessFleet) -> None:
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        error = await refusal(RolloutServiceStub(channel).Generate(r.GenerateRequest(text="x")))
+        assert error.reason is Reason.STAGE_NOT_SERVING
+        assert error.metadata == {"state": "PAUSED"}
+
+
+async def test_a_request_ends_at_its_deadline_and_is_gone_from_the_engine(fleet: InProcessFleet) -> None:
+    engine = fleet.stages["a"]._engine
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        request = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=10**6))
+        error = await refusal(RolloutServiceStub(channel).Generate(request, timeout=0.2))
+        assert error.reason is Reason.DEADLINE_EXCEEDED
+    await eventually(lambda: not engine._running)
+
+
+async def test_without_a_coordinator_a_stage_serves_only_as_long_as_its_lease(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, lease_s=0.5) as fleet, open_channel(fleet.stages["a"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        request = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=10**6))
+        stream = stub.GenerateStream(request)
+        parts = aiter(stream)
+        await anext(parts)
+        await fleet.server._server.stop(0)
+        await fleet.server.coordinator.stop()
+        async with asyncio.timeout(10):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in parts:
+                    pass
+        error = from_grpc(caught.value)
+        assert error.reason is Reason.STAGE_NOT_SERVING
+        assert "lease" in error.message
+        assert (await refusal(stub.Generate(request))).reason is Reason.STAGE_NOT_SERVING
+        assert not fleet.stages["a"]._engine._running
+
+
+async def test_requests_are_ended_by_id_and_all(fleet: InProcessFleet) -> None:
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        request = r.GenerateRequest(rid="mine", text="x", sampling_params=r.SamplingParams(max_new_tokens=10**6))
+        generating = asyncio.ensure_future(stub.Generate(request))
+        await eventually(lambda: "mine" in fleet.stages["a"]._engine._running)
+        answer = await stub.Abort(r.AbortRequest(rids=["mine", "nobody's"]))
+        assert (answer.aborted, list(answer.unknown_rids)) == (1, ["nobody's"])
+        assert (await generating).samples[0].finish_reason.type == r.FINISH_TYPE_ABORT
+        assert (await refusal(stub.Abort(r.AbortRequest()))).field == "rids"
+
+
+async def test_the_sdk_goes_round_the_routable_stages(client: AsyncFleet, fleet: InProcessFleet) -> None:
+    responses = await client.generate_batch(["x"] * 10, max_new_tokens=1)
+    assert Counter(response.slot for response in responses) == {"a": 5, "b": 5}
+    await client.pause_generation(slots=["a"])
+    responses = await client.generate_batch(["x"] * 4, max_new_tokens=1)
+    assert Counter(response.slot for response in responses) == {"b": 4}
+
+
+async def test_the_sdk_waits_for_a_stage_and_says_when_none_came(client: AsyncFleet) -> None:
+    await client.pause_generation()
+    with pytest.raises(RlctlError) as caught:
+        await client.generate("x", timeout_s=0.3)
+    assert caught.value.reason is Reason.NO_ROUTABLE_STAGE
+    assert "within 0.3 s: a PAUSED, b PAUSED" in caught.value.message
+    waiting = asyncio.ensure_future(client.generate("x", max_new_tokens=1, timeout_s=10))
+    await asyncio.sleep(0)
+    await client.continue_generation()
+    assert (await waiting).samples[0].text
+
+
+async def test_the_sdk_refuses_a_model_that_nobody_serves_at_once(client: AsyncFleet, fleet: InProcessFleet) -> None:
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            with pytest.raises(RlctlError) as caught:
+                await client.generate("x", model="nope", timeout_s=60)
+            assert caught.value.reason is Reason.MODEL_NOT_FOUND
+        await client.pause_generation()
+        waiting = asyncio.ensure_future(client.generate("x", model="actor", max_new_tokens=1, timeout_s=60))
+        await client.continue_generation()
+        assert (await waiting).samples[0].text
+
+
+async def test_the_sdk_streams(client: AsyncFleet) -> None:
+    texts = [part.samples[0].text async for part in client.generate_stream("x", max_new_tokens=3)]
+    assert texts == ["0 ", "1 ", "2 ", ""]
+
+
+async def test_the_sdk_raises_operations_that_did_not_end_ok_and_carries_them(client: AsyncFleet) -> None:
+    with pytest.raises(OperationFailed) as caught:
+        await client.update_weights_from_disk("/nowhere")
+    assert caught.value.reason is Reason.CHECKPOINT_NOT_FOUND
+    assert len(caught.value.operation.stage_results) == 2
+    unchecked = await client.update_weights_from_disk("/nowhere", check=False)
+    assert unchecked.error.reason == "CHECKPOINT_NOT_FOUND"
+
+
+async def test_the_sdk_refuses_parameters_that_do_not_exist(client: AsyncFleet) -> None:
+    with pytest.raises(RlctlError, match="no sampling parameter 'temprature'") as caught:
+        await client.generate("x", temprature=1.0)
+    assert caught.value.field == "sampling_params.temprature"
+    with pytest.raises(RlctlError, match="must be one of abort, retract, in_place, drain"):
+        await client.pause_generation("stop")
+
+
+async def test_connecting_to_nobody_fails_in_time() -> None:
+    with pytest.raises(RlctlError) as caught:
+        await aio.connect("127.0.0.1:1", timeout_s=0.5)
+    assert caught.value.reason is Reason.UNREACHABLE
+    assert "rlctl up" in str(caught.value)
+
+
+def test_merging_parts_gives_the_whole() -> None:
+    version = WeightVersion(label="v", sequence=1)
+    whole = r.GenerateResponse()
+    for index, token in ((0, 5), (1, 6), (0, 7)):
+        count = 1 + sum(s.completion_tokens for s in whole.samples if s.index == index)
+        sample = r.Sample(index=index, text=str(token), output_ids=[token], completion_tokens=count)
+        sample.versions.add(version=version, start=count - 1, end=count)
+        merge(whole, r.GenerateResponse(rid="x", prompt_tokens=4, samples=[sample]))
+    assert (whole.rid, whole.prompt_tokens) == ("x", 4)
+    assert [(s.index, s.text, list(s.output_ids), len(s.versions)) for s in whole.samples] == [
+        (0, "57", [5, 7], 1),
+        (1, "6", [6], 1),
+    ]
+    assert whole.samples[0].versions[0].end == 2

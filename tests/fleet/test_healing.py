@@ -1,0 +1,197 @@
+"""Stages that are brought to the published version without the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+
+from rlctl.engine import Call
+from rlctl.errors import Reason
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.coordinator_pb2 import HealStageRequest
+from rlctl.v1.journal_pb2 import SlotRecord
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+
+Checkpoint = Callable[[str], str]
+
+
+async def restart(fleet: InProcessFleet, slot: str) -> None:
+    """What fills a slot ends, and starts from its launch checkpoint."""
+    await fleet.stages.pop(slot).stop()
+    await fleet.start_stage(next(spec for spec in fleet.specs if spec.slot == slot))
+
+
+async def from_disk(fleet: InProcessFleet, path: str, label: str) -> None:
+    request = v.UpdateWeightsFromDiskRequest(model_path=path, weight_version=label)
+    assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+
+
+async def dirty(fleet: InProcessFleet) -> None:
+    """Every stage has taken in a part of an update that was aborted."""
+    plan = await begin(fleet, "aborted")
+    await join(fleet, plan)
+    await write(fleet, plan, "half")
+    await abort(fleet, plan)
+    assert {fleet.stage(spec.slot).state for spec in fleet.specs} == {common.STAGE_STATE_DIRTY}
+
+
+async def test_an_engine_that_was_restarted_gets_the_published_version_by_itself(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await restart(fleet, "a")
+    await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+    assert fleet.stage("a").report.weight_version.label == "two"
+    assert set(weights(fleet)) == {"two"}
+    assert version_of(fleet) == ("two", 2), "a heal publishes nothing"
+    assert fleet.stage("b").routable
+
+
+async def test_without_the_policy_it_waits_for_the_operator(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        operation = await fleet.stub.HealStage(HealStageRequest())
+        assert operation.state == OPERATION_STATE_OK
+        assert [result.slot for result in operation.stage_results] == ["a"]
+        assert fleet.stage("a").routable
+        assert set(weights(fleet)) == {"two"}
+
+
+async def test_dirty_stages_are_healed_when_somebody_asks(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await dirty(fleet)
+    assert (await fleet.stub.HealStage(HealStageRequest(slots=["b"]))).state == OPERATION_STATE_OK
+    assert (fleet.stage("a").routable, fleet.stage("b").routable) == (False, True)
+    assert not fleet.stage("b").HasField("quarantine")
+    assert (await fleet.stub.HealStage(HealStageRequest())).state == OPERATION_STATE_OK
+    assert fleet.stage("a").routable
+    assert set(weights(fleet)) == {"two"}
+
+
+async def test_what_has_another_digest_than_the_version_is_not_served(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await dirty(fleet)
+    request = HealStageRequest(slots=["a"], checkpoint=checkpoint("another"))
+    operation = await fleet.stub.HealStage(request)
+    assert operation.state != OPERATION_STATE_OK
+    assert operation.stage_results[0].error.reason == "DIGEST_MISMATCH"
+    assert fleet.stage("a").state == common.STAGE_STATE_DIRTY
+    assert (await fleet.stub.HealStage(HealStageRequest())).state == OPERATION_STATE_OK
+    assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_a_version_that_no_checkpoint_has_needs_the_trainer(fleet: InProcessFleet, tmp_path: Path) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "sent")
+    await commit(fleet, plan, digest("sent"))
+    await restart(fleet, "a")
+    await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+    error = await refusal(fleet.stub.HealStage(HealStageRequest()))
+    assert error.reason is Reason.UNHEALABLE
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "weights.txt").write_text("sent")
+    assert (await fleet.stub.HealStage(HealStageRequest(checkpoint=str(saved)))).state == OPERATION_STATE_OK
+    assert fleet.stage("a").routable
+
+
+async def test_an_update_does_not_wait_for_a_heal(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    reading, going_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
+            reading.set()
+            await going_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    await restart(fleet, "a")
+    await reading.wait()
+    beginning = asyncio.ensure_future(begin(fleet, "three"))
+    await asyncio.sleep(0.1)
+    going_on.set()
+    plan = await beginning
+    assert [target.slot for target in plan.targets] == ["a", "b"]
+    await join(fleet, plan)
+    await write(fleet, plan, "three")
+    assert (await commit(fleet, plan, digest("three"))).state == OPERATION_STATE_OK
+    assert set(weights(fleet)) == {"three"}
+    healed = fleet.server.coordinator.operations.newest_first("HealStage", 0)[0].operation
+    assert healed.error.reason == "CANCELLED"
+
+
+async def test_a_stage_that_serves_needs_no_heal(fleet: InProcessFleet) -> None:
+    error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"])))
+    assert error.reason is Reason.ILLEGAL_STATE
+    error = await refusal(fleet.stub.HealStage(HealStageRequest()))
+    assert error.reason is Reason.NO_TARGETS
+
+
+async def test_several_late_stages_are_healed_one_after_the_other(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=1, c=1) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await asyncio.gather(*(fleet.stages.pop(slot).stop() for slot in "abc"))
+        await asyncio.gather(*(fleet.start_stage(spec) for spec in fleet.specs))
+        await fleet.until(lambda stages: all(stage.incarnation == 2 and stage.routable for stage in stages), 20)
+        assert set(weights(fleet)) == {"two"}
+
+
+async def test_an_update_that_is_refused_does_not_end_a_heal_for_good(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    reading, going_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
+            reading.set()
+            await going_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    await restart(fleet, "a")
+    await reading.wait()
+    beginning = asyncio.ensure_future(refusal(begin(fleet, "x", options=v.UpdateOptions(quorum=99))))
+    await asyncio.sleep(0.1)
+    going_on.set()
+    assert (await beginning).field == "options.quorum"
+    operation = fleet.server.coordinator.operations.newest_first("HealStage", 0)[0].operation
+    assert operation.error.reason in ("CANCELLED", "")
+    await fleet.until(lambda stages: stages[0].routable or stages[0].state == common.STAGE_STATE_DIRTY, 20)
+
+
+async def test_what_a_heal_has_not_verified_is_quarantined_in_the_journal(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await dirty(fleet)
+    found: list[str] = []
+
+    async def look(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "check_weights" and engine.config.tp_size == 1 and not found:
+            records = dict(fleet.server.coordinator._journal.read("slot"))
+            found.append(SlotRecord.FromString(records["a"]).quarantine.reason)
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = look
+    assert (await fleet.stub.HealStage(HealStageRequest(slots=["a"]))).state == OPERATION_STATE_OK
+    # Whoever takes over in the middle finds it, and grants the stage nothing.
+    assert found == ["WEIGHTS_STALE"]
+    records = dict(fleet.server.coordinator._journal.read("slot"))
+    assert not SlotRecord.FromString(records["a"]).HasField("quarantine")
+    assert fleet.stage("a").routable

@@ -1,0 +1,273 @@
+"""Who is in the fleet: incarnations, first versions, restarts of stages and of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Delete, Put
+from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.transport.status import from_grpc
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import coordinator_pb2 as c
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_CHANGED, FLEET_EVENT_KIND_SNAPSHOT, StageLayout, StageRegistration
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+
+
+async def restart_coordinator(fleet: InProcessFleet) -> None:
+    """Stop it and start another one on the same journal and address."""
+    address = fleet.server.address
+    await fleet.channel.close()
+    await fleet.server.stop()
+    await fleet.start_coordinator(address)
+
+
+async def test_a_stage_that_comes_back_is_a_new_incarnation_and_stale_until_it_has_the_version(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+        assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+        await fleet.stages.pop("a").stop()
+        await fleet.start_stage(fleet.specs[0])
+        stages = await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].report.revision)
+        assert fleet.stage("a").state == common.STAGE_STATE_STALE
+        assert not fleet.stage("a").routable
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("three"))
+        operation = await fleet.stub.UpdateWeightsFromDisk(request)
+        assert operation.state == OPERATION_STATE_OK
+        assert fleet.stage("a").routable
+        assert stages[0].incarnation == 2
+
+
+async def test_a_stage_that_loads_the_published_checkpoint_is_admitted(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    await fleet.stub.UpdateWeightsFromDisk(request)
+    await fleet.start_stage(StageSpec("new", checkpoint("two")))
+    await fleet.until(lambda stages: len(stages) == 3 and stages[2].routable)
+    assert fleet.stage("new").report.weight_version.sequence == 2
+
+
+async def test_a_stage_with_another_checkpoint_is_stale(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    await fleet.start_stage(StageSpec("new", checkpoint("other")))
+    await fleet.until(lambda stages: len(stages) == 3 and stages[2].state == common.STAGE_STATE_STALE)
+    assert not fleet.stage("new").routable
+
+
+async def test_a_frozen_model_refuses_updates(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    await fleet.start_stage(StageSpec("ref-0", checkpoint("ref"), model="ref", frozen=True))
+    await fleet.until(lambda stages: len(stages) == 3 and all(stage.routable for stage in stages))
+    target = common.RequestHeader(target=common.Target(model="ref"))
+    request = v.UpdateWeightsFromDiskRequest(header=target, model_path=checkpoint("two"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await fleet.stub.UpdateWeightsFromDisk(request)
+    assert from_grpc(caught.value).reason is Reason.MODEL_FROZEN
+    unnamed = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    operation = await fleet.stub.UpdateWeightsFromDisk(unnamed)
+    assert list(operation.targets) == ["a", "b"], "the one updatable model is meant"
+
+
+async def test_a_restarted_coordinator_knows_the_fleet_and_its_operations(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="two")
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    await fleet.stub.SetStageEnabled(c.SetStageEnabledRequest(slots=["b"], enabled=False))
+    await restart_coordinator(fleet)
+    await fleet.until(lambda stages: all(s.state == common.STAGE_STATE_READY for s in stages))
+    assert fleet.server.coordinator.roster.epoch == 2
+    assert fleet.stage("a").incarnation == 1, "a stage that merely reconnects is the same incarnation"
+    assert fleet.stage("b").not_routable == "disabled"
+    recorded = await fleet.stub.GetOperation(c.GetOperationRequest(operation_id=operation.operation_id))
+    assert recorded == operation
+    assert fleet.server.coordinator.roster.models["actor"].record.latest.label == "two"
+    paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    assert paused.state == OPERATION_STATE_OK
+
+
+async def test_an_update_whose_coordinator_died_is_aborted_at_the_stages(fleet: InProcessFleet) -> None:
+    stage = fleet.stages["a"]._stage
+    assert stage is not None
+    from rlctl.engine import Call
+
+    request = v.PrepareUpdateRequest(version=common.WeightVersion(label="x", sequence=9))
+    request.header.fence.fleet_epoch = 1
+    request.header.fence.update_id = "orphan"
+    loop = asyncio.get_running_loop()
+    await stage.carry_out(request, Call("c", loop.time() + 5))
+    assert stage.facts.state == common.STAGE_STATE_UPDATING
+    await restart_coordinator(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+async def test_a_coordinator_of_a_lower_epoch_is_not_let_in(fleet: InProcessFleet, tmp_path: Path) -> None:
+    await restart_coordinator(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    impostor = InProcessFleet(tmp_path / "another.db", [])
+    await impostor.start_coordinator()
+    await impostor.stub.RegisterStage(c.RegisterStageRequest(registration=fleet.stage("a").registration))
+    request = v.PauseGenerationRequest(header=common.RequestHeader(target=common.Target(slots=["a"])))
+    operation = await impostor.stub.PauseGeneration(request)
+    assert operation.stage_results[0].outcome == common.OUTCOME_NOT_SENT
+    assert fleet.stages["a"]._stage.facts.fleet_epoch == 2
+    await impostor.channel.close()
+    await impostor.server.stop()
+    assert fleet.stage("a").routable
+
+
+async def test_an_adopting_coordinator_fences_the_one_before(fleet: InProcessFleet, tmp_path: Path) -> None:
+    successor = InProcessFleet(tmp_path / "another.db", [])
+    await successor.start_coordinator()
+    for slot in "ab":
+        await successor.server.coordinator.adopt(fleet.stages[slot].address)
+    await successor.until(lambda stages: len(stages) == 2 and all(stage.routable for stage in stages))
+    assert successor.server.coordinator.roster.epoch == 2
+    assert (await successor.stub.PauseGeneration(v.PauseGenerationRequest())).state == OPERATION_STATE_OK
+    await fleet.until(lambda stages: {s.state for s in stages} == {common.STAGE_STATE_UNREACHABLE})
+    request = v.ContinueGenerationRequest(header=common.RequestHeader(target=common.Target(slots=["a"])))
+    operation = await fleet.stub.ContinueGeneration(request)
+    assert operation.stage_results[0].outcome == common.OUTCOME_NOT_SENT
+    assert successor.stage("a").state == common.STAGE_STATE_PAUSED
+    await successor.channel.close()
+    await successor.server.stop()
+
+
+async def test_every_rank_says_which_process_it_is(fleet: InProcessFleet) -> None:
+    for slot in ("a", "b"):
+        ranks = fleet.stage(slot).report.ranks
+        assert [rank.pid for rank in ranks] == [os.getpid()] * len(ranks)
+    assert len(fleet.stage("b").report.ranks) == 2
+
+
+async def test_a_stage_without_a_coordinator_can_be_adopted(
+    make_fleet: Callable, checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        import dataclasses
+
+        from rlctl.stage.server import StageServer
+
+        config = dataclasses.replace(fleet.stages["a"].config, slot="alone", coordinator="")
+        alone = StageServer(config)
+        await alone.start()
+        await fleet.server.coordinator.adopt(alone.address)
+        await fleet.until(lambda stages: len(stages) == 2 and stages[1].routable)
+        await alone.stop()
+
+
+async def test_a_deregistered_stage_is_no_target_any_more(fleet: InProcessFleet) -> None:
+    await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a"))
+    shown = await fleet.stub.GetFleet(c.GetFleetRequest())
+    assert [s.registration.slot for s in shown.stages] == ["b"]
+    operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    assert list(operation.targets) == ["b"]
+    wrong = c.DeregisterStageRequest(slot="b", boot_id="another process")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await fleet.stub.DeregisterStage(wrong)
+    assert from_grpc(caught.value).reason is Reason.INCARNATION_FENCED
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"slot": ""}, "registration.slot"),
+        ({"boot_id": ""}, "registration.boot_id"),
+        ({"contract_version": 99}, "registration.contract_version"),
+        ({"layout": StageLayout()}, "registration.layout.workers"),
+        (
+            {"layout": StageLayout(workers=[common.WorkerCoordinates(rank=1)])},
+            "registration.layout.workers",
+        ),
+    ],
+)
+async def test_a_bad_registration_is_refused(fleet: InProcessFleet, changes: dict, field: str) -> None:
+    registration = StageRegistration()
+    registration.CopyFrom(fleet.stage("a").registration)
+    registration.slot = "new"
+    for name, value in changes.items():
+        registration.ClearField(name)
+        if isinstance(value, StageLayout):
+            registration.layout.CopyFrom(value)
+        else:
+            setattr(registration, name, value)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await fleet.stub.RegisterStage(c.RegisterStageRequest(registration=registration))
+    assert from_grpc(caught.value).field == field
+    assert len(fleet.server.coordinator.roster.slots) == 2
+
+
+async def test_a_watch_starts_with_a_snapshot_and_goes_on_with_changes(fleet: InProcessFleet) -> None:
+    events = fleet.stub.WatchFleet(c.WatchFleetRequest())
+    first = await events.read()
+    assert first.kind == FLEET_EVENT_KIND_SNAPSHOT
+    assert [s.registration.slot for s in first.fleet.stages] == ["a", "b"]
+    target = common.RequestHeader(target=common.Target(slots=["b"]))
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
+    async with asyncio.timeout(5):
+        while True:
+            event = await events.read()
+            assert event.kind == FLEET_EVENT_KIND_CHANGED
+            assert [s.registration.slot for s in event.fleet.stages] == ["b"]
+            if event.fleet.stages[0].state == common.STAGE_STATE_PAUSED:
+                break
+    events.cancel()
+
+
+class TestJournal:
+    """The journal in SQLite."""
+
+    async def test_what_was_written_is_there_after_a_restart(self, tmp_path: Path) -> None:
+        journal = SqliteJournal(tmp_path / "j.db")
+        await journal.write([Put("a", "2", b"two"), Put("a", "1", b"one"), Put("b", "1", b"x")])
+        await journal.write([Put("a", "2", b"zwei"), Delete("b", "1")])
+        journal.close()
+        again = SqliteJournal(tmp_path / "j.db")
+        assert list(again.read("a")) == [("1", b"one"), ("2", b"zwei")]
+        assert list(again.read("b")) == []
+        again.close()
+
+    async def test_writes_side_by_side_all_become_durable(self, tmp_path: Path) -> None:
+        journal = SqliteJournal(tmp_path / "j.db")
+        await asyncio.gather(*(journal.write([Put("a", f"{n:03}", b"")]) for n in range(200)))
+        journal.close()
+        again = SqliteJournal(tmp_path / "j.db")
+        assert len(list(again.read("a"))) == 200
+        again.close()
+
+    def test_a_journal_that_another_coordinator_holds_is_refused(self, tmp_path: Path) -> None:
+        journal = SqliteJournal(tmp_path / "j.db")
+        with pytest.raises(RlctlError, match="locked") as caught:
+            SqliteJournal(tmp_path / "j.db")
+        assert caught.value.reason is Reason.JOURNAL_FAILED
+        journal.close()
+
+    def test_a_file_that_is_no_journal_is_kept_and_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "j.db"
+        path.write_bytes(b"this is not a database, and long enough to look at" * 10)
+        before = path.read_bytes()
+        with pytest.raises(RlctlError, match="not a database"):
+            SqliteJournal(path)
+        assert path.read_bytes() == before
+
+    def test_a_journal_of_a_newer_schema_is_refused(self, tmp_path: Path) -> None:
+        import sqlite3
+
+        SqliteJournal(tmp_path / "j.db").close()
+        with sqlite3.connect(tmp_path / "j.db") as connection:
+            connection.execute("PRAGMA user_version = 99")
+        connection.close()
+        with pytest.raises(RlctlError, match="schema 99, this version writes 1"):
+            SqliteJournal(tmp_path / "j.db")

@@ -1,0 +1,167 @@
+"""Tokens, binds, reflection and health."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.errors import Reason, RlctlError
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.transport.addresses import is_loopback, join, split
+from rlctl.transport.auth import load_token
+from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.status import from_grpc
+from rlctl.v1 import coordinator_pb2 as c
+from rlctl.v1 import rollout_pb2
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+from rlctl.v1.stage_pb2_grpc import StageServiceStub
+from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
+
+TOKEN = "a token made for this test"
+
+
+async def refusal(call: object) -> RlctlError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    return from_grpc(caught.value)
+
+
+async def test_a_token_guards_every_service(make_fleet: Callable) -> None:
+    async with make_fleet(token=TOKEN, a=2) as fleet:
+        stage = fleet.stages["a"]
+        for address in (fleet.server.address, stage.address, stage.rollout_address, stage.config.followers[0]):
+            async with open_channel(address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                check = health_pb2.HealthCheckRequest()
+                assert (await refusal(health.Check(check))).reason is Reason.TOKEN_MISSING
+                wrong = await refusal(health.Check(check, metadata=bearer(TOKEN + "x")))
+                assert wrong.reason is Reason.TOKEN_INVALID
+                assert (await health.Check(check, metadata=bearer(TOKEN))).status == 1
+                # Nothing is written: a client that writes into a refused stream may get INTERNAL from its core.
+                reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await reflect.read()
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with open_channel(stage.address) as channel:
+            call = StageServiceStub(channel).GetLoads(v.GetLoadsRequest())
+            assert (await refusal(call)).reason is Reason.TOKEN_MISSING
+        async with open_channel(stage.rollout_address) as channel:
+            stub = RolloutServiceStub(channel)
+            request = rollout_pb2.GenerateRequest(text="x")
+            assert (await refusal(stub.Generate(request))).reason is Reason.TOKEN_MISSING
+        async with open_channel(stage.config.followers[0]) as channel:
+            call = WorkerServiceStub(channel).GetLoads(v.GetLoadsRequest())
+            assert (await refusal(call)).reason is Reason.TOKEN_MISSING
+        assert (await refusal(fleet.stub.GetFleet(c.GetFleetRequest()))).reason is Reason.TOKEN_MISSING
+        basic = (("authorization", f"Basic {TOKEN}"),)
+        scheme = await refusal(fleet.stub.GetFleet(c.GetFleetRequest(), metadata=basic))
+        assert scheme.reason is Reason.TOKEN_MISSING
+        lower = await fleet.stub.GetFleet(c.GetFleetRequest(), metadata=(("authorization", f"bearer {TOKEN}"),))
+        assert len(lower.stages) == 1
+
+
+async def test_a_wide_bind_without_a_token_needs_to_be_said(tmp_path: Path) -> None:
+    server = CoordinatorServer(CoordinatorConfig(tmp_path / "j.db", "0.0.0.0:0"))
+    with pytest.raises(RlctlError) as caught:
+        await server.start()
+    assert caught.value.reason is Reason.INSECURE_BIND
+    assert "--insecure" in str(caught.value)
+    await server.stop()
+    for number, settings in enumerate(({"insecure": True}, {"token": TOKEN})):
+        allowed = CoordinatorServer(CoordinatorConfig(tmp_path / f"{number}.db", "0.0.0.0:0", **settings))
+        await allowed.start()
+        await allowed.stop()
+
+
+async def test_an_address_in_use_is_a_clear_error(fleet: InProcessFleet, tmp_path: Path) -> None:
+    server = CoordinatorServer(CoordinatorConfig(tmp_path / "other.db", fleet.server.address))
+    with pytest.raises(RlctlError, match="cannot be bound") as caught:
+        await server.start()
+    assert caught.value.field == "listen"
+    await server.stop()
+
+
+def test_where_the_token_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    assert load_token({}) is None
+    assert load_token({"RLCTL_TOKEN": "x"}) == "x"
+    assert load_token({"RLCTL_TOKEN": "x", "RLCTL_TOKEN_FILE": str(file)}) == TOKEN
+    assert load_token({"RLCTL_TOKEN_FILE": "/nowhere"}, file=str(file)) == TOKEN
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for bad in (str(tmp_path / "none"), str(empty)):
+        with pytest.raises(RlctlError, match="token file"):
+            load_token({"RLCTL_TOKEN": "x"}, file=bad)
+
+
+def test_addresses() -> None:
+    assert split("[::1]:80") == ("::1", 80)
+    assert join("::1", 80) == "[::1]:80"
+    assert join("127.0.0.1", 80) == "127.0.0.1:80"
+    for bad in ("localhost", ":80", "a:b", "a:70000"):
+        with pytest.raises(RlctlError, match="host:port"):
+            split(bad)
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
+    assert is_loopback("localhost")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("no.such.host.invalid")
+
+
+async def ask(channel: grpc.aio.Channel, **request: str) -> reflection_pb2.ServerReflectionResponse:
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(**request))
+    answer = await call.read()
+    call.cancel()
+    return answer
+
+
+async def test_services_are_listed_and_described_by_reflection(fleet: InProcessFleet) -> None:
+    stage = fleet.stages["b"]
+    for address, service in (
+        (fleet.server.address, "rlctl.v1.CoordinatorService"),
+        (stage.address, "rlctl.v1.StageService"),
+        (stage.rollout_address, "rlctl.v1.RolloutService"),
+        (stage.config.followers[0], "rlctl.v1.WorkerService"),
+    ):
+        async with open_channel(address) as channel:
+            listed = await ask(channel, list_services="")
+            assert service in [s.name for s in listed.list_services_response.service]
+            described = await ask(channel, file_containing_symbol=service)
+            files = [
+                descriptor_pb2.FileDescriptorProto.FromString(f)
+                for f in described.file_descriptor_response.file_descriptor_proto
+            ]
+            assert service.rpartition(".")[2] in [s.name for f in files for s in f.service]
+
+
+async def test_reflection_finds_a_method_and_nothing_that_does_not_exist(fleet: InProcessFleet) -> None:
+    async with open_channel(fleet.server.address) as channel:
+        service = "rlctl.v1.CoordinatorService"
+        files = (await ask(channel, file_containing_symbol=service)).file_descriptor_response
+        method = await ask(channel, file_containing_symbol=f"{service}.PauseGeneration")
+        assert method.file_descriptor_response == files
+        for missing in (f"{service}.Nothing", "rlctl.v1.Nothing.PauseGeneration", "PauseGeneration"):
+            answer = await ask(channel, file_containing_symbol=missing)
+            assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_health_follows_the_stage(fleet: InProcessFleet) -> None:
+    stage = fleet.stages["a"]
+    async with open_channel(stage.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="rlctl.v1.StageService")
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        await stage._admin._health.enter_graceful_shutdown()
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING

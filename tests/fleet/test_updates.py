@@ -1,0 +1,374 @@
+"""Weight updates as sessions: published last, all targets or said so, nothing paused without an owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
+
+from rlctl.errors import Reason
+from rlctl.ports import new_uuid7
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.times import duration
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_REJECTED, RequestHeader, Target
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+)
+
+
+async def test_the_first_version_is_the_checkpoint_of_the_launch(fleet: InProcessFleet) -> None:
+    assert version_of(fleet) == ("initial", 1)
+    assert fleet.stage("b").report.weight_version.sequence == 1
+
+
+async def test_an_update_is_served_by_every_stage_or_by_none(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    assert [(m.slot, m.rank_offset, m.num_ranks) for m in plan.groups[0].members] == [("a", 1, 1), ("b", 2, 2)]
+    assert (plan.groups[0].world_size, plan.version.sequence) == (4, 2)
+    assert fleet.stage("a").routable, "nothing is paused before the first byte"
+    joined = await join(fleet, plan)
+    ranks = [[r.group.group_rank for r in s.rank_results] for s in joined.stage_results]
+    assert ranks == [[1], [2, 3]]
+    await write(fleet, plan, "w1", "w2")
+    assert fleet.stage("a").state == common.STAGE_STATE_UPDATING
+    assert version_of(fleet) == ("initial", 1)
+    operation = await commit(fleet, plan, digest("w1,w2"))
+    assert operation.state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("step-1", 2)
+    assert operation.model_digest == digest("w1,w2")
+    assert {r.verified for r in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    assert {r.evidence for s in operation.stage_results for r in s.rank_results} == {common.EVIDENCE_VERIFIED}
+    assert operation.pause_time.ToNanoseconds() > 0
+    assert weights(fleet) == ["w1,w2"] * 3
+    assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_groups_are_kept_until_membership_changes(fleet: InProcessFleet) -> None:
+    first = await begin(fleet)
+    await join(fleet, first)
+    await write(fleet, first, "w1")
+    await commit(fleet, first)
+    second = await begin(fleet, "step-2")
+    assert second.groups[0].formed
+    assert second.groups[0].group_name == first.groups[0].group_name
+    await write(fleet, second, "w2")
+    assert (await commit(fleet, second)).state == OPERATION_STATE_OK
+    other = u.BeginWeightUpdateRequest(model="actor", version="x", trainer=u.Trainer(boot_id="another process"))
+    third = await fleet.stub.BeginWeightUpdate(other)
+    assert not third.groups[0].formed
+    assert third.groups[0].generation > second.groups[0].generation
+
+
+async def test_a_world_size_that_the_roster_does_not_give_is_refused(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    operation = await join(fleet, plan, world_size=3)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert (operation.error.reason, operation.error.field) == ("FIELD_INVALID", "world_size")
+    assert "world_size is 3; one source and the ranks of 2 stages make 4" in operation.error.message
+
+
+async def test_weights_that_differ_from_what_was_sent_are_never_published(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    operation = await commit(fleet, plan, digest("something else"))
+    assert operation.state == OPERATION_STATE_FAILED
+    assert operation.error.reason in ("QUORUM_NOT_MET", "DIGEST_MISMATCH")
+    assert {r.outcome for r in operation.stage_results} == {OUTCOME_DIRTY}
+    assert {r.error.reason for r in operation.stage_results} == {"DIGEST_MISMATCH"}
+    assert version_of(fleet) == ("initial", 1)
+    assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
+    refused = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+    assert {r.error.reason for r in refused.stage_results} == {"WEIGHTS_DIRTY"}
+    again = await begin(fleet, "step-2")
+    await join(fleet, again)
+    await write(fleet, again, "w2")
+    assert (await commit(fleet, again, digest("w2"))).state == OPERATION_STATE_OK
+    assert all(fleet.stage(slot).routable for slot in "ab"), "a full update clears DIRTY and the quarantine"
+    assert version_of(fleet)[1] == 3
+
+
+async def test_one_wrong_rank_is_enough(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    fleet.workers["b", 1]._follower._engine.weights = "off by a byte"
+    operation = await commit(fleet, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_FAILED
+    outcomes = {r.slot: (r.outcome, r.error.reason) for r in operation.stage_results}
+    assert outcomes["b"] == (OUTCOME_DIRTY, "DIGEST_MISMATCH")
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_replicas_are_compared_when_the_source_gave_no_digest(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    fleet.stages["a"]._engine.weights = "other"
+    operation = await commit(fleet, plan)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_with_a_quorum_the_rest_is_published_and_the_operation_is_partial(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, options=v.UpdateOptions(quorum=1))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    fleet.stages["a"]._engine.weights = "other"
+    operation = await commit(fleet, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert version_of(fleet) == ("step-1", 2)
+    assert fleet.stage("b").routable
+    assert fleet.stage("a").state == common.STAGE_STATE_DIRTY
+    assert not fleet.stage("a").routable
+
+
+async def test_an_abort_before_the_first_byte_leaves_everything_as_it_was(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    operation = await abort(fleet, plan)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert operation.error.reason == "CANCELLED"
+    assert all(fleet.stage(slot).routable for slot in "ab")
+    assert version_of(fleet) == ("initial", 1)
+    again = await begin(fleet, "step-2")
+    assert again.version.sequence == 3, "a reserved sequence is never used again"
+
+
+async def test_an_abort_past_the_first_byte_leaves_the_targets_dirty(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    operation = await abort(fleet, plan, token=0)
+    assert {r.outcome for r in operation.stage_results} == {OUTCOME_DIRTY}
+    assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
+
+
+async def test_an_abort_breaks_a_receive_that_hangs(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    writing = asyncio.ensure_future(write(fleet, plan, "stuck"))
+    await fleet.until(lambda stages: stages[0].state == common.STAGE_STATE_UPDATING)
+    await eventually(lambda: fleet.stages["a"]._engine._written)
+    async with asyncio.timeout(10):
+        await abort(fleet, plan)
+        operation = await writing
+    assert {r.outcome for r in operation.stage_results} == {OUTCOME_DIRTY}
+
+
+async def test_a_lease_that_is_not_renewed_ends_the_update(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, lease_ttl=duration(0.2))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    run = fleet.server.coordinator.operations.get(plan.update_id)
+    async with asyncio.timeout(5):
+        await run.ended.wait()
+    assert run.operation.error.reason == "LEASE_EXPIRED"
+    assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
+    late = await commit(fleet, plan)
+    assert late.state == OPERATION_STATE_FAILED
+
+
+async def test_a_renewed_lease_keeps_the_update_open(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, lease_ttl=duration(0.4))
+    renewal = u.RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
+    for _ in range(4):
+        await asyncio.sleep(0.2)
+        await fleet.stub.RenewLease(renewal)
+    assert fleet.server.coordinator.updates.is_open(plan.update_id)
+    renewal.fencing_token += 1
+    assert (await refusal(fleet.stub.RenewLease(renewal))).reason is Reason.UPDATE_FENCED
+
+
+async def test_only_the_owner_commits(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    request = u.CommitWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token + 1)
+    assert (await refusal(fleet.stub.CommitWeightUpdate(request))).reason is Reason.UPDATE_FENCED
+    request = u.CommitWeightUpdateRequest(update_id="nobody's", fencing_token=1)
+    assert (await refusal(fleet.stub.CommitWeightUpdate(request))).reason is Reason.UPDATE_NOT_FOUND
+
+
+async def test_nothing_else_touches_the_model_while_an_update_is_open(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    for call in (
+        fleet.stub.PauseGeneration(v.PauseGenerationRequest()),
+        fleet.stub.UpdateWeightsFromDisk(v.UpdateWeightsFromDiskRequest(model_path="/x")),
+        begin(fleet, "step-2"),
+    ):
+        error = await refusal(call)
+        assert error.reason is Reason.UPDATE_IN_PROGRESS
+        assert error.metadata["holder"] == plan.update_id
+        assert "trainer is updating actor" in error.message
+    assert (await fleet.stub.AbortRequests(v.AbortRequestsRequest(abort_all=True))).state == OPERATION_STATE_OK
+
+
+async def test_an_empty_full_update_is_refused_at_commit(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    operation = await commit(fleet, plan)
+    assert (operation.state, operation.error.reason) == (OPERATION_STATE_FAILED, "WEIGHTS_INCOMPLETE")
+    assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_a_target_that_cannot_prepare_fails_the_update_and_the_others_resume(fleet: InProcessFleet) -> None:
+    fault(fleet, 1, 2, "prepare_update", Reason.ENGINE_FAILED.error("cannot prepare"))
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    written = await write(fleet, plan, "w1")
+    assert written.state == OPERATION_STATE_FAILED
+    assert "cannot prepare" in written.error.message
+    await abort(fleet, plan)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    assert weights(fleet) == ["one"] * 3
+
+
+async def test_a_write_that_fails_on_one_rank_leaves_that_stage_dirty(fleet: InProcessFleet) -> None:
+    failure = Reason.GROUP_FAILED.error("broken", outcome=OUTCOME_DIRTY)
+    fault(fleet, 1, 2, "update_weights_from_distributed", failure)
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    written = await write(fleet, plan, "w1")
+    assert [r.outcome for r in written.stage_results] == [OUTCOME_APPLIED, OUTCOME_DIRTY]
+    await abort(fleet, plan)
+    assert fleet.stage("b").state == common.STAGE_STATE_DIRTY
+    assert not (await begin(fleet, "step-2")).groups[0].formed, "a group that failed is not used again"
+
+
+async def test_from_disk_is_a_whole_update(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="two")
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("two", 2)
+    assert weights(fleet) == ["two"] * 3
+    assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_from_disk_compares_with_the_expected_digest(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    path = checkpoint("two")
+    wrong = v.UpdateWeightsFromDiskRequest(model_path=path, expected_digest=digest("three"))
+    assert (await fleet.stub.UpdateWeightsFromDisk(wrong)).state == OPERATION_STATE_FAILED
+    right = v.UpdateWeightsFromDiskRequest(model_path=path, expected_digest=digest("two"))
+    assert (await fleet.stub.UpdateWeightsFromDisk(right)).state == OPERATION_STATE_OK
+
+
+async def test_a_missing_checkpoint_changes_nothing(fleet: InProcessFleet) -> None:
+    request = v.UpdateWeightsFromDiskRequest(model_path="/nowhere")
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert (operation.state, operation.error.reason) == (OPERATION_STATE_FAILED, "CHECKPOINT_NOT_FOUND")
+    assert {r.outcome for r in operation.stage_results} == {OUTCOME_REJECTED}
+    assert {r.state for r in operation.stage_results} == {common.STAGE_STATE_READY}
+    assert all(fleet.stage(slot).routable for slot in "ab")
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_what_was_paused_before_stays_paused(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    target = RequestHeader(target=Target(slots=["a"]))
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+    assert fleet.stage("a").state == common.STAGE_STATE_PAUSED
+    assert fleet.stage("b").routable
+
+
+async def test_stay_paused_is_honoured(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    options = v.UpdateOptions(after=v.AFTER_UPDATE_STAY_PAUSED, pause=common.PAUSE_MODE_RETRACT)
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), options=options)
+    assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+    assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_PAUSED}
+    assert (await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())).state == OPERATION_STATE_OK
+
+
+async def test_released_weights_refuse_an_update_before_anything_is_paused(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(header=RequestHeader(target=Target(slots=["a"]))))
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    error = await refusal(fleet.stub.UpdateWeightsFromDisk(request))
+    assert error.reason is Reason.MEMORY_RELEASED
+    assert error.message.startswith("a:")
+    assert fleet.stage("b").routable
+
+
+async def test_weights_may_be_updated_while_the_kv_cache_is_released(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest())
+    await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(tags=[common.MEMORY_TAG_WEIGHTS]))
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_OK, operation
+    assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_ASLEEP}
+    early = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+    assert {r.error.reason for r in early.stage_results} == {"MEMORY_RELEASED"}
+    await fleet.stub.ResumeMemory(v.ResumeMemoryRequest())
+    assert (await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())).state == OPERATION_STATE_OK
+    assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_begin_is_repeatable_and_validate_only_opens_nothing(fleet: InProcessFleet) -> None:
+    trial = await begin(fleet, header=RequestHeader(validate_only=True))
+    assert trial.version.sequence == 2
+    assert not fleet.server.coordinator.roster.models["actor"].update_id
+    mine = RequestHeader(request_id=new_uuid7())
+    first = await begin(fleet, header=mine)
+    again = await begin(fleet, header=mine)
+    assert again == first
+    assert first.version.sequence == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"model": "zz"}, Reason.MODEL_NOT_FOUND, "model"),
+        ({"options": v.UpdateOptions(quorum=3)}, Reason.FIELD_INVALID, "options.quorum"),
+        (
+            {"options": v.UpdateOptions(verify=common.VERIFICATION_LEVEL_PROBE)},
+            Reason.VERIFICATION_UNREACHABLE,
+            "options.verify",
+        ),
+        ({"apply": v.APPLY_MODE_STAGED}, Reason.NOT_IMPLEMENTED, "apply"),
+        ({"kind": v.UPDATE_KIND_DELTA}, Reason.NOT_IMPLEMENTED, "kind"),
+        ({"path": u.DATA_PATH_IPC}, Reason.NOT_COLOCATED, "path"),
+        ({"num_sources": 5000}, Reason.FIELD_INVALID, "num_sources"),
+    ],
+)
+async def test_an_update_that_cannot_be_is_refused_at_begin(
+    fleet: InProcessFleet, fields: dict, reason: Reason, field: str
+) -> None:
+    request = u.BeginWeightUpdateRequest(**({"model": "actor", "version": "v"} | fields))
+    error = await refusal(fleet.stub.BeginWeightUpdate(request))
+    assert (error.reason, error.field) == (reason, field)
+    assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_an_older_trainer_is_fenced(fleet: InProcessFleet) -> None:
+    newer = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=5))
+    plan = await fleet.stub.BeginWeightUpdate(newer)
+    await abort(fleet, plan)
+    older = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=4))
+    assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
+
+
+async def test_active_requests_refuse_an_update_without_a_pause(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    running = FakeEngine.generate(fleet.stages["a"]._engine, fake_engine.rollout.GenerateRequest())
+    await anext(running)
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert (operation.state, operation.error.reason) == (OPERATION_STATE_FAILED, "ACTIVE_REQUESTS")
+    assert all(fleet.stage(slot).routable for slot in "ab")
+    request.options.pause = common.PAUSE_MODE_RETRACT
+    assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+    await running.aclose()

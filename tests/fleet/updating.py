@@ -1,0 +1,97 @@
+"""A weight update call by call, as a trainer makes it, and what is true afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+
+import grpc.aio
+import pytest
+
+from rlctl.engine import Call
+from rlctl.errors import RlctlError
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.transport.status import from_grpc
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.results_pb2 import Operation
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+async def refusal(call: object) -> RlctlError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_grpc(caught.value)
+
+
+async def begin(fleet: InProcessFleet, version: str = "step-1", **fields: object) -> u.BeginWeightUpdateResponse:
+    request = u.BeginWeightUpdateRequest(
+        model="actor", version=version, trainer=u.Trainer(name="trainer", boot_id="boot"), **fields
+    )
+    return await fleet.stub.BeginWeightUpdate(request)
+
+
+async def join(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, **changes: object) -> Operation:
+    group = plan.groups[0]
+    request = v.InitWeightsUpdateGroupRequest(
+        **{
+            "header": RequestHeader(fence=common.Fence(update_id=plan.update_id)),
+            "group_name": group.group_name,
+            "world_size": group.world_size,
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "backend": "gloo",
+        }
+        | changes,
+    )
+    return await fleet.stub.InitWeightsUpdateGroup(request)
+
+
+async def write(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, *names: str) -> Operation:
+    bucket = v.TensorBucket(names=names, dtypes=["torch.float32"] * len(names), shapes=[v.Shape()] * len(names))
+    request = v.UpdateWeightsFromDistributedRequest(
+        header=RequestHeader(fence=common.Fence(update_id=plan.update_id)),
+        group_name=plan.groups[0].group_name,
+        buckets=[bucket],
+    )
+    return await fleet.stub.UpdateWeightsFromDistributed(request)
+
+
+async def commit(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, expected: str = "") -> Operation:
+    request = u.CommitWeightUpdateRequest(
+        update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=expected
+    )
+    return await fleet.stub.CommitWeightUpdate(request)
+
+
+async def abort(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, token: int | None = None) -> Operation:
+    token = plan.fencing_token if token is None else token
+    return await fleet.stub.AbortWeightUpdate(
+        u.AbortWeightUpdateRequest(update_id=plan.update_id, fencing_token=token, reason="test")
+    )
+
+
+def version_of(fleet: InProcessFleet) -> tuple[str, int]:
+    model = fleet.server.coordinator.roster.models["actor"]
+    return model.record.latest.label, model.record.latest.sequence
+
+
+def weights(fleet: InProcessFleet) -> list[str]:
+    """What every rank's engine really holds."""
+    engines = [stage._engine for stage in fleet.stages.values()]
+    engines += [worker._follower._engine for worker in fleet.workers.values()]
+    return [engine.weights for engine in engines]
+
+
+def fault(fleet: InProcessFleet, rank: int, tp_size: int, method: str, error: RlctlError) -> None:
+    async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == method and engine.config.tp_size == tp_size:
+            raise error
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, rank] = fail

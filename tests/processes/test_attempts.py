@@ -1,0 +1,132 @@
+"""Engines that die while weights are on their way: what the others get, under which quorum, in how many attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.demo import tiny as demo_tiny
+from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
+from rlctl.weights.source import WeightSource, as_source
+from rlctl.weights.tensors import TensorMeta
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+class Interrupted:
+    """Weights of a model; something happens once, half way through them."""
+
+    def __init__(self, model: Any, happens: Callable[[], None]) -> None:
+        self._source: WeightSource = as_source(model)
+        self._happens = happens
+        self.passes = 0
+
+    def metas(self) -> list[TensorMeta]:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        half = len(self.metas()) // 2
+        for index, pair in enumerate(self._source.tensors()):
+            if index == half and self.passes == 1:
+                self._happens()
+            yield pair
+
+
+@pytest.fixture
+def three(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LocalFleet]:
+    engines = [EngineSpec("a", str(tiny[1]), tp_size=2), EngineSpec("b", str(tiny[1])), EngineSpec("c", str(tiny[1]))]
+    with LocalFleet(engines, directory=tmp_path / "fleet") as fleet:
+        yield fleet
+
+
+def held(fleet: Fleet, *slots: str) -> set[str]:
+    operation = fleet.check_weights(slots=slots)
+    return {rank.check.model_digest for stage in operation.stage_results for rank in stage.rank_results}
+
+
+def test_the_others_go_on_without_an_engine_that_dies(three: LocalFleet) -> None:
+    with three.connect() as fleet:
+        publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
+        publisher.update(demo_tiny.make(seed=1), version="whole")
+        model = demo_tiny.make(seed=2)
+        weights = Interrupted(model, three.process("c").kill)
+        result = publisher.update(weights, version="without-c", quorum=2, retries=1, deadline_s=60)
+        assert weights.passes == 2
+        assert result.operation.state == OPERATION_STATE_PARTIAL
+        outcomes = {stage.slot: stage.outcome for stage in result.operation.stage_results}
+        assert (outcomes["a"], outcomes["b"]) == (common.OUTCOME_APPLIED, common.OUTCOME_APPLIED)
+        assert outcomes["c"] in (common.OUTCOME_UNKNOWN, common.OUTCOME_NOT_SENT)
+        stages = {stage.registration.slot: stage for stage in fleet.status().stages}
+        assert {slot: stage.routable for slot, stage in stages.items()} == {"a": True, "b": True, "c": False}
+        assert stages["c"].quarantine.reason
+        assert [stage.incarnation for stage in stages.values()] == [1, 1, 1], "nothing was restarted"
+        assert held(fleet, "a", "b") == {rlctl.model_digest(model)}
+        assert fleet.status().models[0].latest.label == "without-c"
+        # It is healed by a stage that has the version: no checkpoint has it, and the trainer is not asked.
+        three.restart("c")
+        with closing(fleet.watch()) as events:
+            next(event for event in events if fleet.status().stages[2].routable)
+        assert held(fleet) == {rlctl.model_digest(model)}
+        assert fleet.status().stages[2].incarnation == 2
+        assert fleet.status().models[0].latest.label == "without-c"
+        assert all(stage.routable for stage in fleet.status().stages)
+        publisher.update(demo_tiny.make(seed=4), version="three-again")
+        # Its groups serve the next update.
+        before = len(fleet.operations(verb="InitWeightsUpdateGroup", page_size=500))
+        publisher.update(demo_tiny.make(seed=3), version="next")
+        assert len(fleet.operations(verb="InitWeightsUpdateGroup", page_size=500)) == before
+        assert held(fleet) == {rlctl.model_digest(demo_tiny.make(seed=3))}
+        publisher.close()
+
+
+def test_without_a_quorum_nothing_is_served_and_the_rest_is_helped_by_the_next_update(three: LocalFleet) -> None:
+    with three.connect() as fleet:
+        publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
+        weights = Interrupted(demo_tiny.make(seed=2), three.process("a.1").kill)
+        with pytest.raises(RlctlError) as caught:
+            publisher.update(weights, version="never", retries=1, deadline_s=60)
+        assert caught.value.reason in (Reason.QUORUM_NOT_MET, Reason.RANK_LOST, Reason.GROUP_FAILED)
+        assert fleet.status().models[0].latest.label == "initial"
+        states = {stage.registration.slot: stage.state for stage in fleet.status().stages}
+        assert (states["b"], states["c"]) == (common.STAGE_STATE_DIRTY, common.STAGE_STATE_DIRTY)
+        result = publisher.update(demo_tiny.make(seed=3), version="helped", quorum=2, retries=1, deadline_s=60)
+        assert result.operation.state == OPERATION_STATE_PARTIAL
+        assert held(fleet, "b", "c") == {rlctl.model_digest(demo_tiny.make(seed=3))}
+        # Two ranks are healed from one.
+        three.restart("a")
+        with closing(fleet.watch()) as events:
+            next(event for event in events if fleet.status().stages[0].routable)
+        assert held(fleet) == {rlctl.model_digest(demo_tiny.make(seed=3))}
+        publisher.close()
+
+
+def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(three: LocalFleet) -> None:
+    with three.connect() as fleet:
+        publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
+        publisher.update(demo_tiny.make(seed=1), version="whole")
+        model = demo_tiny.make(seed=2)
+        weights = Interrupted(model, lambda: publisher.aio._part._group.interrupt())  # type: ignore[union-attr]
+        result = publisher.update(weights, version="again", retries=1, deadline_s=60)
+        assert weights.passes == 2
+        assert held(fleet) == {rlctl.model_digest(model)} == {result.model_digest}
+        assert all(stage.routable for stage in fleet.status().stages)
+        # Without retries the same failure ends the update.
+        weights = Interrupted(model, lambda: publisher.aio._part._group.interrupt())  # type: ignore[union-attr]
+        with pytest.raises((OperationFailed, RlctlError)):
+            publisher.update(weights, version="once", deadline_s=60)
+        assert weights.passes == 1
+        assert fleet.status().models[0].latest.label == "again"
+        publisher.update(model, version="after")
+        assert all(stage.routable for stage in fleet.status().stages)
+        publisher.close()

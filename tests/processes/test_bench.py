@@ -1,0 +1,58 @@
+"""The benchmark harness runs from end to end and prints what it promises. What it measures is for people to judge."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+IDS = {
+    "broadcast_tp1",
+    "broadcast_tp2",
+    "broadcast_verified",
+    "small_tensors",
+    "control_share",
+    "control_null_bucket",
+    "control_null_rest",
+    "second_update_groups",
+    "disk",
+    "checksum",
+    "extra_memory_in_place",
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlctl.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_quick_run_of_the_weights_benchmark_measures_every_figure() -> None:
+    done = bench("weights", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert document["name"] == "weights"
+    assert {"cores", "memory_gib", "load_1m", "torch", "date"} <= document["machine"].keys()
+    figures = {figure["id"]: figure for figure in document["figures"]}
+    assert figures.keys() >= IDS
+    for figure in figures.values():
+        assert {"value", "unit", "floor", "goal", "met"} <= figure.keys()
+        assert isinstance(figure["value"], (int, float))
+        low, high = figure["spread"]
+        assert low <= high
+        assert figure["met"] is True or figure["goal"] is not None
+    # Not a matter of speed: the groups of the first update serve all later ones.
+    assert figures["second_update_groups"]["value"] == 0
+    assert figures["second_update_groups"]["details"]["first_update_groups"] == 1
+    assert figures["small_tensors"]["details"]["tensors"] == 500
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["weights", "--only", "nothing"]])
+def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert "nothing" in done.stderr

@@ -1,0 +1,154 @@
+"""A bf16 trainer and engines of different layout that serve another wire form: block-fp8, experts by their names."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.client.publisher import Publisher
+from rlctl.demo.tiny import VOCABULARY, encode, save
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.weights.block_fp8 import BlockFp8, dequantise, quantise
+from rlctl.weights.checkpoint import open_checkpoint
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+PROMPT = "12+34=46"
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Any:
+    """Four experts in each layer, in bfloat16; no dimension is a multiple of 128."""
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=192,
+        intermediate_size=320,
+        moe_intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trainer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the engines start from: projections as block-fp8, everything else in float32."""
+    directory = tmp_path_factory.mktemp("wire") / "checkpoint"
+    save(copy.deepcopy(trainer).float(), directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensors[name])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    engines = [EngineSpec("actor-0", str(checkpoint), tp_size=2), EngineSpec("actor-1", str(checkpoint))]
+    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def publisher(fleet: Fleet) -> Iterator[Publisher]:
+    publisher = fleet.publisher("actor")
+    yield publisher
+    publisher.close()
+
+
+def trained(model: Any, seed: int) -> Any:
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
+
+
+def sent(source: BlockFp8, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What goes over the wire: in the checkpoint's dtypes."""
+    metas = open_checkpoint(str(checkpoint)).metas
+    return {name: tensor.to(metas[name].dtype) for name, tensor in source.tensors()}
+
+
+def dequantised(model: Any, wire: dict[str, torch.Tensor], directory: Path) -> Any:
+    """The model that the engines should compute, as transformers loads it."""
+    model.save_pretrained(directory)
+    plain = dict(wire)
+    for name in [name for name in wire if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        plain[weight] = dequantise(plain[weight], plain.pop(name))
+    save_file(plain, directory / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def test_a_bf16_trainer_feeds_fp8_experts_on_every_layout(
+    fleet: Fleet, publisher: Publisher, trainer: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = trained(trainer, seed=1)
+    source = BlockFp8(model, open_checkpoint(str(checkpoint)))
+    result = publisher.update(source, version="fp8")
+    wire = sent(source, checkpoint)
+    assert len([name for name in wire if ".experts.3." in name]) == 2 * 3 * 2
+    assert result.model_digest == rlctl.model_digest(wire.items())
+    assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    check = fleet.check_weights()
+    digests = {rank.check.model_digest for stage in check.stage_results for rank in stage.rank_results}
+    assert [len(stage.rank_results) for stage in check.stage_results] == [2, 1]
+    assert digests == {result.model_digest}
+    reference = dequantised(model, wire, tmp_path / "reference")
+    prompt = encode(PROMPT)
+    with torch.no_grad():
+        rows = torch.log_softmax(reference(input_ids=torch.tensor([prompt])).logits[0], -1)
+    expected = [float(rows[i, prompt[i + 1]]) for i in range(len(prompt) - 1)]
+    responses = fleet.generate_batch([prompt] * 4, max_new_tokens=0, return_logprob=True, logprob_start_len=0)
+    assert {response.slot for response in responses} == {"actor-0", "actor-1"}
+    for response in responses:
+        assert [token.logprob for token in response.input_logprobs[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_weights_that_are_not_in_wire_form_are_refused_and_named(
+    fleet: Fleet, publisher: Publisher, trainer: Any, checkpoint: Path
+) -> None:
+    version = fleet.status().models[0].latest
+    with pytest.raises(RlctlError, match=r"_proj\.weight is torch\.bfloat16") as caught:
+        publisher.update(trainer, version="not quantised")
+    assert caught.value.reason is Reason.FIELD_INVALID
+    assert "BlockFp8" in caught.value.next_step
+    wire = sent(BlockFp8(trained(trainer, seed=2), open_checkpoint(str(checkpoint))), checkpoint)
+    without_scales = {name: tensor for name, tensor in wire.items() if not name.endswith("_scale_inv")}
+    with pytest.raises(RlctlError, match="_scale_inv") as caught:
+        publisher.update(without_scales.items(), version="without scales")
+    assert caught.value.reason is Reason.WEIGHTS_INCOMPLETE
+    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with pytest.raises(RlctlError, match=expert) as caught:
+        publisher.update({n: t for n, t in wire.items() if not n.startswith(expert)}.items(), version="no expert")
+    assert caught.value.reason is Reason.WEIGHTS_INCOMPLETE
+    assert fleet.status().models[0].latest == version
+    result = publisher.update(wire.items(), version="whole")
+    assert result.model_digest == rlctl.model_digest(wire.items())

@@ -1,0 +1,560 @@
+"""Publishing and pulling versions: what arrives is what was published, bit for bit, or nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from weights_helpers import Background, digest_of
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.weights import publishing, storage
+from rlctl.weights.checkpoint import open_checkpoint
+from rlctl.weights.manifest import MANIFEST, read_manifest
+from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full, published
+from rlctl.weights.pulling import Pulled, pull
+from rlctl.weights.storage import Patience
+
+Model = dict[str, torch.Tensor]
+
+
+def model(seed: int = 0) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(40, 16, generator=generator).to(torch.bfloat16),
+        "norm.weight": torch.randn(16, generator=generator),
+        "scale": torch.randn((), generator=generator),
+        "empty": torch.empty(0, 3),
+        "codes": torch.randint(0, 255, (7, 5), generator=generator, dtype=torch.uint8),
+        "head.weight": torch.randn(16, 40, generator=generator).to(torch.bfloat16),
+    }
+
+
+def stepped(before: Model, seed: int, share: float = 0.1) -> Model:
+    """Some elements of some tensors are others."""
+    generator = torch.Generator().manual_seed(seed)
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for name in list(after)[seed % 2 :: 2]:
+        chosen = torch.rand(after[name].shape, generator=generator) < share
+        after[name][chosen] += 1
+    return after
+
+
+def contents(path: str | Path) -> Model:
+    checkpoint = open_checkpoint(str(path))
+    return {name: checkpoint.read(name) for name in checkpoint.metas}
+
+
+def same(found: Model, expected: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in found
+    )
+
+
+def snapshot(path: Path) -> dict[str, bytes] | None:
+    return {file.name: file.read_bytes() for file in path.iterdir()} if path.exists() else None
+
+
+class World:
+    """A directory where versions are published, and local copies of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.source = path / "published"
+        self.local = path / "host" / "actor"
+        self.trainer = path / "trainer" / "actor"
+        self.launch = path / "launch"
+        self.launch.mkdir(parents=True)
+        (self.launch / "config.json").write_text('{"model_type": "llama"}')
+        (self.launch / "tokenizer.json").write_text("{}")
+        self.models: dict[str, Model] = {}
+
+    def full(self, sequence: int, weights: Model, **settings: Any) -> publishing.Published:
+        self.models[f"v{sequence}"] = weights
+        settings = {"shard_bytes": 1500, "files_from": self.launch, **settings}
+        return publish_full(self.source, weights.items(), version=f"v{sequence}", sequence=sequence, **settings)
+
+    def delta(self, sequence: int, weights: Model, **settings: Any) -> publishing.Published:
+        """A delta to the version before."""
+        self.models[f"v{sequence}"] = weights
+        pull(str(self.source), str(self.trainer), f"v{sequence - 1}", base_dir=str(self.launch))
+        settings = {"base": BaseVersion(self.trainer), **settings}
+        return publish_delta(self.source, weights.items(), version=f"v{sequence}", sequence=sequence, **settings)
+
+    def chain(self, length: int = 4, encoding: str = "xor") -> None:
+        """A full version and deltas after it."""
+        weights = model()
+        self.full(1, weights)
+        for sequence in range(2, length + 1):
+            weights = stepped(weights, sequence)
+            self.delta(sequence, weights, encoding=encoding)
+
+    def pull(self, version: str, **settings: Any) -> Pulled:
+        return pull(str(self.source), str(self.local), version, **settings)
+
+    def check(self, version: str) -> None:
+        """The local copy is that version, and nothing lies beside it."""
+        assert same(contents(self.local), self.models[version])
+        manifest = read_manifest(self.local)
+        assert manifest is not None
+        assert manifest.digest == digest_of(self.models[version])
+        assert sorted(path.name for path in self.local.parent.iterdir()) == [f".{self.local.name}.lock", "actor"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    """Nothing here depends on what a disk keeps when the power fails, only on what it is told in which order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@contextmanager
+def refused(reason: Reason, words: str | None = None, field: str | None = None) -> Iterator[None]:
+    with pytest.raises(RlctlError, match=words) as caught:
+        yield
+    assert caught.value.reason is reason, caught.value
+    assert field is None or caught.value.field == field
+
+
+def test_a_full_version_is_a_checkpoint_as_it_lies_there(world: World) -> None:
+    made = world.full(1, model())
+    assert made.path.name == "00000001-v1"
+    assert made.manifest.digest == digest_of(model())
+    assert same(contents(made.path), model())
+    files = sorted(made.path.glob("*.safetensors"))
+    assert len(files) > 1
+    assert same({name: t for file in files for name, t in load_file(file).items()}, model())
+    assert (made.path / "tokenizer.json").read_text() == "{}"
+    assert read_manifest(made.path) == made.manifest == published(world.source, "v1").manifest
+
+
+def test_a_version_is_pulled_and_confirmed(world: World) -> None:
+    world.full(1, model())
+    first = world.pull("v1")
+    assert (first.changed, first.deltas) == (True, 0)
+    world.check("v1")
+    assert (world.local / "tokenizer.json").read_text() == "{}"
+    assert not world.pull("v1").changed
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_deltas_are_replayed_from_the_nearest_base(world: World, encoding: str) -> None:
+    world.chain(5, encoding)
+    assert world.pull("v3").deltas == 2
+    world.check("v3")
+    assert world.pull("v5").deltas == 2
+    world.check("v5")
+    shutil.rmtree(world.local)
+    assert world.pull("v5").deltas == 4
+    world.check("v5")
+    # Back to an older one: from the full version, not by undoing.
+    assert world.pull("v2").deltas == 1
+    world.check("v2")
+
+
+def test_a_local_copy_goes_on_when_the_versions_before_are_gone(world: World) -> None:
+    world.chain(4)
+    world.pull("v3")
+    for version in ("v1", "v2", "v3"):
+        shutil.rmtree(published(world.source, version).path)
+    assert world.pull("v4").deltas == 1
+    world.check("v4")
+    shutil.rmtree(world.local)
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "'v3' .sequence 3., which is not published", "source_dir"):
+        world.pull("v4")
+    assert not world.local.exists()
+
+
+def test_a_chain_may_begin_at_the_checkpoint_that_the_engine_was_started_with(world: World) -> None:
+    world.models["v1"] = model()
+    header = publish_full(world.path / "x", model().items(), version="x", sequence=1, files_from=world.launch)
+    shutil.copy(header.path / "model.safetensors", world.launch)
+    world.models["v2"] = stepped(model(), 2)
+    publish_delta(
+        world.source, world.models["v2"].items(), version="v2", sequence=2, base=BaseVersion(world.launch, "v1", 1)
+    )
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "not published"):
+        world.pull("v2")
+    assert world.pull("v2", base_dir=str(world.launch)).deltas == 1
+    world.check("v2")
+    # Another checkpoint is not taken for it.
+    shutil.rmtree(world.local)
+    header = publish_full(world.path / "y", model(9).items(), version="y", sequence=1, files_from=world.launch)
+    shutil.copy(header.path / "model.safetensors", world.launch)
+    with refused(Reason.DIGEST_MISMATCH, "before"):
+        world.pull("v2", base_dir=str(world.launch))
+    assert not world.local.exists()
+
+
+def test_what_did_not_change_is_not_stored_and_zeros_take_no_room(world: World) -> None:
+    big = {"w": torch.randn(1 << 18), "still": torch.randn(1 << 16)}
+    world.full(1, big)
+    after = {**big, "w": big["w"].clone()}
+    after["w"][::1000] += 1
+    made = world.delta(2, after)
+    assert made.manifest.tensors["still"].encoding == "same"
+    assert sum(made.manifest.shards.values()) < big["w"].nbytes / 20
+    world.pull("v2")
+    world.check("v2")
+
+
+def test_labels_are_any_text_and_the_latest_of_a_label_counts(world: World) -> None:
+    for sequence, label in enumerate(["step/1", "step/1", "..", "ü*?["], 1):
+        publish_full(world.source, model(sequence).items(), version=label, sequence=sequence, files_from=world.launch)
+    assert pull(str(world.source), str(world.local), "step/1").manifest.sequence == 2
+    assert pull(str(world.source), str(world.local), "ü*?[").manifest.version == "ü*?["
+    assert same(contents(world.local), model(4))
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "'step' is not published", "target_version"):
+        world.pull("step")
+    for label, sequence in (("", 9), ("x" * 300, 9), ("x", 0)):
+        with refused(Reason.FIELD_INVALID, "no version", "version"):
+            publish_full(world.source, [], version=label, sequence=sequence, files_from=world.launch)
+
+
+def test_publishing_again_confirms_and_other_weights_are_refused(world: World) -> None:
+    world.chain(2)
+    assert world.delta(2, world.models["v2"]).path.name == "00000002-v2"
+    with refused(Reason.FIELD_INVALID, "with other weights", "version"):
+        world.delta(2, model(5))
+    with refused(Reason.FIELD_INVALID, "does not follow", "sequence"):
+        world.full(1, model(5))
+    assert {path.name for path in world.source.iterdir()} == {"00000001-v1", "00000002-v2"}
+
+
+def test_a_delta_of_another_shape_or_without_a_known_base_is_refused(world: World) -> None:
+    world.full(1, model())
+    with refused(Reason.CHECKPOINT_MISMATCH, "norm.weight"):
+        world.delta(2, {**model(), "norm.weight": torch.zeros(3)})
+    with refused(Reason.CHECKPOINT_MISMATCH, "another dtype"):
+        world.delta(2, {**model(), "norm.weight": model()["norm.weight"].double()})
+    plain = published(world.source, "v1").path
+    (plain / MANIFEST).unlink()
+    with refused(Reason.FIELD_REQUIRED, "which version it is", "base"):
+        publish_delta(world.source, model().items(), version="v2", sequence=2, base=BaseVersion(plain))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    """Another last byte: of the last tensor, or of a text."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "damage", "reason"),
+    [
+        ("v1", "model-00002-of-00002.safetensors", truncate, Reason.CHECKPOINT_NOT_FOUND),
+        ("v1", "model-00002-of-00002.safetensors", Path.unlink, Reason.CHECKPOINT_NOT_FOUND),
+        ("v1", "model-00002-of-00002.safetensors", flip, Reason.DIGEST_MISMATCH),
+        ("v1", "tokenizer.json", flip, Reason.DIGEST_MISMATCH),
+        ("v1", "tokenizer.json", Path.unlink, Reason.CHECKPOINT_NOT_FOUND),
+        ("v1", MANIFEST, truncate, Reason.CHECKPOINT_NOT_FOUND),
+        ("v1", MANIFEST, lambda path: edit(path, format=2), Reason.CHECKPOINT_NOT_FOUND),
+        ("v1", MANIFEST, lambda path: edit(path, digest="0" * 64), Reason.CHECKPOINT_NOT_FOUND),
+        ("v1", MANIFEST, lambda path: edit(path, shards={"../x": 1}), Reason.CHECKPOINT_NOT_FOUND),
+        ("v2", "delta-00001.safetensors", truncate, Reason.CHECKPOINT_NOT_FOUND),
+        ("v2", "delta-00001.safetensors", Path.unlink, Reason.CHECKPOINT_NOT_FOUND),
+        ("v2", MANIFEST, Path.unlink, Reason.CHECKPOINT_NOT_FOUND),
+    ],
+)
+@pytest.mark.parametrize("local", [False, True])
+def test_damage_is_found_and_leaves_the_local_copy_as_it_was(
+    world: World, version: str, file: str, damage: Callable[[Path], Any], reason: Reason, local: bool
+) -> None:
+    world.chain(2)
+    if local:
+        other = World(world.path / "other")
+        other.full(9, model(9))
+        pull(str(other.source), str(world.local), "v9")
+    before = snapshot(world.local)
+    damage(published(world.source, version).path / file)
+    with refused(reason):
+        world.pull("v2")
+    assert snapshot(world.local) == before
+    assert not [path for path in world.local.parent.iterdir() if "building" in path.name]
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_damaged_delta_is_found_by_its_checksum(world: World, encoding: str, compress: bool) -> None:
+    world.full(1, model())
+    made = world.delta(2, stepped(model(), 2), encoding=encoding, compress=compress)
+    world.pull("v1")
+    flip(made.path / "delta-00001.safetensors")
+    with pytest.raises(RlctlError) as caught:
+        world.pull("v2")
+    # Compressed bytes notice by themselves.
+    assert caught.value.reason in (Reason.DIGEST_MISMATCH, Reason.CHECKPOINT_NOT_FOUND)
+    world.check("v1")
+
+
+def test_a_damaged_local_copy_is_told_from_a_damaged_delta(world: World) -> None:
+    world.chain(2)
+    world.pull("v1")
+    flip(world.local / "model-00001-of-00002.safetensors")
+    with refused(Reason.DIGEST_MISMATCH, f"before: in {world.local}"):
+        world.pull("v2")
+    # One that is visibly not whole is made anew.
+    truncate(world.local / "model-00001-of-00002.safetensors")
+    assert world.pull("v2").deltas == 1
+    world.check("v2")
+
+
+def test_a_delta_on_another_base_is_refused(world: World) -> None:
+    world.chain(3)
+    other = World(world.path / "other")
+    other.full(1, model())
+    other.delta(2, stepped(model(), 77))
+    shutil.rmtree(published(world.source, "v2").path)
+    shutil.copytree(published(other.source, "v2").path, world.source / "00000002-v2")
+    world.pull("v1")
+    with refused(Reason.CHECKPOINT_MISMATCH, "is a difference to 'v2'", "source_dir"):
+        world.pull("v3")
+    world.check("v1")
+
+
+def test_a_directory_that_was_not_pulled_is_not_replaced(world: World) -> None:
+    world.full(1, model())
+    world.local.mkdir(parents=True)
+    world.pull("v1")
+    world.check("v1")
+    shutil.rmtree(world.local)
+    world.local.mkdir()
+    (world.local / "thesis.txt").write_text("years of work")
+    with refused(Reason.FIELD_INVALID, "was not pulled", "local_checkpoint_dir"):
+        world.pull("v1")
+    assert (world.local / "thesis.txt").exists()
+
+
+FULL = """
+import resource, sys, signal
+from rlctl.errors import RlctlError
+from rlctl.weights.pulling import pull
+from rlctl.weights.publishing import publish_full
+import torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    if sys.argv[1] == "pull":
+        pull(*sys.argv[2:5])
+    else:
+        publish_full(sys.argv[2], [("w", torch.ones(10_000))], version="v9", sequence=9, files_from=sys.argv[3])
+except RlctlError as error:
+    print(error.reason.name, error.field)
+"""
+
+
+@pytest.mark.parametrize("what", ["pull", "publish"])
+def test_a_full_disk_is_typed_and_leaves_everything_as_it_was(world: World, what: str) -> None:
+    """The limit on a file's size stands in for a disk that is too small: the system refuses to write on."""
+    world.full(1, model())
+    world.pull("v1")
+    world.full(2, {"w": torch.ones(10_000)})
+    before = snapshot(world.source / "00000002-v2"), snapshot(world.local), sorted(world.source.iterdir())
+    arguments = [world.source, world.local, "v2"] if what == "pull" else [world.source, world.launch]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, what, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["DISK_FULL", "local_checkpoint_dir" if what == "pull" else "source_dir"], done.stderr
+    assert (snapshot(world.source / "00000002-v2"), snapshot(world.local), sorted(world.source.iterdir())) == before
+    world.check("v1")
+
+
+@pytest.mark.parametrize("at", ["create", "write_at", "sync", "write_file", "sync_directory", "rename", "exchange"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_whatever_cannot_be_written_is_typed(
+    world: World, monkeypatch: pytest.MonkeyPatch, at: str, number: int
+) -> None:
+    world.chain(2)
+    world.pull("v1")
+    if at == "rename":
+        monkeypatch.setattr(storage, "exchange", lambda *_: False)
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(storage, at, fail)
+    reason = Reason.FIELD_INVALID if number == errno.EIO else Reason.DISK_FULL
+    with refused(reason, os.strerror(number), "local_checkpoint_dir"):
+        world.pull("v2")
+    monkeypatch.undo()
+    world.check("v1")
+    world.pull("v2")
+    world.check("v2")
+
+
+class Crash(BaseException):
+    """The process is gone: nothing that it would do afterwards happens."""
+
+
+STEPS = ("create", "write_at", "sync", "write_file", "sync_directory", "building", "rename", "exchange", "discard")
+
+
+@contextmanager
+def crashing(after: int, *, exchange: bool = True) -> Iterator[list[str]]:
+    """Everything that touches the disk fails from the given step on, cleaning up too."""
+    taken: list[str] = []
+    lock = threading.Lock()
+    patch = pytest.MonkeyPatch()
+
+    def wrap(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def taking(*args: Any) -> Any:
+            with lock:
+                if len(taken) >= after:
+                    raise Crash
+                taken.append(name)
+            return step(*args)
+
+        return taking
+
+    for name in STEPS:
+        step = getattr(storage, name) if exchange or name != "exchange" else lambda *_: False
+        patch.setattr(storage, name, wrap(name, step))
+    try:
+        yield taken
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_crash_at_any_step_leaves_one_version_or_the_other(world: World, exchange: bool) -> None:
+    world.chain(3)
+    world.pull("v1")
+    with crashing(10_000, exchange=exchange) as steps:
+        world.pull("v3")
+    assert set(steps) >= {"create", "write_at", "sync_directory", "exchange", "discard"}
+    for after in range(len(steps)):
+        shutil.rmtree(world.local)
+        world.pull("v1")
+        with crashing(after, exchange=exchange), pytest.raises(Crash):
+            world.pull("v3")
+        if world.local.exists():
+            assert same(contents(world.local), world.models["v1"]) or same(contents(world.local), world.models["v3"])
+        else:
+            assert not exchange, "without the system's exchange there is a moment without either"
+        world.pull("v3")
+        world.check("v3")
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What happens, one after the other: (publish how | pull | crash, a number, another one)."""
+    kinds = st.sampled_from(["full", "xor", "overwrite", "pull", "pull", "crash", "crash publishing"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 1000), st.integers(0, 60)), min_size=1, max_size=12))
+
+
+@given(history=histories())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_history_of_versions_pulls_and_crashes_is_bit_exact(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int, int]]
+) -> None:
+    world = World(tmp_path_factory.mktemp("world"))
+    weights, latest = model(), 1
+    world.full(1, weights)
+    for what, seed, step in history:
+        if what in ("pull", "crash"):
+            version = f"v{1 + seed % latest}"
+            if what == "crash":
+                with crashing(step), contextlib.suppress(Crash):
+                    world.pull(version)
+            world.pull(version)
+            world.check(version)
+            continue
+        weights, latest = stepped(weights, seed), latest + 1
+
+        def publish(how: str = what, sequence: int = latest, weights: Model = weights) -> None:
+            if how == "full":
+                world.full(sequence, weights)
+            else:
+                world.delta(sequence, weights, encoding="overwrite" if how == "overwrite" else "xor")
+
+        if what == "crash publishing":
+            pull(str(world.source), str(world.trainer), f"v{latest - 1}")
+            with crashing(step), contextlib.suppress(Crash):
+                publish()
+        publish()
+    for version in world.models:
+        world.pull(version)
+        world.check(version)
+    shutil.rmtree(world.path)
+
+
+def test_those_who_pull_at_the_same_time_take_turns_and_one_does_it(world: World) -> None:
+    world.chain(3)
+    jobs = [Background(lambda: world.pull("v3")) for _ in range(4)]
+    assert sorted(job.result().changed for job in jobs) == [False, False, False, True]
+    world.check("v3")
+
+
+@pytest.mark.parametrize("how", ["deadline", "stop"])
+def test_whoever_waits_for_another_gives_up_in_time(world: World, how: str) -> None:
+    world.full(1, model())
+    world.local.parent.mkdir(parents=True)
+    stop = threading.Event()
+    with storage.locked(world.local, Patience(), "x"):
+        started = time.monotonic()
+        limit = started + 0.2 if how == "deadline" else float("inf")
+        waiting = Background(lambda: world.pull("v1", patience=Patience(limit, stop)))
+        if how == "stop":
+            stop.set()
+        with refused(Reason.DEADLINE_EXCEEDED if how == "deadline" else Reason.CANCELLED, "somebody else"):
+            waiting.result()
+        assert time.monotonic() - started < 1.0
+    world.pull("v1")
+    world.check("v1")
+
+
+def test_a_pull_whose_time_is_up_leaves_the_local_copy_as_it_was(world: World) -> None:
+    world.chain(2)
+    world.pull("v1")
+    with refused(Reason.DEADLINE_EXCEEDED, "before everything was pulled"):
+        world.pull("v2", patience=Patience(time.monotonic()))
+    world.check("v1")
+
+
+def test_a_lock_is_free_when_its_holder_dies(world: World) -> None:
+    world.full(1, model())
+    world.local.parent.mkdir(parents=True)
+    code = (
+        "import sys, time; from pathlib import Path; from rlctl.weights.storage import *\n"
+        "with locked(Path(sys.argv[1]), Patience(), 'x'): print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(world.local)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        try:
+            with refused(Reason.DEADLINE_EXCEEDED):
+                world.pull("v1", patience=Patience(time.monotonic() + 0.1))
+        finally:
+            holder.kill()
+    world.pull("v1")
+    world.check("v1")

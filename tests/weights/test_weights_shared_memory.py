@@ -1,0 +1,155 @@
+"""Shared memory: its owner's lock says whether it lives, and nothing is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.testing.shared_memory import held
+from rlctl.weights import shared_memory
+from rlctl.weights.identity import SHARED_MEMORY, device_id, host_id
+from rlctl.weights.shared_memory import HEADER_BYTES, OwnedMemory, abandoned, open_memory, sweep
+
+
+def opened(memory: OwnedMemory) -> shared_memory.SharedMemory:
+    return open_memory(memory.name, memory.size, "name", "size")
+
+
+def there(name: str) -> bool:
+    return (SHARED_MEMORY / name).exists()
+
+
+def refusal(*arguments: object) -> RlctlError:
+    with pytest.raises(RlctlError) as caught:
+        open_memory(*arguments)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_what_the_owner_writes_others_read() -> None:
+    memory = OwnedMemory(HEADER_BYTES + 100)
+    assert memory.size == 2 * HEADER_BYTES, "whole pages"
+    theirs = opened(memory)
+    assert theirs.generation == 0
+    memory.data[HEADER_BYTES:] = torch.arange(HEADER_BYTES).to(torch.uint8)
+    assert memory.end() == theirs.generation == 1
+    assert torch.equal(theirs.data[HEADER_BYTES:], memory.data[HEADER_BYTES:])
+    memory.begin()
+    assert theirs.generation == 0
+    assert memory.end() == 2
+    memory.close()
+
+
+def test_a_mapping_outlives_the_file_and_gives_its_memory_back() -> None:
+    memory = OwnedMemory(8 << 20)
+    view = opened(memory).data[HEADER_BYTES:]
+    name = memory.name
+    memory.close()
+    memory.close()
+    assert not there(name)
+    assert view.sum() == 0
+    del memory
+    assert held([name]) == {name}
+    del view
+    assert held([name]) == set()
+
+
+def test_forgotten_memory_goes_with_its_object() -> None:
+    assert held([OwnedMemory(HEADER_BYTES).name]) == set()
+
+
+def test_a_living_owners_memory_is_not_swept() -> None:
+    memory = OwnedMemory(HEADER_BYTES)
+    assert not abandoned(memory.name)
+    assert memory.name not in sweep()
+    assert there(memory.name)
+    memory.close()
+    assert abandoned(memory.name)
+
+
+def test_what_nobody_holds_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    orphan, link = (f"rlctl-{secrets.token_hex(16)}" for _ in range(2))
+    others = [orphan[:-1], f"{orphan}0", orphan.replace("rlctl", "other")]
+    for name in (orphan, *others):
+        (SHARED_MEMORY / name).write_bytes(bytes(100))
+    (SHARED_MEMORY / link).symlink_to(tmp_path)
+    try:
+        sweep()
+        assert not (SHARED_MEMORY / orphan).exists()
+        assert all((SHARED_MEMORY / name).exists() for name in (link, *others))
+    finally:
+        for name in (link, *others):
+            (SHARED_MEMORY / name).unlink()
+
+
+def test_memory_that_is_swept_while_it_is_made_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, swept = fcntl.flock, list[str]()
+
+    def sweep_first(descriptor: int, how: int) -> None:
+        if not swept:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            swept.extend(sweep())
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    memory = OwnedMemory(HEADER_BYTES)
+    assert swept
+    assert memory.name not in swept
+    assert there(memory.name)
+    memory.close()
+
+
+def test_memory_that_is_not_there_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = secrets.token_hex(16)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: digits)
+    space = os.statvfs(SHARED_MEMORY)
+    with pytest.raises(RlctlError) as caught:
+        OwnedMemory(space.f_blocks * space.f_frsize + (1 << 30))
+    assert caught.value.reason is Reason.SHARED_MEMORY_FULL
+    assert "--shm-size" in caught.value.next_step
+    assert held([f"rlctl-{digits}"]) == set()
+
+
+def test_without_posix_shared_memory_it_is_unsupported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "none")
+    with pytest.raises(RlctlError) as caught:
+        OwnedMemory(HEADER_BYTES)
+    assert caught.value.reason is Reason.UNSUPPORTED
+    assert sweep() == []
+
+
+def test_only_segments_are_opened(tmp_path: Path) -> None:
+    memory = OwnedMemory(HEADER_BYTES)
+    for name in ("", "..", "../../etc/passwd", f"{memory.name}/", memory.name.upper(), f"{memory.name}\n"):
+        error = refusal(name, HEADER_BYTES, "name", "size")
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "name")
+    for size in (0, 1, HEADER_BYTES - 1, HEADER_BYTES + 1, 1 << 62):
+        error = refusal(memory.name, size, "name", "size")
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "size")
+    os.truncate(SHARED_MEMORY / memory.name, 100)
+    assert refusal(memory.name, HEADER_BYTES, "name", "size").field == "size"
+    assert refusal(memory.name, 100, "name", "size").field == "size", "no room for a header"
+    memory.close()
+    assert refusal(memory.name, HEADER_BYTES, "name", "size").reason is Reason.SEGMENT_NOT_FOUND
+    other = OwnedMemory(HEADER_BYTES)
+    other.data[:8] = 0
+    assert refusal(other.name, HEADER_BYTES, "name", "size").field == "name", "no magic"
+    other.close()
+    stray = SHARED_MEMORY / f"rlctl-{secrets.token_hex(16)}"
+    stray.symlink_to("/etc/passwd")
+    try:
+        assert refusal(stray.name, HEADER_BYTES, "name", "size").reason is Reason.SEGMENT_NOT_FOUND
+    finally:
+        stray.unlink()
+
+
+def test_identities() -> None:
+    boot_id, _, place = host_id().partition("/")
+    assert len(boot_id) == 36
+    assert place == f"{SHARED_MEMORY.stat().st_dev:x}.{SHARED_MEMORY.stat().st_ino:x}"
+    assert device_id(torch.device("cpu")) == "cpu"
