@@ -73,7 +73,7 @@ class Coordinator:
         self._clock = clock
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock)
-        self._peers = Peers(self.roster, dialer, clock, self._reported, lease_s=lease_s)
+        self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
 

@@ -12,7 +12,7 @@ from rlctl.control.commander import Commander
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.versions import adoptable
 from rlctl.errors import Reason, RlctlError
-from rlctl.ports import Clock, Dialer
+from rlctl.ports import Clock, Dialer, Journal
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
@@ -38,11 +38,13 @@ class Peers:
         roster: Roster,
         dialer: Dialer[ControlRequest, ControlResponse],
         clock: Clock,
+        journal: Journal,
         on_report: Callable[[Slot], Awaitable[None]],
         *,
         lease_s: float = SERVING_LEASE_S,
     ) -> None:
         self._roster = roster
+        self._journal = journal
         self._dialer = dialer
         self._clock = clock
         self._on_report = on_report
@@ -81,8 +83,8 @@ class Peers:
         long after it was sent.
         """
         commander = slot.commander
-        if commander is None or commander.lost or slot.report is None:
-            return
+        if commander is None or commander.lost or slot.report is None or not self._journal.held():
+            return  # without the journal there may be a successor, which counts on the leases that it knows of
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         lease_s = 0.0 if withheld or slot.record.HasField("quarantine") else self._lease_s
@@ -150,9 +152,16 @@ class Peers:
 
     def commander(self, slot: Slot) -> Commander:
         """The slot's link. Raises UNREACHABLE, outcome NOT_SENT, when none stands."""
+        self._refuse_succeeded()
         if slot.commander is None or slot.commander.lost:
             raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
         return slot.commander
+
+    def _refuse_succeeded(self) -> None:
+        if not self._journal.held():
+            raise Reason.JOURNAL_FAILED.error(
+                "the journal is another's: this coordinator commands nothing", outcome=OUTCOME_NOT_SENT
+            )
 
     async def _keep(self, slot: Slot) -> None:
         tries = 0
@@ -167,6 +176,7 @@ class Peers:
 
     async def _once(self, slot: Slot) -> None:
         registration = slot.record.registration
+        self._refuse_succeeded()
         link = await self._dialer.dial(registration.address)
         commander = Commander(link, self._clock, on_report=lambda report: self._reported(slot, report))
         receiving = asyncio.create_task(commander.run())

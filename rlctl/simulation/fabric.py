@@ -1,6 +1,7 @@
 """The data plane: process groups and the broadcasts in them, between a trainer's sources and the ranks of engines.
 
-A collective needs every member: while one is stopped, dead or has left, the others wait, until somebody breaks them off.
+A collective needs every member: while one is stopped, dead or has left, the others wait until somebody breaks them
+off.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
+from rlctl.errors import RlctlError
 from rlctl.simulation.clients import Client, Operator, Trainer
-from rlctl.simulation.engine import SimEngine, contents
+from rlctl.simulation.engine import contents
 from rlctl.simulation.fabric import Fabric, Tensors
 from rlctl.simulation.faults import Faults
 from rlctl.simulation.hosts import CoordinatorHost, StageHost
@@ -188,10 +190,11 @@ class Simulation:
         coordinator = self.coordinator.coordinator
         if coordinator is None:
             return [("I7", "the coordinator did not start")]
-        found = []
-        for run in coordinator.operations._runs.values():
-            if not run.ended.is_set():
-                found.append(("I8", f"{run.operation.verb} {run.operation.operation_id} has no outcome"))
+        found = [
+            ("I8", f"{run.operation.verb} {run.operation.operation_id} has no outcome")
+            for run in coordinator.operations._runs.values()
+            if not run.ended.is_set()
+        ]
         for slot in coordinator.roster.slots.values():
             state = slot.state
             name = StageState.Name(state).removeprefix("STAGE_STATE_")
@@ -211,12 +214,5 @@ class Simulation:
 
 
 async def _run(work: Awaitable[None]) -> None:
-    from rlctl.errors import RlctlError
-
-    try:
+    with contextlib.suppress(RlctlError):
         await work
-    except RlctlError:
-        pass
-
-
-__all__ = ["Simulation", "SimEngine"]

@@ -108,7 +108,7 @@ class StageHost:
         self._generation: Generation | None = None
         for rank in range(1, tp_size):
             self.nodes[rank].start(self._follow(rank))
-        self.node.start(self._run())
+        self.node.start(self._start())
         # Without rank 0 its followers end.
         self.node.at_end.append(lambda: [node.later(0.5, node.kill) for node in self.nodes[1:]] and None)
 
@@ -146,6 +146,19 @@ class StageHost:
         self.sim.network.listen(node, self._address(rank), lambda end: _obey(executor, end))
 
     # Rank 0.
+
+    async def _start(self) -> None:
+        try:
+            await self._run()
+        except RlctlError as error:
+            self.sim.observer.note(f"{self.name} cannot start: {error}")
+            self.sim.timer.later(1.0, self._again)
+            self.kill()
+
+    def _again(self) -> None:
+        """What supervises it starts it again."""
+        if self.sim.stages[self.slot] is self:
+            self.sim.start_stage(self.slot)
 
     async def _run(self) -> None:
         sim, node = self.sim, self.node

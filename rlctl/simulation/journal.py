@@ -48,6 +48,10 @@ class SimJournal:
         # The process may die between the disk's word and its own next step.
         await asyncio.sleep(0)
 
+    def held(self) -> bool:
+        """Whether no other process has opened the store since."""
+        return self._store.holder is self
+
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
         """Every record of a kind, in key order."""
         return [(key, body) for (k, key), body in sorted(self._store.records.items()) if k == kind]

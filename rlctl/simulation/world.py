@@ -1,4 +1,4 @@
-"""Virtual time, and processes that can be killed and stopped: one event loop for each, run one callback round at a time.
+"""Virtual time, and processes that can be killed and stopped: an event loop for each, run one round at a time.
 
 A process that is killed simply never runs again: nothing of it is cleaned up, as with SIGKILL. One that is stopped runs
 what is due when it is let go on, as with SIGSTOP. Which of several processes that could run goes first is drawn from
@@ -170,8 +170,8 @@ class World:
         return str(uuid.UUID(int=value))
 
     def close(self) -> None:
-        """Let everything go: what is left of each process is cancelled, so that no coroutine is torn down by the garbage
-        collector outside of its loop.
+        """Let everything go. What is left of each process is cancelled first: no coroutine may be torn down by the
+        garbage collector, outside of its loop.
         """
         for node in self.nodes:
             node.alive = False
