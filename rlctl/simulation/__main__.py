@@ -34,15 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/simulate", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many seeds")
     parser.add_argument("--seed", type=int, help="the first one; drawn when not given")
-    parser.add_argument(
-        "--break",
-        dest="off",
-        action="append",
-        default=[],
-        choices=sorted(MUTANTS),
-        metavar="NAME",
-        help=f"turn a safeguard off: {', '.join(sorted(MUTANTS))}",
-    )
+    known = sorted(MUTANTS)
+    parser.add_argument("--break", dest="off", action="append", default=[], choices=known, help="turn a safeguard off")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failing seed")
     parser.add_argument("--history", action="store_true", help="print what happened")
     arguments = parser.parse_args()

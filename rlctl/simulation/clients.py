@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
@@ -21,11 +20,12 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
     RequestHeader,
     Target,
 )
 from rlctl.v1.coordinator_pb2 import HealStageRequest, SetStageEnabledRequest
-from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class Trainer(Caller):
         limit = random.uniform(10, 40)
         begin.header.timeout.CopyFrom(duration(limit))
         options = begin.options
-        options.pause = random.choice((0, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN))
+        options.pause = random.choice(
+            (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN)
+        )
         options.abort_all_requests = random.random() < 0.3
         if random.random() < 0.2:
             options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
@@ -203,7 +205,7 @@ class Trainer(Caller):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _refuse_failed(self, operation: Operation) -> None:
-        if operation.state != 2:  # OPERATION_STATE_OK
+        if operation.state != OPERATION_STATE_OK:
             raise Reason.GROUP_FAILED.error(operation.error.message)
 
 
@@ -251,7 +253,7 @@ class Operator(Caller):
         self.sim.disks[tag] = contents(tag)
         header = RequestHeader(target=Target(model=model))
         request = verbs_pb2.UpdateWeightsFromDiskRequest(header=header, model_path=tag, weight_version=tag)
-        request.options.pause = self.random.choice((0, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT))
+        request.options.pause = self.random.choice((PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT))
         if self.random.random() < 0.5:
             request.expected_digest = digest(contents(tag))
         await self.do(request, 40.0)
@@ -290,6 +292,3 @@ async def _read(parts: Any) -> None:
     with contextlib.suppress(RlctlError):
         async for _ in parts:
             pass
-
-
-Work = Awaitable[None]

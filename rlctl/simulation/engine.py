@@ -22,6 +22,7 @@ from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
     OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_DRAIN,
@@ -386,8 +387,8 @@ class SimEngine(Engine):
         await self._begin("CommitUpdate", call)
         missing = [name for name in NAMES if name not in self._written]
         if not self._written or (self._full and missing and not self._sim.broken("completeness")):
-            outcome = OUTCOME_DIRTY if self._written else 0
-            raise Reason.WEIGHTS_INCOMPLETE.error(f"not written: {', '.join(missing)}", outcome=outcome or None)
+            outcome = OUTCOME_DIRTY if self._written else OUTCOME_REJECTED
+            raise Reason.WEIGHTS_INCOMPLETE.error(f"not written: {', '.join(missing)}", outcome=outcome)
         self._update = ""
         return verbs.WeightsReport(tensors=len(self._written))
 

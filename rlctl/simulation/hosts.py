@@ -110,7 +110,11 @@ class StageHost:
             self.nodes[rank].start(self._follow(rank))
         self.node.start(self._start())
         # Without rank 0 its followers end.
-        self.node.at_end.append(lambda: [node.later(0.5, node.kill) for node in self.nodes[1:]] and None)
+        self.node.at_end.append(self._end_followers)
+
+    def _end_followers(self) -> None:
+        for node in self.nodes[1:]:
+            node.later(0.5, node.kill)
 
     @property
     def node(self) -> Node:

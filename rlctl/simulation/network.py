@@ -116,7 +116,7 @@ class Network:
     def _gone(self, node: Node) -> None:
         for end in [end for end in self._connections if node in (end.node, end.peer.node)]:
             self.forget(end)
-            other = end.peer if end.node is node else end.node and end
+            other = end.peer if end.node is node else end
             if not self.parted(end.node, end.peer.node):
                 other.node.later(self.latency(), other._end)
 
