@@ -1,7 +1,7 @@
 """What requests meet when weights change under them, through a coordinator, in every pause mode and with every flag.
 
-The tokens after an update are compared with a clean run of the new weights on the same prefix. Only ``in_place`` without
-a flush keeps KV entries of old weights, and its responses say so.
+The tokens after an update are compared with a clean run of the new weights on the same prefix. Only ``in_place``
+without a flush keeps KV entries of old weights, and its responses say so.
 """
 
 from __future__ import annotations
