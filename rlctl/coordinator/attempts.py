@@ -55,7 +55,7 @@ class OpenUpdate:
         verdict: decided against it: why.
         received: what its targets answered to the writes of the present attempt.
         broken: a write of the present attempt has failed.
-        abandoned: groups of earlier updates that its own replace.
+        abandoned: groups of earlier updates that its targets may still be in.
     """
 
     session: Session

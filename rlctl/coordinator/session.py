@@ -133,9 +133,14 @@ class Session:
     # Write.
 
     async def leave_groups(self, names: Sequence[str]) -> None:
-        """Let the targets forget groups, breaking what waits in them; those that do not know them any more say so."""
+        """Let the targets forget groups, breaking what waits in them.
+
+        One that a rank may still be in stays on record, to be left by the next update.
+        """
         for name in names:
-            await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
+            results = await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
+            if name in self.model.record.groups and all(_has_left(result) for result in results):
+                self.model.record.groups.remove(name)
 
     async def ready(self) -> None:
         """Pause and prepare the targets, once, however many writes ask for it. Raises when one refused."""
@@ -301,3 +306,10 @@ class Session:
         """Come to a phase, together with what else changes: durably first."""
         await self._journal.write([*changes, self.put(phase)])
         self.record.phase = phase
+
+
+def _has_left(result: StageResult) -> bool:
+    """Whether no rank of a stage is in a group that it was told to leave."""
+    gone = Reason.GROUP_NOT_FOUND.name
+    ranks = result.rank_results
+    return bool(ranks) and all(rank.outcome == OUTCOME_APPLIED or rank.error.reason == gone for rank in ranks)
