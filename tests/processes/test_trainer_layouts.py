@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainers import FSDP, PP_TP, train
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -18,40 +16,11 @@ from rlctl.launch.local import LocalFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
-RANK = Path(__file__).with_name("trainer_rank.py")
-PP_TP = {"layout": "pp-tp", "size": 4, "sources": [0, 2]}
-FSDP = {"layout": "fsdp", "size": 2, "sources": [0]}
-
 
 @pytest.fixture(scope="module")
 def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
-
-
-def train(fleet: Fleet, directory: Path, *, seeds: list[int], deadline_s: float = 60.0, **settings: Any) -> list[Any]:
-    """Run a trainer to its end: what each rank said of each update, by rank; a rank that was killed says less."""
-    common = settings | {
-        "seeds": seeds,
-        "deadline_s": deadline_s,
-        "address": fleet.aio.connection.address,
-        "store": str(directory / "store"),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), json.dumps(common | {"rank": rank})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(settings["size"])
-    ]
-    said = []
-    for rank, process in enumerate(ranks):
-        out, errors = process.communicate(timeout=150)
-        assert process.returncode == (-9 if rank == settings.get("dies") else 0), errors
-        said.append([json.loads(line) for line in out.splitlines()])
-    return said
 
 
 def test_every_source_shares_memory_with_every_engine(fleet: Fleet, tmp_path: Path) -> None:
