@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import rlctl
+from rlctl.client import publisher as publishing
 from rlctl.demo import tiny
 from rlctl.weights.tensors import TensorMeta
 
@@ -90,6 +91,7 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    publishing.LEASE_TTL_S = settings.get("lease_s", publishing.LEASE_TTL_S)
     rank, size = settings["rank"], settings["size"]
     store = dist.FileStore(settings["store"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
