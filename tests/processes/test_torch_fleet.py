@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -272,6 +274,29 @@ def test_weights_go_through_shared_memory(fleet: Fleet, tiny: tuple[Any, Path], 
         assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
     assert len(fleet.operations(verb="InitWeightsUpdateGroup", page_size=500)) == before, "no group was needed"
     all_generate_like(fleet, model)
+    publisher.close()
+
+
+def test_shared_memory_that_is_full_ends_the_update_before_anything_is_paused(
+    fleet: Fleet, tiny: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = changed(tiny[0], seed=45)
+    before = fleet.status().models[0].latest
+    publisher = fleet.publisher("actor", path="ipc")
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(RlctlError) as caught:
+        publisher.update(model, version="full")
+    assert caught.value.reason is Reason.SHARED_MEMORY_FULL
+    failed = fleet.operations(verb="WeightUpdate")[0].operation_id
+    assert not [o for o in fleet.operations(verb="UpdateWeightsFromTensor", page_size=500) if o.update_id == failed]
+    assert fleet.status().models[0].latest == before
+    assert all(stage.routable for stage in fleet.status().stages)
+    monkeypatch.undo()
+    publisher.update(model, version="room")
+    assert digests(fleet) == {rlctl.model_digest(model)}
     publisher.close()
 
 
