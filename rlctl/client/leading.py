@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.part import STOP_S, Part, Ship, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
 from rlctl.client.wire import Offered, combined, fit, in_one_order, shared_devices
 from rlctl.errors import OperationFailed, Reason, RlctlError
@@ -63,6 +64,7 @@ class Leading:
         self._trainer = trainer
         self._bucket_bytes = bucket_bytes
         self._update = 0
+        self._progress = Progress()
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
         self._renew_identity()
 
@@ -70,13 +72,14 @@ class Leading:
         self,
         source: WeightSource,
         request: BeginWeightUpdateRequest,
+        progress: Progress,
         *,
         update: int,
         checkpoint: str,
         deadline_s: float,
     ) -> tuple[Operation, Sent]:
         """Lead an update from the offers to its end, and tell the members how it ended."""
-        self._update = update
+        self._update, self._progress = update, progress
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
@@ -122,8 +125,9 @@ class Leading:
         """The sources only digest what the checkpoint must contain."""
         reference = {meta.name: meta for meta in await self._ask_reference()}
         metas = [reference.get(meta.name, meta) for offered in offers for meta in offered.metas]
-        attempt = Attempt(number=1, buckets=[buckets.to_proto(Bucket(0, metas, True))])
+        attempt = Attempt(number=1, buckets=[buckets.to_proto(Bucket(0, metas, True))], last=True)
         sent = await self._take_turns(source, attempt, _nothing_to_ship)
+        self._progress.decided = True
         operation = await self._fleet.update_weights_from_disk(
             checkpoint,
             version=request.version,
@@ -152,7 +156,7 @@ class Leading:
                 wire = fit(self._model, offers, await self._get_reference(plan), partial)
                 while True:
                     try:
-                        sent = await self._send(source, wire, plan, request.options.verify, deadline)
+                        sent = await self._send(source, wire, plan, request, deadline)
                         break
                     except RlctlError as error:
                         if plan.attempt > request.retries or not _worth_retrying(error):
@@ -172,7 +176,7 @@ class Leading:
         source: WeightSource,
         wire: list[Offered],
         plan: BeginWeightUpdateResponse,
-        verify: common_pb2.VerificationLevel.ValueType,
+        request: BeginWeightUpdateRequest,
         deadline: float,
     ) -> list[Sent]:
         """One attempt: form the groups, let every source send and every target rank receive."""
@@ -186,8 +190,9 @@ class Leading:
             store_port=port,
             buckets=in_one_order(wire, names, self._bucket_bytes),
             shared_devices=sorted(shared_devices(plan)),
-            without_digests=verify == common_pb2.VERIFICATION_LEVEL_NONE,
+            without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
+            last=plan.attempt > request.retries,
         )
         fleet = asyncio.create_task(self._drive(plan, attempt, deadline))
 
@@ -229,7 +234,7 @@ class Leading:
     ) -> list[Sent]:
         """Every trainer rank does its part; what each sent, the lead's first. Whoever fails first ends the others."""
         self._members.tell(JoinResponse(update=self._update, attempt=attempt))
-        own = asyncio.create_task(self._part.attempt(source, attempt, ship))
+        own = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
         theirs = asyncio.create_task(self._members.sent(self._update, attempt.number))
         tasks = {own, theirs} | ({fleet} if fleet is not None else set())
@@ -252,6 +257,9 @@ class Leading:
             raise
         finally:
             await stopped(shipping)
+        if not attempt.last:
+            self._progress.sent.set()
+            self._members.tell(JoinResponse(update=self._update, delivered=True))
         return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
 
     async def _forward(self, attempt: int, ship: Ship) -> None:
@@ -285,6 +293,7 @@ class Leading:
             update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=digest
         )
         remaining = deadline - asyncio.get_running_loop().time()
+        self._progress.decided = True
         operation: Operation = await self._fleet.connection.call("CommitWeightUpdate", request, remaining)
         refuse_unpublished(operation)
         return operation
