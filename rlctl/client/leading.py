@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from rlctl.client.admin import AsyncAdmin
-from rlctl.client.part import STOP_S, Part, Ship, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
 from rlctl.client.wire import Offered, combined, fit, in_one_order, shared_devices
@@ -34,11 +34,16 @@ from rlctl.v1.update_pb2 import (
 from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights import buckets
 from rlctl.weights.buckets import Bucket
+from rlctl.weights.identity import host_id
 from rlctl.weights.rendezvous import GroupStore
-from rlctl.weights.source import WeightSource
+from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, from_proto
 
 ABORT_S = 60.0
+
+HEAD_START_S = 0.002
+"""The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
+makes the targets ready, which takes longer than that, is on its way first."""
 
 
 class Leading:
@@ -66,6 +71,7 @@ class Leading:
         self._update = 0
         self._progress = Progress()
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
+        self._ordered: tuple[tuple[list[Offered], list[str]], list[verbs_pb2.TensorBucket]] = (([], []), [])
         self._renew_identity()
 
     async def run(
@@ -100,7 +106,7 @@ class Leading:
         """What each source sends, once every trainer rank has come to this update."""
         found: dict[int, Offered] = {}
         if self._part.source is not None:
-            found[self._part.source] = Offered.of(describe(source, version, self._part.source))
+            found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id())
         for rank, offer in (await self._members.offers(self._update)).items():
             if offer.version != version:
                 raise Reason.FIELD_CONFLICT.error(
@@ -180,15 +186,15 @@ class Leading:
         deadline: float,
     ) -> list[Sent]:
         """One attempt: form the groups, let every source send and every target rank receive."""
-        store = GroupStore(self._host)
-        host, port = store.address(self._host)
+        store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
+        host, port = ("", 0) if store is None else store.address(self._host)
         names = [group.group_name for group in sorted(plan.groups, key=lambda group: group.source)]
         attempt = Attempt(
             number=plan.attempt,
             groups=plan.groups,
             store_address=host,
             store_port=port,
-            buckets=in_one_order(wire, names, self._bucket_bytes),
+            buckets=self._in_one_order(wire, names),
             shared_devices=sorted(shared_devices(plan)),
             without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
@@ -202,10 +208,18 @@ class Leading:
             await self._fleet.call(take, timeout_s=deadline - asyncio.get_running_loop().time())
 
         try:
+            await asyncio.sleep(HEAD_START_S)
             return await self._take_turns(source, attempt, ship, fleet)
         finally:
             fleet.cancel()
-            store.close()
+            if store is not None:
+                store.close()
+
+    def _in_one_order(self, wire: list[Offered], names: list[str]) -> list[verbs_pb2.TensorBucket]:
+        """The buckets of all sources; those of the last update again where nothing has changed."""
+        if self._ordered[0] != (wire, names):
+            self._ordered = ((wire, names), in_one_order(wire, names, self._bucket_bytes))
+        return self._ordered[1]
 
     async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
         """What the coordinator is asked for in an attempt: the groups in their order, then to take in what comes."""

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Op
 from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
-from rlctl.weights.buckets import Bucket, from_proto
+from rlctl.weights.announced import Announced
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.identity import host_id
@@ -51,6 +51,7 @@ class Part:
         self._group: WeightGroup | None = None
         self._segments: SegmentSender | None = None
         self._under_way: asyncio.Future[Sent] | None = None
+        self._announced = Announced()
 
     def close(self) -> None:
         """Leave the group, and remove the segments. Engines that are told of a new group forget it."""
@@ -130,18 +131,20 @@ class Part:
             left()
             return Sent()
         wanted = next((group for group in attempt.groups if group.source == self.source), None)
+        announced = self._announced.parse(attempt.buckets)
+        dtypes = {meta.name: meta.dtype for _, bucket in announced for meta in bucket.metas}
         digest = None if attempt.without_digests else ModelDigest()
         sent = Sent()
         started = time.perf_counter()
         if wanted is not None:
             group = self._join(wanted, attempt, stop)
             started = time.perf_counter()
-            sent.bytes += send(weights, _buckets(attempt, wanted.group_name), group, digest).bytes
+            own = [bucket for name, bucket in announced if name == wanted.group_name]
+            sent.bytes += send(weights, own, group, digest).bytes
         if attempt.shared_devices:
             # What went over the group has been digested.
-            sent.bytes += self._share(weights, attempt, digest if wanted is None else None, ship, left)
+            sent.bytes += self._share(weights, dtypes, attempt, digest if wanted is None else None, ship, left)
         elif wanted is None and digest is not None:
-            dtypes = _dtypes(attempt)
             for name, tensor in weights.tensors():
                 digest.add(name, tensor, dtypes.get(name))
         if not attempt.shared_devices:
@@ -154,15 +157,17 @@ class Part:
     def _share(
         self,
         weights: WeightSource,
+        dtypes: Mapping[str, torch.dtype],
         attempt: Attempt,
         digest: ModelDigest | None,
         ship: Callable[[Sequence[TensorSegment]], None],
         left: Callable[[], None],
     ) -> int:
-        """Copy the weights into segments, while the ranks take in the one before; returns the bytes."""
+        """Copy the weights, in the wire's dtypes, into segments, while the ranks take in the one before; returns the
+        bytes.
+        """
         if self._segments is None:
             self._segments = SegmentSender()
-        dtypes = _dtypes(attempt)
         wire = [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
         lease_s = seconds(attempt.timeout)
         written = self._segments.write(
@@ -245,15 +250,6 @@ def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def _buckets(attempt: Attempt, group_name: str) -> list[Bucket]:
-    return [from_proto(bucket) for bucket in attempt.buckets if bucket.group_name == group_name]
-
-
-def _dtypes(attempt: Attempt) -> dict[str, torch.dtype]:
-    """Dtypes of the wire, by name."""
-    return {meta.name: meta.dtype for bucket in attempt.buckets for meta in from_proto(bucket).metas}
 
 
 async def _awaited(work: Awaitable[None]) -> None:
