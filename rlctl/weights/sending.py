@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -124,7 +124,10 @@ class _Sending:
         else:
             self._in_order(bucket, filled == index + 1)
             self._start(wire.contiguous(), [(name, wire)])
-            self._await(_AHEAD if self._stable else 0)
+            if not self._stable:
+                self._await(0)
+            elif len(self._on_their_way) > _AHEAD:
+                self._await(1)
         if filled == len(bucket.metas):
             self._in_order(bucket, True)
             if bucket.flattened:
@@ -159,7 +162,12 @@ class _Sending:
 
     def _await(self, left: int) -> None:
         """Wait until no more than so many are on their way; raises what became of them."""
-        while len(self._on_their_way) > left:
+        over = len(self._on_their_way) - left
+        if over > 0:
+            # They end in order. Whoever wakes up for each of them takes the interpreter from the thread that starts
+            # the next one.
+            wait(self._on_their_way[over - 1].jobs)
+        for _ in range(over):
             way = self._on_their_way.popleft()
             for job in way.jobs:
                 job.result()

@@ -39,16 +39,18 @@ def timed() -> Iterator[list[Span]]:
         watch.end()
 
 
-def busy_s(sending: Sequence[Span], rank: tuple[Sequence[Span], Sequence[Span]]) -> float:
-    """Seconds in which a rank and the source were inside a broadcast together, or the rank copied into place.
+def busy_s(sending: Sequence[Span], ranks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> float:
+    """Seconds in which a collective was under way or a rank copied into place.
 
-    ``rank``: the spans of its broadcasts and of its copies. While only one side is inside a broadcast no byte moves:
-    it waits for the other one.
+    ``sending``: the source's broadcasts; ``ranks``: each rank's broadcasts, the same ones, and its copies. A broadcast
+    is under way from when the source and a first rank are in it, since until then no byte moves, to when the last one
+    has left it.
     """
-    received, copied = rank
-    together = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(sending, received, strict=True)]
+    busy = [tuple(span) for _, copied in ranks for span in copied]
+    for (start, end), *taken in zip(sending, *(received for received, _ in ranks), strict=True):
+        busy.append((max(start, min(s for s, _ in taken)), max(end, *(e for _, e in taken))))
     total, reached = 0.0, float("-inf")
-    for start, end in sorted([span for span in together if span[0] < span[1]] + [tuple(span) for span in copied]):
+    for start, end in sorted(busy):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total

@@ -84,7 +84,7 @@ def _update(fleet: Running, verify: str) -> Sample:
         fleet.peers.watch()
         update = fleet.update(verify=verify)
         ranks = fleet.peers.watched()
-    control_s = update.total_s - min(collectives.busy_s(sending, rank) for rank in ranks)
+    control_s = update.total_s - collectives.busy_s(sending, ranks)
     receiving_s = max(max(end for _, end in taken) - min(start for start, _ in taken) for taken, _ in ranks)
     return Sample(update.total_s, control_s, receiving_s, update.sent_s, max(extra))
 
