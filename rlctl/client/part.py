@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,9 +29,9 @@ from rlctl.weights.digest import ModelDigest
 from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.identity import host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
+from rlctl.weights.sending import SentInPassing
 from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, to_proto
-from rlctl.weights.transfer import send
 
 T = TypeVar("T")
 
@@ -69,10 +70,9 @@ class Part:
         """Do this process's part; cancelling it breaks what is under way. Says in ``progress`` when the weights have
         been read for the last time, if no other attempt can follow.
 
-        Weights go over the group first, then through ``ship`` to the ranks that share memory: what comes over groups is
-        taken in at one go, and what is shipped has to wait for it. Each takes a pass of every trainer rank. With
-        neither in the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the
-        weights are not what was offered), or what the weights themselves raise.
+        In one pass the weights go over the group and, through ``ship``, to the ranks that share memory. With neither in
+        the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not what
+        was offered), or what the weights themselves raise.
         """
         if self._under_way is not None and not self._under_way.done():
             raise Reason.ILLEGAL_STATE.error(
@@ -124,10 +124,9 @@ class Part:
     ) -> Sent:
         """``left`` is called once the weights have been read for the last time."""
         if self.source is None:
-            for _ in range(max(1, bool(attempt.groups) + bool(attempt.shared_devices))):
-                for _ in weights.tensors():
-                    if stop.is_set():
-                        raise Reason.CANCELLED.error("the attempt was stopped")
+            for _ in weights.tensors():
+                if stop.is_set():
+                    raise Reason.CANCELLED.error("the attempt was stopped")
             left()
             return Sent()
         wanted = next((group for group in attempt.groups if group.source == self.source), None)
@@ -140,11 +139,19 @@ class Part:
             group = self._join(wanted, attempt, stop)
             started = time.perf_counter()
             own = [bucket for name, bucket in announced if name == wanted.group_name]
-            sent.bytes += send(weights, own, group, digest).bytes
-        if attempt.shared_devices:
-            # What went over the group has been digested.
-            sent.bytes += self._share(weights, dtypes, attempt, digest if wanted is None else None, ship, left)
-        elif wanted is None and digest is not None:
+            passing = SentInPassing(weights, own, group, digest)
+            try:
+                if attempt.shared_devices:
+                    # What goes over the group is digested there.
+                    sent.bytes += self._share(passing, dtypes, attempt, None, ship, left)
+                else:
+                    deque(passing.tensors(), maxlen=0)
+            finally:
+                passing.close()
+            sent.bytes += passing.bytes
+        elif attempt.shared_devices:
+            sent.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
+        elif digest is not None:
             for name, tensor in weights.tensors():
                 digest.add(name, tensor, dtypes.get(name))
         if not attempt.shared_devices:

@@ -71,7 +71,8 @@ class Session:
         targets: those of them that have not been lost in an attempt.
         resume: targets that generate again afterwards.
         paused_at: when the first target was paused, on the clock's ``now``; None: no target was told of the update.
-        writing: held by whoever lets the targets take in weights, so that several sources come one after the other.
+        writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
+            the other. No target takes weights in by two verbs: those with different ones do not wait for each other.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Session:
         self.paused_at: float | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._ended = False
-        self.writing = asyncio.Lock()
+        self.writing = {verb: asyncio.Lock() for verb in _TRANSPORTS}
 
     @property
     def update_id(self) -> str:

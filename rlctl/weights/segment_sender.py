@@ -96,8 +96,8 @@ class SegmentSender:
         least the timeout of the calls that announce the segments; receivers stop at whichever ends first. ``digest``
         takes in exactly what is sent, beside the copying; it is complete when the iterator has ended. When all segments
         are lent, the iterator waits for a release or the end of a lease, until ``deadline`` (on
-        :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now). ``left`` is called when the last tensor has
-        been copied, before its segment comes out: the source's tensors may be overwritten.
+        :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now). ``left`` is called when the source is at its
+        end, once the last segment has been taken from the iterator: the source's tensors may be overwritten.
 
         Raises FIELD_INVALID when source and wire do not fit each other; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED,
         CANCELLED (closed). What the source itself raises passes through.
@@ -108,7 +108,7 @@ class SegmentSender:
         limit = time.monotonic() + 2 * lease_s if deadline is None else deadline
         with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as digesters:
             for bucket in buckets:
-                memory = self._pool.take(bucket.nbytes, limit)  # waits while all are lent
+                memory = self._pool.take(bucket.nbytes, limit)
                 try:
                     for future in digesting.pop(id(memory), []):
                         future.result()
@@ -116,20 +116,16 @@ class SegmentSender:
                     views = unpack(bucket, memory.data)
                     for meta, (_, view) in zip(bucket.metas, views, strict=True):
                         _fill(view, meta, tensors)
-                    if bucket is buckets[-1]:
-                        _refuse_more(tensors)
                     sent = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
                 except BaseException:
                     self._pool.give_back(memory)
                     raise
                 if digest is not None:
                     digesting[id(memory)] = [digesters.submit(digest.add, name, view) for name, view in views]
-                if bucket is buckets[-1]:
-                    left()
                 yield sent
-            if not buckets:
-                _refuse_more(tensors)
-                left()
+            if (extra := next(tensors, None)) is not None:
+                raise _unfit(f"the source yields {extra[0]!r}, which was not announced, or yields it twice")
+            left()
             for future in itertools.chain(*digesting.values()):
                 future.result()
 
@@ -160,11 +156,6 @@ def _fill(view: torch.Tensor, meta: TensorMeta, tensors: Iterator[tuple[str, tor
     if name != meta.name or tuple(tensor.shape) != meta.shape:
         raise _unfit(f"the source yields {name!r} {tuple(tensor.shape)}; {meta.name!r} {meta.shape} was announced")
     view.copy_(tensor.detach())
-
-
-def _refuse_more(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    if (extra := next(tensors, None)) is not None:
-        raise _unfit(f"the source yields {extra[0]!r}, which was not announced, or yields it twice")
 
 
 def _unfit(cause: str) -> RlctlError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlctl.client.publisher import Publisher
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.weights.segment_sender import SegmentSender
 from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
 
@@ -26,10 +28,39 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> Iterator[Fleet]:
+    """One engine shares memory with its trainer, the other one takes itself to be on another host."""
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
-    engines = [EngineSpec("actor", str(tiny[1]), options=options)]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as running, running.connect() as fleet:
-        yield fleet
+    elsewhere = {"ELSEWHERE": "another-boot-id"}
+    engines = [
+        EngineSpec("near", str(tiny[1]), options=options),
+        EngineSpec("far", str(tiny[1]), options=options, environment=elsewhere),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        directory = tmp_path_factory.mktemp("fleet")
+        with LocalFleet(engines, directory=directory, module="elsewhere") as running, running.connect() as fleet:
+            yield fleet
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes many more segments than there are."""
+    monkeypatch.setattr("rlctl.client.part.SegmentSender", lambda: SegmentSender(segment_bytes=32 << 10))
+
+
+class Counted:
+    """Weights that count how often they are gone through."""
+
+    def __init__(self, model: Any) -> None:
+        self._source = as_source(model)
+        self.passes = 0
+
+    def metas(self) -> list[TensorMeta]:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        yield from self._source.tensors()
 
 
 class Held:
@@ -62,7 +93,7 @@ def scramble(model: Any) -> None:
             parameter.fill_(7.0)
 
 
-@pytest.mark.parametrize("path", ["broadcast", "ipc"])
+@pytest.mark.parametrize("path", ["broadcast", "auto"])
 @pytest.mark.parametrize("verify", ["expected", "none"])
 def test_tensors_are_free_before_the_commit(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, path: str, verify: str
@@ -79,9 +110,11 @@ def test_tensors_are_free_before_the_commit(
         may_commit.clear()
         model = demo_tiny.make(seed=seed)
         digest = rlctl.model_digest(model)
-        pending = publisher.update_async(model, version=f"{path}-{verify}-{seed}", verify=verify, pause="in_place")
+        weights = Counted(model)
+        pending = publisher.update_async(weights, version=f"{path}-{verify}-{seed}", verify=verify, pause="in_place")
         pending.wait_sent()
         assert not pending.done()
+        assert weights.passes == 1, "both paths are served in one pass"
         scramble(model)
         assert fleet.status().models[0].latest.label != f"{path}-{verify}-{seed}"
         may_commit.set()
@@ -92,6 +125,11 @@ def test_tensors_are_free_before_the_commit(
         assert fleet.status().models[0].latest == result.version
         assert held_by(fleet) == {digest}
         assert result.model_digest == (digest if verify == "expected" else "")
+        steps = {
+            step.verb for step in fleet.operations(page_size=50) if step.update_id == result.operation.operation_id
+        }
+        assert "UpdateWeightsFromDistributed" in steps
+        assert ("UpdateWeightsFromTensor" in steps) == (path == "auto")
     publisher.close()
 
 
@@ -108,7 +146,7 @@ def test_from_disk_the_weights_are_only_digested(fleet: Fleet, tmp_path: Path) -
     publisher.close()
 
 
-@pytest.mark.parametrize("path", ["broadcast", "ipc"])
+@pytest.mark.parametrize("path", ["broadcast", "auto"])
 def test_one_at_a_time_and_given_up_on_request(fleet: Fleet, path: str) -> None:
     publisher = fleet.publisher("actor", path=path)
     model = demo_tiny.make(seed=14)
