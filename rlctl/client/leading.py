@@ -208,7 +208,8 @@ class Leading:
             await self._fleet.call(take, timeout_s=deadline - asyncio.get_running_loop().time())
 
         try:
-            await asyncio.sleep(HEAD_START_S)
+            if plan.groups:
+                await asyncio.sleep(HEAD_START_S)
             return await self._take_turns(source, attempt, ship, fleet)
         finally:
             fleet.cancel()
