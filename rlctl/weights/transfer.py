@@ -259,10 +259,11 @@ class Receiver:
                 )
             expected[group.name] = due + 1
             for index, meta in enumerate(bucket.metas):
-                if not self._fits(meta):
+                if not self.fits(meta):
                     self.check(meta, *(f"{field}.{part}[{index}]" for part in ("names", "dtypes", "shapes")))
 
-    def _fits(self, meta: TensorMeta) -> bool:
+    def fits(self, meta: TensorMeta) -> bool:
+        """Whether a tensor is exactly what the shard map has: there is nothing to :meth:`check`."""
         shard = self._shards.shards.get(meta.name)
         return shard is not None and meta == shard.meta
 
