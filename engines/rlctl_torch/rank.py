@@ -11,6 +11,7 @@ from rlctl.engine import EngineConfig
 from rlctl.errors import Reason
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import MemoryTag, PauseMode
+from rlctl.weights.announced import Announced
 from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
 from rlctl.weights.digest import usable_cores
 from rlctl.weights.loading import Loading
@@ -80,6 +81,7 @@ class Rank:
         checkpoint: directory of the checkpoint that was loaded last.
         writable: the shard map that updates write through.
         receiver: takes updates in.
+        announced: what they announce; for the admin loop.
         segments: reads updates out of memory that is shared with a trainer.
         roots: directories that requests may name paths in.
         origin: what the weights were read from, or None when they came otherwise.
@@ -101,6 +103,7 @@ class Rank:
         self.groups = groups
         self.device = torch.device(config.device)
         # Nothing is generated while weights are copied: the ranks share the cores for it.
+        self.announced = Announced()
         self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size))
         self.scheduler: Scheduler | None = None
         self.tokenizer: Tokenizer | None = None

@@ -27,7 +27,6 @@ from rlctl.v1.verbs_pb2 import (
     WeightsReport,
 )
 from rlctl.weights import segments
-from rlctl.weights.buckets import from_proto
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.loading import Load, Loading, refuse_draft
 from rlctl.weights.segment_reader import Reading
@@ -124,10 +123,7 @@ class FromDistributed(InUpdate):
                 field="load_format",
             )
         refuse_draft(request.options.selector, "options.selector")
-        self._stream = [
-            (bucket.group_name or request.group_name, from_proto(bucket, f"buckets[{i}]"))
-            for i, bucket in enumerate(request.buckets)
-        ]
+        self._stream = rank.announced.parse(request.buckets, request.group_name)
 
     def run(self) -> WeightsReport:
         """Receive; blocks until the buckets are in place, or the receive is interrupted or fails."""

@@ -6,6 +6,7 @@ Whoever fails first ends the others: a rank that waits in a group for one that w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -110,7 +111,7 @@ class Attempts:
     async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
         """Let targets of an update take in what its sources send; one request after the other."""
         session = opened.session
-        async with session.writing:
+        async with session.writing[of_request(request).name]:
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if opened.broken:
@@ -140,7 +141,9 @@ class Attempts:
         plan = opened.session.record.plan
         if request.failed_attempt < plan.attempt:
             return plan  # a repeat
-        async with opened.session.writing:  # what is still being taken in ends first
+        async with contextlib.AsyncExitStack() as writing:
+            for lock in opened.session.writing.values():  # what is still being taken in ends first
+                await writing.enter_async_context(lock)
             return await self._again(opened, request)
 
     async def _again(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:

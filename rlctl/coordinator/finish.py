@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.operations import Run, conclude
@@ -101,13 +102,12 @@ class Finish:
         await self._session.ready()
         await self._session.advance(UPDATE_PHASE_COMMITTING)
         levels = self._session.levels(expected_digest)
-        good = self._keep(
-            run,
-            await self._session.step(
-                CommitUpdateRequest(version=self._session.record.plan.version), self._session.targets
-            ),
+        # A flush where the commit has failed costs entries that could have been kept, and nothing else.
+        committed, *flushed = await self._session.in_order(
+            self._session.step(CommitUpdateRequest(version=self._session.record.plan.version), self._session.targets),
+            *self._flushing(),
         )
-        good = await self._flush(run, good)
+        good = self._flushed(run, self._keep(run, committed), flushed)
         return await self._verify(run, good, levels, expected_digest)
 
     @contextlib.asynccontextmanager
@@ -137,27 +137,26 @@ class Finish:
             run.add(result)
         return [slot for slot, r in zip(self._session.targets, results, strict=True) if r.outcome == OUTCOME_APPLIED]
 
-    async def _flush(self, run: Run, slots: list[Slot]) -> list[Slot]:
+    def _flushing(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
+        """The steps that leave no KV entry of the old weights."""
         options = self._session.record.request.options
+        targets = self._session.targets
         if options.HasField("flush_cache") and not options.flush_cache:
-            return slots
-        results: list[StageResult] = []
+            return []
+        steps = []
         if options.pause == PAUSE_MODE_IN_PLACE:
             # Frozen requests would go on with KV entries of the old weights, which nobody asked for: recompute them.
-            results += await self._session.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), slots)
-        awake = [slot for slot in slots if slot.name in self._awake()]
-        results += await self._session.step(FlushCacheRequest(), awake)
-        failed = {r.slot: from_detail(r.error) for r in results if r.outcome != OUTCOME_APPLIED}
+            steps.append(self._session.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), targets))
+        steps.append(self._session.step(FlushCacheRequest(), [slot for slot in targets if _has_cache(slot)]))
+        return steps
+
+    def _flushed(self, run: Run, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
+        """Those that have done all of :meth:`_flushing`."""
+        kept = {slot.name for slot in slots}
+        flat = [result for step in results for result in step if result.slot in kept]
+        failed = {r.slot: from_detail(r.error) for r in flat if r.outcome != OUTCOME_APPLIED}
         self._spoil(run, failed)
         return [slot for slot in slots if slot.name not in failed]
-
-    def _awake(self) -> set[str]:
-        """Targets with a KV cache to flush."""
-        return {
-            slot.name
-            for slot in self._session.targets
-            if slot.report is not None and common_pb2.MEMORY_TAG_KV_CACHE not in slot.report.released
-        }
 
     async def _verify(
         self,
@@ -255,3 +254,7 @@ class Finish:
             if result.outcome == OUTCOME_APPLIED and report is not None:
                 result.state = report.state
                 result.weight_version.CopyFrom(self._session.record.plan.version)
+
+
+def _has_cache(slot: Slot) -> bool:
+    return slot.report is not None and common_pb2.MEMORY_TAG_KV_CACHE not in slot.report.released

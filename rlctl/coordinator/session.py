@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -71,7 +72,8 @@ class Session:
         resume: targets that generate again afterwards.
         paused_at: when the first target was paused, on the clock's ``now``; None: no target was told of the update.
         unprepared: what those answered that could not be paused or prepared.
-        writing: held by whoever lets the targets take in weights, so that several sources come one after the other.
+        writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
+            the other. No target takes weights in by two verbs: those with different ones do not wait for each other.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Session:
         self._preparing: asyncio.Task[None] | None = None
         self._ended = False
         self.unprepared: list[StageResult] = []
-        self.writing = asyncio.Lock()
+        self.writing = {verb: asyncio.Lock() for verb in _TRANSPORTS}
 
     @property
     def update_id(self) -> str:
@@ -176,11 +178,16 @@ class Session:
         self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
         mode = options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
         if mode != PAUSE_MODE_UNSPECIFIED:
-            self._all_applied(await self._pause(running, mode))
+            # Each stage carries them out in this order. Where the pause is refused nothing is lost by the other one: it
+            # writes nothing, and is aborted.
+            paused, prepared = await self.in_order(
+                self._pause(running, mode), self.step(self._prepare_request(), self.targets)
+            )
+            self._all_applied([*paused, *prepared])
+            return
         self._all_applied(await self.step(self._prepare_request(), self.targets))
-        if mode == PAUSE_MODE_UNSPECIFIED:
-            # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
-            self._all_applied(await self._pause(running, PAUSE_MODE_RETRACT))
+        # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
+        self._all_applied(await self._pause(running, PAUSE_MODE_RETRACT))
 
     def _prepare_request(self) -> PrepareUpdateRequest:
         return PrepareUpdateRequest(
@@ -217,6 +224,12 @@ class Session:
         except asyncio.CancelledError:
             self._fanout.cancel(slots, self.update_id, step)
             raise
+
+    async def in_order(self, *steps: Coroutine[Any, Any, list[StageResult]]) -> list[list[StageResult]]:
+        """Several steps without a round trip in between: every stage gets their commands over one stream, in this
+        order, and carries out one at a time. Each must be harmless where one before it has failed.
+        """
+        return await asyncio.gather(*steps)
 
     async def hand_over_pause(self, slots: Sequence[Slot]) -> None:
         """From here on the pause is its owner's, as if asked for by name: no other update lifts it."""
