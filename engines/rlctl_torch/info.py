@@ -51,6 +51,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         memory_tags=memory.TAGS,
         check_actions=checker.ACTIONS,
         cache_tiers=pausing.CACHE_TIERS,
+        staged_apply=True,
         fenced=True,
         experimental=experimental,
         unsupported={name: "the torch engine has no code for it" for name in VERBS if name not in verbs},
