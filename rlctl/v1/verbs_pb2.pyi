@@ -661,9 +661,9 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     expected_digest: _builtins.str
     """Model digest that the checkpoint must have after loading, hex. Empty: not compared."""
     apply: Global___ApplyMode.ValueType
-    """Into the weights that generate, under a pause, or into a shadow copy first. Read by the coordinator only."""
+    """Into the weights that generate, under a pause, or into a shadow copy while generation goes on; the pause is for the swap then."""
     max_unavailable: _builtins.int
-    """Rolling: targets that may be out of service at once. 0: all at once. Read by the coordinator only."""
+    """Staged: targets that swap at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
