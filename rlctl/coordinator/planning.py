@@ -187,6 +187,17 @@ class Planner:
         if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
             engine = slot.record.registration.engine
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
+        of_several_ranks = len(slot.record.registration.layout.workers) > 1
+        if (
+            request.apply == APPLY_MODE_STAGED
+            and of_several_ranks
+            and _transport(request, slot) == TRANSPORT_TORCH_NCCL
+        ):
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name}: beside generation its ranks' own NCCL collectives and the update's could wait for each "
+                "other; offer gloo or shared memory",
+                field="transports",
+            )
         missing = unsupported(slot, _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed"))
         if missing is not None:
             return Reason.UNSUPPORTED.error(f"{slot.name} holds weights of {request.model}: {missing.message}")

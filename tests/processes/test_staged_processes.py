@@ -1,4 +1,4 @@
-"""Staged and rolling updates of torch engines in processes of their own: generation goes on, whatever becomes of them."""
+"""Staged and rolling updates of torch engines in processes of their own: generation goes on, whatever comes of them."""
 
 from __future__ import annotations
 

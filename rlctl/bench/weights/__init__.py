@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlctl.bench.figures import Figure
-from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, small_tensors
+from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, small_tensors, staged
 
 FIGURES: list[Figure] = [
     broadcast.TP1,
@@ -17,4 +17,7 @@ FIGURES: list[Figure] = [
     disk.FIGURE,
     checksum.FIGURE,
     overhead.MEMORY,
+    staged.SWAP,
+    staged.PAUSE,
+    staged.MEMORY,
 ]
