@@ -187,12 +187,8 @@ class Planner:
         if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
             engine = slot.record.registration.engine
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
-        of_several_ranks = len(slot.record.registration.layout.workers) > 1
-        if (
-            request.apply == APPLY_MODE_STAGED
-            and of_several_ranks
-            and _transport(request, slot) == TRANSPORT_TORCH_NCCL
-        ):
+        alone = len(slot.record.registration.layout.workers) == 1
+        if request.apply == APPLY_MODE_STAGED and not alone and _transport(request, slot) == TRANSPORT_TORCH_NCCL:
             return Reason.UNSUPPORTED.error(
                 f"{slot.name}: beside generation its ranks' own NCCL collectives and the update's could wait for each "
                 "other; offer gloo or shared memory",

@@ -157,6 +157,25 @@ async def test_one_rank_that_fails_before_the_swap_and_nobody_swaps(
     assert (await commit(three, again, digest("w2"))).state == OPERATION_STATE_OK
 
 
+async def test_another_attempt_starts_with_empty_copies_and_nothing_was_quarantined(three: InProcessFleet) -> None:
+    options = v.UpdateOptions(pause=RETRACT)
+    plan = await begin(three, apply=v.APPLY_MODE_STAGED, options=options, retries=1)
+    await join(three, plan)
+    broken = Reason.GROUP_FAILED.error("broken", outcome=OUTCOME_UNKNOWN)
+    with hooked(three, "b", "update_weights_from_distributed", failing(broken)):
+        assert (await write(three, plan, "w1")).state != OPERATION_STATE_OK
+    assert all(three.stage(slot).routable for slot in "abc")
+    three.server.coordinator.updates._open[plan.update_id].received.clear()  # all ranks are there
+    again = await three.stub.RetryWeightUpdate(
+        u.RetryWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=1)
+    )
+    assert (again.attempt, list(again.lost)) == (2, [])
+    await join(three, again)
+    await write(three, again, "w2")
+    assert (await commit(three, again, digest("w2"))).state == OPERATION_STATE_OK
+    assert weights(three) == ["w2"] * 4
+
+
 async def test_a_copy_with_another_digest_is_never_swapped(three: InProcessFleet) -> None:
     plan = await stage_weights(three, "w1")
     three.workers["b", 1]._follower._engine._shadow = "off by a byte"
@@ -250,6 +269,13 @@ async def test_an_engine_without_shadow_copies_is_refused_by_name(three: InProce
     three.server.coordinator.roster.slots["b"].record.registration.capabilities.staged_apply = False
     error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=v.UpdateOptions(pause=RETRACT)))
     assert (error.reason, error.field) == (Reason.UNSUPPORTED, "apply")
+    assert error.message.startswith("b:")
+
+
+async def test_nccl_beside_the_collectives_of_several_ranks_is_refused_by_name(three: InProcessFleet) -> None:
+    options, transports = v.UpdateOptions(pause=RETRACT), [common.TRANSPORT_TORCH_NCCL]
+    error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=options, transports=transports))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "transports")
     assert error.message.startswith("b:")
 
 

@@ -87,8 +87,8 @@ def _requests(fleet: Running) -> Iterator[float]:
     def generate(number: int) -> None:
         times: list[float] = []
         while not stop.is_set():
-            settings = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-            with contextlib.closing(fleet.client.generate_stream([1, 2, 3], **settings)) as stream:
+            request = fleet.client.generate_stream([1, 2, 3], max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+            with contextlib.closing(request) as stream:
                 for _ in stream:
                     times.append(time.perf_counter())
                     if len(times) == STEPS + 1:
