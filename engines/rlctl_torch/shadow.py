@@ -7,6 +7,7 @@ one of the two is given back.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import torch
@@ -25,7 +26,8 @@ class Shadow(LoadHooks):
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in model.tensors]
+        with _computing(model.tensors[0].device):
+            self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in model.tensors]
         self.shards = model.shards_in({id(tensor): copy for tensor, copy in self._copies})
         self.sealed = False
 
@@ -61,3 +63,8 @@ class Shadow(LoadHooks):
         memory = [copy for _, copy in self._copies]
         self._copies.clear()
         return memory
+
+
+def _computing(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Memory that is taken inside belongs to the stream of the steps, which will compute with it."""
+    return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else contextlib.nullcontext()

@@ -80,9 +80,13 @@ class Prepare:
     def give_up(self) -> None:
         """Nothing to undo."""
 
-    def run(self) -> WeightsReport:
-        """Open the update; from now on no request runs, unless it is staged."""
+    def run(self) -> WeightsReport | Later:
+        """Open the update; no request runs from now on, unless it is staged: its copy is made beside generation."""
+        return Later(self._begin) if self._staged else self._begin()
+
+    def _begin(self) -> WeightsReport:
         rank = self._rank
+        council = rank.ranks.aside if self._staged else rank.ranks
         kind: Literal["full", "partial"] = "full" if self._full else "partial"
         found: list[tuple[Shadow | None, Receiver, ShardMap]] = []
 
@@ -90,7 +94,7 @@ class Prepare:
             found.append(self._where())
             found[0][1].begin(self._update_id, kind)
 
-        rank.ranks.agree(begin)
+        council.agree(begin)
         shadow, receiver, shards = found[0]
         if self._abort_all and rank.scheduler is not None:
             rank.scheduler.abort_all()
@@ -99,7 +103,6 @@ class Prepare:
             touched = rank.update.touched
             _abandon(rank, rank.update)
         loading = Loading(shadow or rank.model, Load(self._update_id, self._full, self._selector))
-        council = rank.ranks if shadow is None else rank.ranks.aside
         rank.update = OpenUpdate(self._update_id, loading, receiver, shards, council, shadow, touched)
         return rank.update.report
 
