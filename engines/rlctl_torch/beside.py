@@ -6,6 +6,7 @@ in the same order and may wait for each other (:attr:`rlctl_torch.ranks.Ranks.as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -21,6 +22,10 @@ from rlctl_torch.heap import give_back
 from rlctl_torch.ranks import Broken
 
 log = logging.getLogger(__name__)
+
+REST_S = 1.0
+"""How long memory rests before it is freed. A gigabyte takes a tenth of a second of a core, which after a swap has more
+urgent things to do: the pause of a fleet was ten times as long."""
 
 Settle = Callable[[Message | None, RlctlError | None], None]
 
@@ -40,6 +45,7 @@ class Beside:
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._spare: list[torch.Tensor] = []
 
     def do(self, later: Later, settle: Settle) -> None:
         """Do some work once what was asked for earlier is done, and answer with what comes of it."""
@@ -58,14 +64,13 @@ class Beside:
         self._put(work)
 
     def let_go(self, memory: list[torch.Tensor]) -> None:
-        """Free tensors here, and empty the list: giving a gigabyte back takes a tenth of a second."""
+        """Take tensors over and free them: in a moment, or before the next work."""
 
-        def free() -> None:
-            while memory:
-                memory.pop()
-            give_back(self._device)
+        def take_over() -> None:
+            self._spare.extend(memory)
+            memory.clear()
 
-        self._put(free)
+        self._put(take_over)
 
     def stop(self) -> None:
         """End the thread after what it is at; returns at once."""
@@ -83,6 +88,18 @@ class Beside:
             torch.cuda.set_device(self._device)
             # Copies would otherwise queue up between the kernels of the steps.
             torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-        while (work := self._queue.get()) is not None:
+        while True:
+            work: Callable[[], None] | None = self._free
+            with contextlib.suppress(queue.Empty):
+                work = self._queue.get(timeout=REST_S if self._spare else None)
+            self._free()
+            if work is None:
+                return
             work()
             del work
+
+    def _free(self) -> None:
+        if self._spare:
+            while self._spare:
+                self._spare.pop()
+            give_back(self._device)

@@ -25,6 +25,9 @@ TOKENS = 200
 STEPS = 5
 """Decode steps of every engine before an update begins."""
 
+SETTLED_S = 2.0
+"""After this long an engine has given back what the update before took."""
+
 PATIENCE_S = 120.0
 
 
@@ -69,6 +72,7 @@ def _busy(fleet: Running) -> Sample:
 
 
 def _update(fleet: Running, step_s: float) -> Sample:
+    time.sleep(SETTLED_S)
     with peaks(fleet.engines) as extra:
         result = fleet.update(apply="staged").result
     ranks = [rank.weights for stage in result.operation.stage_results for rank in stage.rank_results]
