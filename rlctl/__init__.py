@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlctl.client import aio
     from rlctl.client.fleet import Fleet, connect, publisher
     from rlctl.client.pending import AsyncPending, Pending
-    from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest
+    from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest, rolling
     from rlctl.embed import EmbeddedFleet, embedded
     from rlctl.errors import OperationFailed, Reason, RlctlError
 
@@ -39,6 +39,7 @@ _HOMES = {
     "embedded": "rlctl.embed",
     "model_digest": "rlctl.client.publisher",
     "publisher": "rlctl.client.fleet",
+    "rolling": "rlctl.client.publisher",
 }
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "embedded",
     "model_digest",
     "publisher",
+    "rolling",
 ]
 
 

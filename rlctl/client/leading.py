@@ -139,6 +139,8 @@ class Leading:
             version=request.version,
             options=request.options,
             expected_digest=combined(sent),
+            apply=request.apply,
+            max_unavailable=request.rollout.max_unavailable,
             model=self._model,
             timeout_s=deadline - asyncio.get_running_loop().time(),
         )

@@ -37,6 +37,7 @@ from rlctl.v1.update_pb2 import (
     DATA_PATH_IPC,
     DATA_PATH_UNSPECIFIED,
     BeginWeightUpdateRequest,
+    RolloutStrategy,
     Trainer,
 )
 from rlctl.weights.digest import ModelDigest
@@ -147,6 +148,8 @@ class AsyncPublisher:
         quorum: int = 0,
         retries: int = 0,
         partial: bool = False,
+        apply: str = "in_place",
+        rollout: RolloutStrategy | None = None,
         deadline_s: float = DEADLINE_S,
         stream: torch.cuda.Stream | None = None,
         progress: Progress | None = None,
@@ -159,9 +162,11 @@ class AsyncPublisher:
         False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
         that each target reaches, or expected, replica, none. ``quorum``: targets that must confirm, 0 for all.
         ``retries``: times that the sources go through their weights again after a group failed, without the targets
-        that are gone. ``partial``: not every parameter is sent. ``stream``: weights on a GPU are read after what this
-        stream was given before the call; None: after what the caller's current stream was given. ``progress``: what
-        :meth:`update_async` follows it by; leave it out.
+        that are gone. ``partial``: not every parameter is sent. ``apply``: in_place, under the pause, or staged: into a
+        second copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all
+        targets swap at once, :func:`rolling` batch by batch (staged only). ``stream``: weights on a GPU are read after
+        what this stream was given before the call; None: after what the caller's current stream was given.
+        ``progress``: what :meth:`update_async` follows it by; leave it out.
 
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
@@ -196,6 +201,8 @@ class AsyncPublisher:
                             verify=_number(common_pb2.VerificationLevel, verify, "verify"),
                             quorum=quorum,
                         ),
+                        apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
+                        rollout=rollout,
                         lease_ttl=duration(LEASE_TTL_S),
                         retries=retries,
                     )
@@ -314,6 +321,16 @@ class Publisher:
             self._loop.stop()
 
 
+def rolling(max_unavailable: int = 1) -> RolloutStrategy:
+    """Let an update's targets take the version in batches of so many; until the last has, both versions are served.
+
+    Raises FIELD_INVALID for less than one.
+    """
+    if max_unavailable < 1:
+        raise Reason.FIELD_INVALID.error(f"max_unavailable is {max_unavailable}, at least 1", field="max_unavailable")
+    return RolloutStrategy(max_unavailable=max_unavailable)
+
+
 def model_digest(weights: Weights) -> str:
     """Model digest of full tensors under their checkpoint names, hex: what a fleet that holds them reports.
 
@@ -329,4 +346,4 @@ def _number(enum: Any, name: str, field: str) -> Any:
     return number(enum.DESCRIPTOR, name, field)
 
 
-__all__ = ["AsyncPending", "AsyncPublisher", "Pending", "Publisher", "UpdateResult", "model_digest"]
+__all__ = ["AsyncPending", "AsyncPublisher", "Pending", "Publisher", "UpdateResult", "model_digest", "rolling"]

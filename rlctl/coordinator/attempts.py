@@ -128,7 +128,8 @@ class Attempts:
             if isinstance(request, UpdateWeightsFromDistributedRequest):
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             try:
-                await self._together(request, session.reached_by(of_request(request)), run, timeout_s, group_names)
+                targets = session.reached_by(of_request(request))
+                await self._together(request, targets, run, timeout_s, group_names, aside=session.staged)
             finally:
                 opened.received += run.operation.stage_results
                 if not all(acknowledged(r, update=True) for r in run.operation.stage_results):
@@ -191,6 +192,7 @@ class Attempts:
         group_names: Sequence[str],
         *,
         step: str = "1",
+        aside: bool = False,
     ) -> None:
         """A verb during which ranks wait for each other inside groups: the first that fails, or a cancellation, makes
         all of them leave.
@@ -215,6 +217,7 @@ class Attempts:
             step=step,
             deadline=self._clock.now() + timeout_s,
             on_result=took,
+            aside=aside,
         )
         await asyncio.gather(*leaving)
 

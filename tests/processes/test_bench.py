@@ -26,6 +26,9 @@ IDS = {
     "disk",
     "checksum",
     "extra_memory_in_place",
+    "staged_swap",
+    "staged_fleet_pause",
+    "extra_memory_staged",
 }
 
 

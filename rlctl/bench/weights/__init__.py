@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlctl.bench.figures import Figure
-from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, shared, small_tensors
+from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, shared, small_tensors, staged
 
 FIGURES: list[Figure] = [
     broadcast.TP1,
@@ -20,4 +20,7 @@ FIGURES: list[Figure] = [
     disk.FIGURE,
     checksum.FIGURE,
     overhead.MEMORY,
+    staged.SWAP,
+    staged.PAUSE,
+    staged.MEMORY,
 ]
