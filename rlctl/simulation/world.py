@@ -119,7 +119,8 @@ class Node:
             error = context.get("exception")
             where = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
             lines = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(where))
-            self.world.defects.append(f"{self.name}: {context['message']}: {error!r} at {lines}")
+            what = error or context.get("task")
+            self.world.defects.append(f"{self.name}: {context['message']}: {what!r} at {lines}")
 
 
 class World:
