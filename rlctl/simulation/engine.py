@@ -333,7 +333,12 @@ class SimEngine(Engine):
             self._sim.fabric.joined(self.node, bucket.group_name or request.group_name)
         await self._begin("UpdateWeightsFromDistributed", call)
         for bucket in request.buckets:
-            await self._take(bucket, bucket.group_name or request.group_name, call)
+            try:
+                await self._take(bucket, bucket.group_name or request.group_name, call)
+            except RlctlError as error:
+                if self._written:
+                    error.outcome = OUTCOME_DIRTY
+                raise
         return verbs.WeightsReport(tensors=len(self._written))
 
     async def _take(self, bucket: verbs.TensorBucket, group: str, call: Call) -> None:

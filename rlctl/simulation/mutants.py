@@ -77,7 +77,7 @@ async def _no_lease(self: Updates, opened: Any) -> None:
 _decision = Updates._decision
 
 
-def _unvetted(self: Fanout, slot: Any, verb: Any, request: Any, result: Any) -> Any:
+def _unvetted(self: Fanout, slot: Any, verb: Any, request: Any, result: Any, *_: Any, **__: Any) -> Any:
     del self, slot, verb, request
     return result
 
