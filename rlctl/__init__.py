@@ -18,6 +18,7 @@ from rlctl.version import __version__
 if TYPE_CHECKING:
     from rlctl.client import aio
     from rlctl.client.fleet import Fleet, connect, publisher
+    from rlctl.client.probe import Probe
     from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest
     from rlctl.embed import EmbeddedFleet, embedded
     from rlctl.errors import OperationFailed, Reason, RlctlError
@@ -27,6 +28,7 @@ _HOMES = {
     "EmbeddedFleet": "rlctl.embed",
     "Fleet": "rlctl.client.fleet",
     "OperationFailed": "rlctl.errors",
+    "Probe": "rlctl.client.probe",
     "Publisher": "rlctl.client.publisher",
     "Reason": "rlctl.errors",
     "RlctlError": "rlctl.errors",
@@ -43,6 +45,7 @@ __all__ = [
     "EmbeddedFleet",
     "Fleet",
     "OperationFailed",
+    "Probe",
     "Publisher",
     "Reason",
     "RlctlError",

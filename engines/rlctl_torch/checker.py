@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 import torch
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
     CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
     CHECK_ACTION_RESET_TENSORS,
     CHECK_ACTION_SNAPSHOT,
+    CheckAction,
     CheckReport,
     CheckWeightsRequest,
     Shape,
     TensorDigest,
 )
-from rlctl.weights.digest import RankDigest, rank_digest
+from rlctl.weights.differences import difference
+from rlctl.weights.digest import RankDigest, Stop, rank_digest
+from rlctl.weights.exchange import Exchange
 from rlctl.weights.loading import refuse_draft
-from rlctl.weights.shards import ShardMap, model_digest
+from rlctl.weights.shards import ShardMap, agree_to_go_on, model_digest
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl_torch.probing import log_probabilities, refuse_prompts
 from rlctl_torch.rank import Rank, Weights
 
-ACTIONS = (CHECK_ACTION_CHECKSUM, CHECK_ACTION_SNAPSHOT, CHECK_ACTION_RESET_TENSORS, CHECK_ACTION_COMPARE)
+ACTIONS = (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_SNAPSHOT,
+    CHECK_ACTION_RESET_TENSORS,
+    CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
+)
 
 
 class Check:
-    """CheckWeights, every action."""
+    """CheckWeights, every action. While steps are at rest it happens in the engine thread, otherwise beside them."""
 
-    def __init__(self, rank: Rank, request: CheckWeightsRequest) -> None:
+    def __init__(self, rank: Rank, request: CheckWeightsRequest, deadline: float) -> None:
+        """``deadline`` is on :func:`time.monotonic`'s clock: whoever digests beside the steps ends by then."""
         self._rank = rank
         self._request = request
+        self._deadline = deadline
         self._action = request.action or CHECK_ACTION_CHECKSUM
         if self._action not in ACTIONS:
             raise Reason.UNSUPPORTED.error(f"the torch engine has no checker action {self._action}", field="action")
         refuse_draft(request.selector, "selector")
 
     def admit(self) -> bool:
-        """Refuse without weights; do not scramble them under requests or an update."""
+        """Refuse without weights; do not scramble them under requests or an update, do not compute in between."""
         rank = self._rank
         if MEMORY_TAG_WEIGHTS in rank.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
@@ -52,24 +69,74 @@ class Check:
             raise Reason.FIELD_INVALID.error(
                 "there is neither a snapshot nor an expected_digest to compare with", field="action"
             )
+        if self._action == CHECK_ACTION_PROBE:
+            refuse_prompts(rank, self._request.prompts)
         return True
 
     def give_up(self) -> None:
         """Nothing to undo."""
 
-    def run(self) -> CheckReport:
+    def run(self) -> CheckReport | Future[Message | None]:
         """Carry the action out. Raises DIGEST_MISMATCH when the model digest is not the expected one."""
+        rank = self._rank
+        if self._action == CHECK_ACTION_PROBE:
+            return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
+        if self._action == CHECK_ACTION_RESET_TENSORS:
+            rank.beside.stop(Reason.WEIGHTS_DIRTY.error("the weights were scrambled meanwhile"))
+            scramble(rank)
+        elif not rank.at_rest:
+            digesting = _Digesting(rank, self._request, self._action, rank.ranks.exchanging_beside)
+            timer = threading.Timer(
+                max(0.0, self._deadline - time.monotonic()),
+                digesting.stop.set,
+                [Reason.DEADLINE_EXCEEDED.error("the time was up before the weights were digested")],
+            )
+            timer.daemon = True
+            timer.start()
+            work = rank.beside.start(digesting.run, digesting.stop)
+            work.add_done_callback(lambda _: timer.cancel())
+            return work
+        return _Digesting(rank, self._request, self._action, rank.ranks.exchanging).run()
+
+
+class _Digesting:
+    """Digests of what a rank holds at the step at which this is made; told to stop before the weights change."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        request: CheckWeightsRequest,
+        action: CheckAction.ValueType,
+        exchanging: Callable[[], AbstractContextManager[Exchange]],
+    ) -> None:
+        self.stop = Stop()
+        self._rank = rank
+        self._request = request
+        self._action = action
+        self._exchanging = exchanging
+        self._origin = rank.origin if rank.update is None else None
+
+    def run(self) -> CheckReport:
+        """Digest; raises what :attr:`stop` was told."""
         started = time.perf_counter()
         rank, request = self._rank, self._request
-        if self._action == CHECK_ACTION_RESET_TENSORS:
-            scramble(rank)
-        local = rank_digest(rank.model.module, request.skip_tensors)
+        local: RankDigest | None = None
+        # Who has to stop does so together with the others, which may be waiting for this rank.
+        try:
+            local = rank_digest(rank.model.module, request.skip_tensors, self.stop)
+        except RlctlError as error:
+            self.stop.set(error)
+        except Exception as error:  # noqa: BLE001 - what went wrong here is told at every rank
+            self.stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
+        report = CheckReport(action=self._action)
+        if not request.HasField("model_digest") or request.model_digest or self._compares:
+            self._digest_model(report, local)
+        self.stop.check()
+        assert local is not None
         digests = {entry.meta.name: entry.sha256 for entry in local.tensors}
-        report = CheckReport(action=self._action, tensor_count=len(digests), rank_digest=local.digest)
+        report.tensor_count, report.rank_digest = len(digests), local.digest
         if request.per_tensor:
             report.tensors.extend(_entry(entry.meta, entry.sha256) for entry in local.tensors)
-        if not request.HasField("model_digest") or request.model_digest or request.expected_digest:
-            self._digest_model(report, local)
         if self._action == CHECK_ACTION_SNAPSHOT:
             rank.snapshot = digests
         elif self._action == CHECK_ACTION_COMPARE and rank.snapshot is not None:
@@ -86,15 +153,23 @@ class Check:
             )
         return report
 
-    def _digest_model(self, report: CheckReport, local: RankDigest) -> None:
+    @property
+    def _compares(self) -> bool:
+        return bool(self._request.expected_digest or self._request.fingerprints)
+
+    def _digest_model(self, report: CheckReport, local: RankDigest | None) -> None:
         shards = self._rank.model.shards.shards
         skip = self._request.skip_tensors
         kept = ShardMap({name: shard for name, shard in shards.items() if not any(part in name for part in skip)})
-        with self._rank.ranks.exchanging() as exchange:
-            result = model_digest(kept, exchange, known=self._full_here(kept, local))
+        known = {} if local is None else self._full_here(kept, local)
+        with self._exchanging() as exchange:
+            result = model_digest(kept, exchange, stop=self.stop, known=known)
+            if self._request.fingerprints:
+                report.difference.CopyFrom(difference(kept, result, self._request.fingerprints))
+                agree_to_go_on(exchange, self.stop)
         report.model_digest = result.digest
-        if self._rank.origin is not None and self._rank.update is None and len(kept.shards) == len(shards):
-            self._rank.origin.digest = result.digest
+        if self._origin is not None and len(kept.shards) == len(shards):
+            self._origin.digest = result.digest
         report.inconsistent.extend(result.inconsistent)
         if self._request.per_tensor:
             report.model_tensors.extend(_entry(shards[name].meta, sha) for name, sha in result.digests.items())

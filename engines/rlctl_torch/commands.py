@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -40,8 +41,10 @@ class Action(Protocol):
     def give_up(self) -> None:
         """Rank 0: undo what :meth:`admit` began; the command will not be carried out."""
 
-    def run(self) -> Message | None:
-        """Every rank, at the step. Returns the verb's data; raises RlctlError with the outcome it left."""
+    def run(self) -> Message | Future[Message | None] | None:
+        """Every rank, at the step. Returns the verb's data, or a future that will have it while steps go on; raises
+        RlctlError with the outcome it left.
+        """
 
 
 class Command:
@@ -66,6 +69,12 @@ class Command:
     def settle(self, value: Message | None, error: RlctlError | None = None) -> None:
         """Answer the method that waits; from any thread."""
         _settle(self._loop, self.result, value, error)
+
+    def settle_from(self, work: Future[Message | None]) -> None:
+        """Answer with what work that has ended came to."""
+        error = work.exception()
+        assert error is None or isinstance(error, RlctlError)
+        self.settle(None if error is not None else work.result(), error)
 
     def settle_order(self, step: int, error: RlctlError | None = None) -> None:
         """Answer whoever ordered it; from any thread."""

@@ -182,7 +182,7 @@ class TorchEngine(Engine):
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.checker.Check`."""
-        return await self._ordered(Check(self._rank, request), call)
+        return await self._ordered(Check(self._rank, request, self._ends(call)), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.updates.Prepare`."""
@@ -224,6 +224,10 @@ class TorchEngine(Engine):
         finally:
             timer.cancel()
 
+    def _ends(self, call: Call) -> float:
+        """When work for a call has to end to be answered in time, on :func:`time.monotonic`'s clock."""
+        return time.monotonic() + call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
+
     async def _ordered(self, action: Action, call: Call) -> Message | None:
         self._check_ready()
         return await self._commands.carry_out(action, call)
@@ -257,8 +261,7 @@ class TorchEngine(Engine):
     async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
         """Fetch a published version beside generation."""
         self._check_ready()
-        remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
-        return await asyncio.to_thread(self._disk.pull, request, time.monotonic() + remaining)
+        return await asyncio.to_thread(self._disk.pull, request, self._ends(call))
 
     async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
         """End requests early; a follower has none."""

@@ -31,7 +31,12 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
     cuda = rank.device.type == "cuda"
     experimental = ["device.cuda", "transport.torch_nccl"] if cuda else []
     transports = [common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_DISK]
-    verification = [common_pb2.VERIFICATION_LEVEL_NONE, common_pb2.VERIFICATION_LEVEL_REPLICA]
+    verification = [
+        common_pb2.VERIFICATION_LEVEL_NONE,
+        common_pb2.VERIFICATION_LEVEL_PROBE,
+        common_pb2.VERIFICATION_LEVEL_RECEIVED,
+        common_pb2.VERIFICATION_LEVEL_REPLICA,
+    ]
     if cuda:
         transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
     if host_id():

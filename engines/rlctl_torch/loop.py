@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -100,6 +101,7 @@ class StepLoop:
                 )
             )
         finally:
+            self._rank.beside.stop(Reason.CANCELLED.error("the engine was stopped"))
             ranks.close()
 
     def _fail(self, error: RlctlError) -> None:
@@ -157,7 +159,11 @@ class StepLoop:
             command.settle(None, order.refusal)
             return
         try:
-            command.settle(command.action.run())
+            answer = command.action.run()
+            if isinstance(answer, Future):
+                answer.add_done_callback(command.settle_from)
+            else:
+                command.settle(answer)
         except RlctlError as error:
             command.settle(None, error)
         except Broken as broken:

@@ -19,6 +19,7 @@ from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.shards import ShardMap, model_digest
 from rlctl.weights.transfer import Receiver
 from rlctl_torch import sabotage
+from rlctl_torch.beside import Beside
 from rlctl_torch.groups import Groups
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
 from rlctl_torch.model import Model, build
@@ -86,6 +87,7 @@ class Rank:
         paused: with which mode generation is paused; PAUSE_MODE_UNSPECIFIED: it is not.
         draining: a drain is waiting for the running samples; nothing new starts.
         released: memory regions that are released.
+        beside: what reads the weights while steps go on.
         snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
     """
 
@@ -113,6 +115,7 @@ class Rank:
         self.update: OpenUpdate | None = None
         self.roots = Roots.around(config.model_path, options.allowed_roots)
         self.origin: Origin | None = None
+        self.beside = Beside()
         self.snapshot: dict[str, str] | None = None
 
     def load(self) -> str:
@@ -149,6 +152,11 @@ class Rank:
     def may_run(self) -> bool:
         """Whether requests may run now."""
         return not (self.paused or self.released or self.update) and self.weights is Weights.WHOLE
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no step computes anything until a command says otherwise; the same at every rank."""
+        return bool(self.paused) or self.update is not None
 
     def model_digest(self) -> str:
         """Digest of the full tensors, hex; all ranks together."""

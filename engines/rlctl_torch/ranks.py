@@ -84,7 +84,8 @@ class Broken(Exception):
 
 
 class Ranks:
-    """This rank among all ranks of its engine. All methods but :meth:`stop` belong to the engine thread.
+    """This rank among all ranks of its engine. All methods but :meth:`stop` and :meth:`exchanging_beside` belong to the
+    engine thread.
 
     Every collective that fails raises :class:`Broken` with RANK_LOST.
     """
@@ -98,8 +99,11 @@ class Ranks:
         self._stopped = threading.Event()
         self._gloo: Any = None
         self._compute: Any = None
+        self._beside: Any = None
+        self._beside_lock = threading.Lock()
+        self._beside_broken = False
         self._store: TCPStore | None = None
-        self._endpoints: dict[int, Endpoint] = {}
+        self._endpoints: list[dict[int, Endpoint]] = []
         self._given_up: list[Any] = []
         self._head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
 
@@ -115,6 +119,7 @@ class Ranks:
             store.set_timeout(timedelta(seconds=_START_TIMEOUT_S))
             self._store = store
             self._gloo = self._form(PrefixStore("gloo", store), address_of(node))
+            self._beside = self._form(PrefixStore("beside", store), address_of(node))
             self._compute = self._gloo
             if device.type == "cuda":
                 self._compute = _nccl(PrefixStore("nccl", store), self.rank, self.size)
@@ -136,7 +141,7 @@ class Ranks:
         )
         group = gloo(watched, self.rank, self.size, options)
         group._set_default_timeout(_PLAN_TIMEOUT)
-        self._endpoints = watched.endpoints
+        self._endpoints.append(watched.endpoints)
         return group
 
     def send_plan(self, plan: Plan) -> None:
@@ -216,23 +221,62 @@ class Ranks:
                 raise _lost(self.rank, error.message) from error
             raise
 
+    @contextlib.contextmanager
+    def exchanging_beside(self) -> Iterator[Exchange]:
+        """From a helper thread, one at a time: an exchange over these ranks that no step has to do with.
+
+        Raises RANK_LOST when it fails; then it has failed at every rank, and for good.
+        """
+        if self.size == 1:
+            yield LocalExchange()
+            return
+        with self._beside_lock:
+            group = self._beside
+            if group is None or self._beside_broken:
+                raise Reason.RANK_LOST.error("the ranks can no longer exchange beside the steps")
+            try:
+                yield GroupExchange(group)
+            except RlctlError as error:
+                if error.reason is not Reason.GROUP_FAILED:
+                    raise
+                self._break_beside()
+                raise Reason.RANK_LOST.error(error.message) from error
+            except BaseException:
+                # The others wait for this rank in the middle of something.
+                self._break_beside()
+                raise
+
+    def _break_beside(self) -> None:
+        self._beside_broken = True
+        self._cut(self._endpoints[1])
+
+    def _cut(self, endpoints: Mapping[int, Endpoint]) -> None:
+        """End every operation of a group by cutting its connections; it has ended for the others too."""
+        peers = {endpoint for rank, endpoint in endpoints.items() if rank != self.rank}
+        cut(accepted_at={e for rank, e in endpoints.items() if rank == self.rank}, made_to=peers)
+
     def stop(self) -> None:
         """From any thread: a rank that waits for others raises instead."""
         self._stopped.set()
 
     def close(self) -> None:
         """Leave the groups; the others notice at once, also when an operation was given up."""
+        if self._beside is not None:
+            self._break_beside()
+            if self._beside_lock.acquire(timeout=_END_S):
+                self._beside_lock.release()
+            else:
+                _keep_for_ever(self._beside)
         if self._given_up:
             # Destroying a group waits for what is under way in it: cut its connections, and it ends.
-            peers = {endpoint for rank, endpoint in self._endpoints.items() if rank != self.rank}
-            cut(accepted_at={e for rank, e in self._endpoints.items() if rank == self.rank}, made_to=peers)
+            self._cut(self._endpoints[0])
             give_up = time.monotonic() + _END_S
             while not all(work.is_completed() for work in self._given_up) and time.monotonic() < give_up:
                 time.sleep(0.01)
             if not all(work.is_completed() for work in self._given_up):
                 _keep_for_ever((self._gloo, self._compute, self._given_up))
         self._given_up = []
-        self._gloo = self._compute = self._store = None
+        self._gloo = self._compute = self._beside = self._store = None
 
     def _broadcast(self, tensor: torch.Tensor, timeout: timedelta) -> None:
         options = dist.BroadcastOptions()

@@ -1,16 +1,25 @@
 """SendWeights: this engine's weights, as full tensors, to the ranks of another stage.
 
-All ranks gather, rank 0 broadcasts. It happens in the engine thread, between two steps; no token comes meanwhile.
+All ranks gather, rank 0 broadcasts, on helper threads: the engine goes on generating meanwhile.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+
+from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import SendWeightsRequest, WeightsReport
 from rlctl.weights.buckets import from_proto
+from rlctl.weights.digest import Stop
+from rlctl.weights.exchange import Exchange
 from rlctl.weights.gathering import Gathering
 from rlctl.weights.groups import WeightGroup
+from rlctl.weights.shards import agree_to_go_on
 from rlctl_torch.commands import with_outcome
 from rlctl_torch.rank import Rank, Weights
 
@@ -38,33 +47,40 @@ class Send:
     def give_up(self) -> None:
         """Nothing to undo."""
 
-    def run(self) -> WeightsReport:
-        """Every rank stays to the end, also when the other side is gone: the next gather is for all of them."""
-        rank, report = self._rank, WeightsReport()
+    def run(self) -> WeightsReport | Future[Message | None]:
+        """Check on all ranks; then gather and broadcast, beside the steps unless they are at rest."""
+        rank = self._rank
         found: list[WeightGroup] = []
         rank.ranks.agree(lambda: found.extend(self._check()))
-        failure: RlctlError | None = None
-        with rank.ranks.exchanging() as exchange:
-            gathering = Gathering(rank.model.shards.shards, exchange)
+        group = found[0] if found else None
+        if rank.at_rest:
+            return self._send(group, rank.ranks.exchanging, Stop())
+        stop = Stop()
+        return rank.beside.start(lambda: self._send(group, rank.ranks.exchanging_beside, stop), stop)
+
+    def _send(
+        self,
+        group: WeightGroup | None,
+        exchanging: Callable[[], AbstractContextManager[Exchange]],
+        stop: Stop,
+    ) -> WeightsReport:
+        """A rank that has to stop does so together with the others, which gather with it."""
+        report = WeightsReport()
+        with exchanging() as exchange:
+            gathering = Gathering(self._rank.model.shards.shards, exchange)
             for meta in self._metas:
                 full = gathering.full(meta.name)
-                if full is None or failure is not None:
+                # What was gathered before anybody was told to stop is of one version.
+                agree_to_go_on(exchange, stop)
+                if full is None or group is None:
                     continue
                 try:
-                    found[0].broadcast(full.cpu() if found[0].backend == "gloo" else full)
+                    group.broadcast(full.cpu() if group.backend == "gloo" else full)
                 except RlctlError as error:
-                    failure = error
+                    stop.set(with_outcome(error, OUTCOME_REJECTED))
                 else:
                     report.tensors += 1
-
-        def tell() -> None:
-            if failure is not None:
-                raise failure
-
-        try:
-            rank.ranks.agree(tell)
-        except RlctlError as error:
-            raise with_outcome(error, OUTCOME_REJECTED) from error
+            agree_to_go_on(exchange, stop)
         return report
 
     def _check(self) -> list[WeightGroup]:

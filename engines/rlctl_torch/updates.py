@@ -17,6 +17,7 @@ from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJEC
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
+    UPDATE_KIND_DELTA,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
@@ -35,6 +36,8 @@ from rlctl.weights.transfer import ReceiveStats
 from rlctl_torch.commands import with_outcome
 from rlctl_torch.rank import OpenUpdate, Rank, Weights
 
+_LESS_THAN_FULL = (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA)
+
 
 class Prepare:
     """PrepareUpdate. The same update again starts anew: nothing counts as written."""
@@ -42,7 +45,7 @@ class Prepare:
     def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
         if not update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
-        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
+        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, *_LESS_THAN_FULL):
             name = UpdateKind.Name(request.kind)
             raise Reason.UNSUPPORTED.error(f"the torch engine takes no updates of kind {name}", field="kind")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
@@ -50,9 +53,10 @@ class Prepare:
         refuse_draft(request.selector, "selector")
         self._rank = rank
         self._update_id = update_id
-        self._full = request.kind != UPDATE_KIND_PARTIAL
+        self._full = request.kind not in _LESS_THAN_FULL
         self._abort_all = request.abort_all_requests
         self._selector = request.selector
+        self._digest_received = request.digest_received
 
     def admit(self) -> bool:
         """Refuse while requests are active, memory is missing, or another update is open."""
@@ -74,7 +78,8 @@ class Prepare:
         """Open the update; from now on no request runs."""
         rank = self._rank
         kind: Literal["full", "partial"] = "full" if self._full else "partial"
-        rank.ranks.agree(lambda: rank.receiver.begin(self._update_id, kind))
+        rank.ranks.agree(lambda: rank.receiver.begin(self._update_id, kind, digest=self._digest_received))
+        rank.beside.stop(Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} began meanwhile, and goes first"))
         if self._abort_all and rank.scheduler is not None:
             rank.scheduler.abort_all()
         touched = False
@@ -189,6 +194,7 @@ class Commit(InUpdate):
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY if update.touched else OUTCOME_REJECTED) from error
         rank.synchronise()
+        update.report.received_digest = rank.receiver.received_digest
         rank.receiver.finish()
         rank.weights = Weights.WHOLE
         rank.checkpoint = update.checkpoint or rank.checkpoint

@@ -23,11 +23,12 @@ from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
 from rlctl.weights.buckets import Bucket, from_proto
-from rlctl.weights.digest import ModelDigest
+from rlctl.weights.differences import digest_parts
+from rlctl.weights.digest import ModelDigest, tensor_digest
 from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.identity import host_id
 from rlctl.weights.segment_sender import SegmentSender
-from rlctl.weights.source import WeightSource, atomic_lists
+from rlctl.weights.source import WeightSource, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
 from rlctl.weights.transfer import send
 
@@ -117,6 +118,10 @@ class Part:
                     if stop.is_set():
                         raise Reason.CANCELLED.error("the attempt was stopped")
             return Sent()
+        dtypes = _dtypes(attempt)
+        weights = only(weights, dtypes)
+        if attempt.parts:
+            return _digest_parts(weights, attempt, dtypes)
         wanted = next((group for group in attempt.groups if group.source == self.source), None)
         digest = None if attempt.without_digests else ModelDigest()
         sent = Sent()
@@ -129,9 +134,10 @@ class Part:
             # What went over the group has been digested.
             sent.bytes += self._share(weights, attempt, digest if wanted is None else None, ship)
         elif wanted is None and digest is not None:
-            dtypes = _dtypes(attempt)
             for name, tensor in weights.tensors():
                 digest.add(name, tensor, dtypes.get(name))
+        if sent.bytes:
+            sent.tensors = len(weights.metas())
         sent.elapsed.CopyFrom(duration(time.perf_counter() - started))
         if digest is not None:
             sent.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
@@ -223,6 +229,15 @@ def _buckets(attempt: Attempt, group_name: str) -> list[Bucket]:
 def _dtypes(attempt: Attempt) -> dict[str, torch.dtype]:
     """Dtypes of the wire, by name."""
     return {meta.name: meta.dtype for bucket in attempt.buckets for meta in from_proto(bucket).metas}
+
+
+def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: dict[str, torch.dtype]) -> Sent:
+    """The parts that are asked for, and the tensors that they are of, as they are now."""
+    sent = Sent()
+    for name, tensor in weights.tensors():
+        sent.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name]))
+        sent.parts.extend(digest_parts(name, tensor.detach(), attempt.parts, dtypes[name]))
+    return sent
 
 
 async def _awaited(work: Awaitable[None]) -> None:

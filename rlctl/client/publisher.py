@@ -24,6 +24,7 @@ from rlctl.client.enums import number
 from rlctl.client.following import follow
 from rlctl.client.leading import Leading
 from rlctl.client.part import Part
+from rlctl.client.probe import Probe
 from rlctl.client.trainer import Lead, Members, share
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
@@ -64,6 +65,7 @@ class UpdateResult:
         operation: the operation with a result for every rank of every target.
         model_digest: hex digest of the full weights that every verified target holds; "" when none was verified.
         bytes_sent: bytes that left this source.
+        tensors_sent: tensors that left it; of a delta those that differ from its base.
         transfer_s: from the first tensor to the last byte sent, seconds.
         pause_s: from the first target's pause to the last one's resume, as the coordinator saw it, seconds.
         total_s: the whole call, seconds.
@@ -73,6 +75,7 @@ class UpdateResult:
     operation: Operation
     model_digest: str
     bytes_sent: int
+    tensors_sent: int
     transfer_s: float
     pause_s: float
     total_s: float
@@ -140,9 +143,11 @@ class AsyncPublisher:
         flush: bool | None = None,
         after: str = "resume",
         verify: str = "",
+        probe: Probe | None = None,
         quorum: int = 0,
         retries: int = 0,
         partial: bool = False,
+        base: str = "",
         deadline_s: float = DEADLINE_S,
     ) -> UpdateResult:
         """Make ``weights`` the version that the fleet serves.
@@ -151,15 +156,21 @@ class AsyncPublisher:
         engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``pause``:
         abort, retract, in_place, drain, or "" to refuse while requests are active. ``flush``: None empties the caches;
         False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
-        that each target reaches, or expected, replica, none. ``quorum``: targets that must confirm, 0 for all.
-        ``retries``: times that the sources go through their weights again after a group failed, without the targets
-        that are gone. ``partial``: not every parameter is sent.
+        that each target reaches, or expected, replica, received, probe, none. ``probe``: what level probe compares.
+        ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the sources go through their weights
+        again after a group failed, without the targets that are gone. ``partial``: not every parameter is sent.
+        ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
+        from it are sent, after a pass that digests all.
 
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
         version is served. Settings count at rank 0; ``deadline_s`` at every rank.
         """
         started = time.perf_counter()
+        if base and (partial or checkpoint):
+            other = "partial" if partial else "checkpoint"
+            raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
+        kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
         source = as_source(weights)
         self._updates += 1
         try:
@@ -174,7 +185,8 @@ class AsyncPublisher:
                         model=self._model,
                         version=version,
                         path=self._path,
-                        kind=verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL,
+                        kind=verbs_pb2.UPDATE_KIND_DELTA if base else kind,
+                        base=WeightVersion(label=base) if base else None,
                         options=verbs_pb2.UpdateOptions(
                             pause=_number(common_pb2.PauseMode, pause, "pause"),
                             abort_all_requests=abort_all_requests,
@@ -182,6 +194,7 @@ class AsyncPublisher:
                             after=_number(verbs_pb2.AfterUpdate, after, "after"),
                             verify=_number(common_pb2.VerificationLevel, verify, "verify"),
                             quorum=quorum,
+                            probe=None if probe is None else probe.to_proto(),
                         ),
                         lease_ttl=duration(LEASE_TTL_S),
                         retries=retries,
@@ -196,6 +209,7 @@ class AsyncPublisher:
             operation=operation,
             model_digest=operation.model_digest,
             bytes_sent=sent.bytes,
+            tensors_sent=sent.tensors,
             transfer_s=seconds(sent.elapsed),
             pause_s=seconds(operation.pause_time),
             total_s=time.perf_counter() - started,

@@ -10,11 +10,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from rlctl.coordinator import verification, versions
+from rlctl.coordinator import versions
 from rlctl.coordinator.operations import Run, conclude
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put, slot_put
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.verification import Expected, Level
+from rlctl.coordinator.verifying import verify
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock
 from rlctl.times import duration
@@ -27,14 +29,13 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     VERIFICATION_LEVEL_EXPECTED,
-    VERIFICATION_LEVEL_NONE,
 )
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED, SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, StageResult
 from rlctl.v1.verbs_pb2 import (
     AFTER_UPDATE_STAY_PAUSED,
+    UPDATE_KIND_DELTA,
     AbortUpdateRequest,
-    CheckWeightsRequest,
     CommitUpdateRequest,
     ContinueGenerationRequest,
     FlushCacheRequest,
@@ -56,9 +57,9 @@ class Finish:
         self._peers = peers
         self._clock = clock
 
-    async def commit(self, run: Run, expected_digest: str) -> None:
+    async def commit(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit, resume. Raises when the version was not published."""
-        good, digest = await self._complete(run, expected_digest)
+        good, digest = await self._complete(run, expected)
         async with self._silencing(good):
             good = self._present(run, good)
             bad = [slot for slot in self._session.frozen if slot not in good]
@@ -78,12 +79,12 @@ class Finish:
             # What became of the others may be unknown, but they are quarantined, and the version is published.
             run.operation.state = OPERATION_STATE_PARTIAL
 
-    async def restore(self, run: Run, expected_digest: str) -> None:
+    async def restore(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, admit, resume, for targets that are brought to a version that is published already.
 
         Raises when one did not confirm.
         """
-        good, _ = await self._complete(run, expected_digest)
+        good, _ = await self._complete(run, expected)
         if len(good) < len(self._session.frozen):
             raise self._session.short_of_quorum(len(good), self._cause(run))
         await self._roster.change(good, lambda record: record.ClearField("quarantine"))
@@ -94,13 +95,13 @@ class Finish:
         await self._resume_after(run, good)
         self._stamp(run)
 
-    async def _complete(self, run: Run, expected_digest: str) -> tuple[list[Slot], str]:
+    async def _complete(self, run: Run, expected: Expected) -> tuple[list[Slot], str]:
         """Finish, flush and verify the targets: those that confirmed, and the digest that they all have, or ""."""
-        if not self._session.written:
+        if not self._session.written and self._session.record.request.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
         await self._session.ready()
         await self._session.advance(UPDATE_PHASE_COMMITTING)
-        levels = self._session.levels(expected_digest)
+        levels = self._session.levels(expected)
         good = self._keep(
             run,
             await self._session.step(
@@ -108,7 +109,7 @@ class Finish:
             ),
         )
         good = await self._flush(run, good)
-        return await self._verify(run, good, levels, expected_digest)
+        return await self._verify(run, good, levels, expected)
 
     @contextlib.asynccontextmanager
     async def _silencing(self, good: Sequence[Slot]) -> AsyncIterator[None]:
@@ -160,28 +161,24 @@ class Finish:
         }
 
     async def _verify(
-        self,
-        run: Run,
-        slots: list[Slot],
-        levels: dict[str, common_pb2.VerificationLevel.ValueType],
-        expected_digest: str,
+        self, run: Run, slots: list[Slot], levels: dict[str, Level], expected: Expected
     ) -> tuple[list[Slot], str]:
-        # A single target at level NONE has nothing to compare with, but its ranks must still agree among themselves.
-        wanted = self._session.record.request.options.verify
-        checked = [] if wanted == VERIFICATION_LEVEL_NONE else [slot for slot in slots if verification.digests(slot)]
-        results = await self._session.step(CheckWeightsRequest(), checked)
-        wrong = verification.judge(results, levels, expected_digest)
+        committed = [result for result in run.operation.stage_results if result.outcome == OUTCOME_APPLIED]
+        verdict = await verify(self._session, slots, committed, levels, expected)
+        wrong = verdict.wrong
         self._spoil(run, wrong)
         await self._roster.quarantine({slot: wrong[slot.name].detail() for slot in slots if slot.name in wrong})
         for result in run.operation.stage_results:
+            if result.slot in verdict.checks:
+                del result.rank_results[:]
+                result.rank_results.extend(verdict.checks[result.slot].rank_results)
             if result.outcome == OUTCOME_APPLIED and result.slot in levels:
                 result.verified = levels[result.slot]
                 if levels[result.slot] == VERIFICATION_LEVEL_EXPECTED:
                     result.evidence = EVIDENCE_VERIFIED
                     for rank in result.rank_results:
                         rank.evidence = EVIDENCE_VERIFIED
-        digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
-        return [slot for slot in slots if slot.name not in wrong], digests.pop() if len(digests) == 1 else ""
+        return [slot for slot in slots if slot.name not in wrong], verdict.digest
 
     def _spoil(self, run: Run, errors: dict[str, RlctlError]) -> None:
         """Targets that had committed and turned out wrong: their results say so."""

@@ -22,6 +22,7 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import in_progress
 from rlctl.coordinator.roster import ModelState, Roster, Slot, model_put, unsupported
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.verification import Expected
 from rlctl.coordinator.versions import adoptable
 from rlctl.errors import Conflict, Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
@@ -287,7 +288,7 @@ class Healer:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        await Finish(session, self._roster, self._peers, self._clock).restore(run, digest)
+        await Finish(session, self._roster, self._peers, self._clock).restore(run, Expected(digest=digest))
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""

@@ -17,6 +17,7 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.coordinator.verification import Expected, Level
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import blame
 from rlctl.ports import Clock, Journal, Put
@@ -122,8 +123,14 @@ class Session:
     def reached_by(self, verb: Verb) -> list[Slot]:
         """The targets that take weights in by this verb; all of them for other verbs."""
         transports = _TRANSPORTS.get(verb.name)
-        planned = {target.slot: target.transport for target in self.record.plan.targets}
+        planned = self._transports
         return [slot for slot in self.targets if transports is None or planned[slot.name] in transports]
+
+    @property
+    def _transports(self) -> dict[str, common_pb2.Transport.ValueType]:
+        """How tensors reach each target, by slot; one that is healed counts as fed over a group."""
+        planned = {target.slot: target.transport for target in self.record.plan.targets}
+        return {slot.name: planned.get(slot.name, common_pb2.TRANSPORT_TORCH_GLOO) for slot in self.targets}
 
     @property
     def quorum(self) -> int:
@@ -162,7 +169,7 @@ class Session:
     async def _prepare(self) -> None:
         await self.advance(UPDATE_PHASE_WRITING)
         if self.paused_at is not None:
-            self._all_applied(await self.step(self._prepare_request(), self.targets))
+            await self._tell_prepare()
             return
         options = self.record.request.options
         awake = [slot for slot in self.targets if slot.state != STAGE_STATE_ASLEEP]
@@ -172,13 +179,25 @@ class Session:
         mode = options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
         if mode != PAUSE_MODE_UNSPECIFIED:
             self._all_applied(await self._pause(running, mode))
-        self._all_applied(await self.step(self._prepare_request(), self.targets))
+        await self._tell_prepare()
         if mode == PAUSE_MODE_UNSPECIFIED:
             # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
             self._all_applied(await self._pause(running, PAUSE_MODE_RETRACT))
 
-    def _prepare_request(self) -> PrepareUpdateRequest:
+    async def _tell_prepare(self) -> None:
+        options, transports = self.record.request.options, self._transports
+        for digesting in (False, True):
+            chosen = [
+                slot
+                for slot in self.targets
+                if verification.digests_what_comes(options, slot, transports[slot.name], self.targets) == digesting
+            ]
+            if chosen:
+                self._all_applied(await self.step(self._prepare_request(digest_received=digesting), chosen))
+
+    def _prepare_request(self, *, digest_received: bool) -> PrepareUpdateRequest:
         return PrepareUpdateRequest(
+            digest_received=digest_received,
             version=self.record.plan.version,
             kind=self.record.request.kind,
             apply=self.record.request.apply,
@@ -231,9 +250,11 @@ class Session:
             if result.outcome != OUTCOME_APPLIED:
                 raise blame(result)
 
-    def levels(self, expected_digest: str) -> dict[str, common_pb2.VerificationLevel.ValueType]:
-        """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given."""
-        return verification.levels(self.record.request.options.verify, self.targets, expected_digest)
+    def levels(self, expected: Expected) -> dict[str, Level]:
+        """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given,
+        VERIFICATION_UNREACHABLE when nothing is left that a target could be verified by.
+        """
+        return verification.levels(self.record.request.options, self.targets, self._transports, expected)
 
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:
         """Too few targets are left, or confirmed."""

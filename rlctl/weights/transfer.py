@@ -21,6 +21,7 @@ import torch
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.buckets import Bucket, room_for, unpack
+from rlctl.weights.digest import ModelDigest, tensor_digests
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.sending import SendStats, send, wire_device
 from rlctl.weights.shards import ShardMap
@@ -59,6 +60,7 @@ class Receiver:
         self.update_id = ""
         self.kind: Literal["full", "partial"] = "full"
         self.written: set[str] = set()
+        self._received: ModelDigest | None = None
         self._shards = shards
         self._next: dict[str, int] = {}
         self._buffer: torch.Tensor | None = None
@@ -76,8 +78,13 @@ class Receiver:
         """
         return self._late is not None and self._late.under_way
 
-    def begin(self, update_id: str, kind: Literal["full", "partial"] = "full") -> None:
-        """Start an update; what an earlier one wrote is forgotten.
+    @property
+    def received_digest(self) -> str:
+        """Digest over the tensors that came in this update, as they came, hex; "" unless :meth:`begin` was told so."""
+        return "" if self._received is None else self._received.digest()
+
+    def begin(self, update_id: str, kind: Literal["full", "partial"] = "full", *, digest: bool = False) -> None:
+        """Start an update; what an earlier one wrote is forgotten. ``digest``: digest what comes.
 
         Raises FIELD_INVALID for another kind, OPERATION_CONFLICT while buckets are being received, GROUP_FAILED while
         the weights are :attr:`at_risk`.
@@ -92,6 +99,7 @@ class Receiver:
             self._check_idle()
             self.update_id, self.kind = update_id, kind
             self.written = set()
+            self._received = ModelDigest() if digest else None
             self._next = {}
             self._interrupted = False
             self._late = None
@@ -177,6 +185,8 @@ class Receiver:
                 except IndexError:
                     return
                 self._shards.place(name, tensor)
+                if self._received is not None:
+                    self._received.add(name, tensor)
                 if self._interrupted:
                     raise self._broken_off(source)
                 proceed()
@@ -288,6 +298,7 @@ class Receiver:
                 self._receive(group, as_bytes(target), stats)
             finally:
                 self._late = group if group.under_way else self._late
+            self._digest([(meta.name, target)], stats)
             stats.tensors += 1
             return
         self._buffer = room_for(meta.nbytes, self._buffer, device)
@@ -301,7 +312,15 @@ class Receiver:
         stats.transfer_s += time.perf_counter() - started
         stats.bytes_received += into.nbytes
 
+    def _digest(self, tensors: list[tuple[str, torch.Tensor]], stats: ReceiveStats) -> None:
+        if self._received is not None:
+            started = time.perf_counter()
+            for name, digest in tensor_digests({name: (tensor, tensor.dtype) for name, tensor in tensors}).items():
+                self._received.add_digest(name, digest)
+            stats.load_s += time.perf_counter() - started
+
     def _place(self, tensors: list[tuple[str, torch.Tensor]], stats: ReceiveStats) -> None:
+        self._digest(tensors, stats)
         started = time.perf_counter()
         for name, tensor in tensors:
             self._shards.place(name, tensor)

@@ -19,7 +19,7 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, PAUSE_MODE_IN_P
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FINISH_TYPE_LENGTH
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
-    UPDATE_KIND_DELTA,
+    UPDATE_KIND_ADAPTER,
     UPDATE_KIND_PARTIAL,
     AbortUpdateRequest,
     CheckWeightsRequest,
@@ -264,7 +264,7 @@ async def test_steps_belong_to_the_open_update(stage: Stage, new: str) -> None:
     assert (await all_refuse(stage, ContinueGenerationRequest())).reason is Reason.UPDATE_IN_PROGRESS
     await stage(PrepareUpdateRequest(), update=update)
     await stage(AbortUpdateRequest(), update=update)
-    for fields, field in (({"kind": UPDATE_KIND_DELTA}, "kind"), ({"apply": APPLY_MODE_STAGED}, "apply")):
+    for fields, field in (({"kind": UPDATE_KIND_ADAPTER}, "kind"), ({"apply": APPLY_MODE_STAGED}, "apply")):
         error = await all_refuse(stage, PrepareUpdateRequest(**fields), update="u")
         assert (error.reason, error.field) == (Reason.UNSUPPORTED, field)
 
