@@ -84,7 +84,8 @@ async def _compared(
     if not differ:
         return {}
     slots = {slot.name: slot for slot in session.targets if slot.name in differ}
-    right = next((slot for slot in session.targets if any(slot.name == r.slot not in wrong for r in results)), None)
+    sound = {result.slot for result in results} - wrong.keys()
+    right = next((slot for slot in session.targets if slot.name in sound), None)
     reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]])
     if not reference:
         return {}

@@ -96,12 +96,17 @@ def main() -> None:
         source=sources.index(rank) if rank in sources else None,
         path=settings.get("path", "broadcast"),
     )
+    version = ""
     for seed in settings["seeds"]:
+        base, version = version if seed in settings.get("deltas", ()) else "", f"seed-{seed}"
         started = time.monotonic()
         said: dict[str, Any] = {"rank": rank}
         try:
             result = publisher.update(
-                weights_of(settings, seed, stage_group), version=f"seed-{seed}", deadline_s=settings["deadline_s"]
+                weights_of(settings, seed, stage_group),
+                version=version,
+                base=base,
+                deadline_s=settings["deadline_s"],
             )
             said |= {"digest": result.model_digest, "sent": result.bytes_sent, "sequence": result.version.sequence}
         except rlctl.RlctlError as error:
