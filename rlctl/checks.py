@@ -200,6 +200,8 @@ def _init_group(request: verbs_pb2.InitWeightsUpdateGroupRequest) -> None:
         raise _invalid(f"backend is {request.backend!r}; it must be one of {', '.join(BACKENDS)}", "backend")
     if request.world_size < 2:
         raise _invalid(f"world_size is {request.world_size}; a source and a rank make 2", "world_size")
+    if request.paired and (request.world_size != 2 or request.rank_offset > 1):
+        raise Reason.FIELD_CONFLICT.error("paired groups are of two ranks each", field="paired")
     if request.HasField("group_timeout"):
         timeout_s(request.group_timeout, "group_timeout")
 

@@ -272,7 +272,7 @@ class TorchEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs_pb2.GroupReport:
-        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank."""
+        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank, or as one of a pair."""
         self._check_ready()
         if request.num_ranks and self._config.rank >= request.num_ranks:
             return verbs_pb2.GroupReport(group_name=request.group_name, world_size=request.world_size)
@@ -281,9 +281,10 @@ class TorchEngine(Engine):
         place = Membership(
             host=request.master_address,
             port=request.master_port,
-            rank=request.rank_offset + self._config.rank,
+            rank=request.rank_offset + (0 if request.paired else self._config.rank),
             world_size=request.world_size,
             backend=request.backend,
+            pair=self._config.rank if request.paired else None,
         )
         remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
         if request.probe_only:

@@ -1,14 +1,16 @@
-"""SendWeights: this engine's weights, as full tensors, to the ranks of another stage.
+"""SendWeights: this engine's weights to the ranks of another stage; the engine goes on generating meanwhile.
 
-All ranks gather, rank 0 broadcasts, on helper threads: the engine goes on generating meanwhile.
+Full tensors are gathered by all ranks and broadcast by rank 0. To a stage whose ranks hold the same parts every rank
+sends its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
+import torch
 from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError
@@ -30,9 +32,13 @@ class Send:
     def __init__(self, rank: Rank, request: SendWeightsRequest) -> None:
         self._rank = rank
         self._group = request.group_name
-        self._metas = [
-            meta for i, bucket in enumerate(request.buckets) for meta in from_proto(bucket, f"buckets[{i}]").metas
-        ]
+        buckets = [from_proto(bucket, f"buckets[{i}]") for i, bucket in enumerate(request.buckets)]
+        self._metas = [meta for bucket in buckets for meta in bucket.metas]
+        self._parts = any(bucket.parts for bucket in buckets)
+        if self._parts and not all(bucket.parts for bucket in buckets):
+            raise Reason.FIELD_CONFLICT.error(
+                "buckets of full tensors and of parts exclude each other", field="buckets"
+            )
 
     def admit(self) -> bool:
         """Refuse what would send something that is no version."""
@@ -64,18 +70,16 @@ class Send:
         exchanging: Callable[[], AbstractContextManager[Exchange]],
         stop: Stop,
     ) -> WeightsReport:
-        """A rank that has to stop does so together with the others, which gather with it."""
+        """A rank that has to stop does so together with the others. In the end what was sent is of one version: nobody
+        had been told to stop when the last rank had read its last tensor.
+        """
         report = WeightsReport()
         with exchanging() as exchange:
-            gathering = Gathering(self._rank.model.shards.shards, exchange)
-            for meta in self._metas:
-                full = gathering.full(meta.name)
-                # What was gathered before anybody was told to stop is of one version.
-                agree_to_go_on(exchange, stop)
-                if full is None or group is None:
+            for tensor in self._own_parts(stop) if self._parts else self._full_tensors(exchange, stop):
+                if group is None or stop.cause is not None:
                     continue
                 try:
-                    group.broadcast(full.cpu() if group.backend == "gloo" else full)
+                    group.broadcast(tensor.cpu() if group.backend == "gloo" else tensor)
                 except RlctlError as error:
                     stop.set(with_outcome(error, OUTCOME_REJECTED))
                 else:
@@ -83,9 +87,25 @@ class Send:
             agree_to_go_on(exchange, stop)
         return report
 
+    def _own_parts(self, stop: Stop) -> Iterator[torch.Tensor]:
+        """What this rank holds; the others go at their own pace."""
+        for meta in self._metas:
+            if stop.cause is not None:
+                return
+            yield self._rank.model.shards.part_in_place(meta.name).to(meta.dtype).contiguous()
+
+    def _full_tensors(self, exchange: Exchange, stop: Stop) -> Iterator[torch.Tensor]:
+        """All tensors, at rank 0; every rank gathers."""
+        gathering = Gathering(self._rank.model.shards.shards, exchange)
+        for meta in self._metas:
+            full = gathering.full(meta.name)
+            agree_to_go_on(exchange, stop)
+            if full is not None:
+                yield full
+
     def _check(self) -> list[WeightGroup]:
         reference = self._rank.model.shards.reference
         for meta in self._metas:
             if reference.get(meta.name) != meta:
                 raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
-        return [self._rank.groups.get(self._group)] if self._rank.ranks.rank == 0 else []
+        return [self._rank.groups.get(self._group)] if self._parts or self._rank.ranks.rank == 0 else []

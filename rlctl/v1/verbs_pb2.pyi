@@ -81,6 +81,10 @@ class _BucketFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BucketFo
     """One broadcast for each tensor, in the order given, received in place where the layout allows."""
     BUCKET_FORMAT_FLATTENED: _BucketFormat.ValueType  # 2
     """One broadcast of all tensors' bytes, one after the other, as uint8."""
+    BUCKET_FORMAT_PARTS: _BucketFormat.ValueType  # 3
+    """One broadcast for each tensor, of the part that the sending rank holds, to a rank that holds the same part (see paired groups). Names,
+    dtypes and shapes are the full tensors'.
+    """
 
 class BucketFormat(_BucketFormat, metaclass=_BucketFormatEnumTypeWrapper):
     """How the tensors of a bucket travel."""
@@ -91,6 +95,10 @@ BUCKET_FORMAT_TENSORS: BucketFormat.ValueType  # 1
 """One broadcast for each tensor, in the order given, received in place where the layout allows."""
 BUCKET_FORMAT_FLATTENED: BucketFormat.ValueType  # 2
 """One broadcast of all tensors' bytes, one after the other, as uint8."""
+BUCKET_FORMAT_PARTS: BucketFormat.ValueType  # 3
+"""One broadcast for each tensor, of the part that the sending rank holds, to a rank that holds the same part (see paired groups). Names,
+dtypes and shapes are the full tensors'.
+"""
 Global___BucketFormat: _TypeAlias = BucketFormat  # noqa: Y015
 
 class _CheckAction:
@@ -978,6 +986,7 @@ class InitWeightsUpdateGroupRequest(_message.Message):
     GROUP_TIMEOUT_FIELD_NUMBER: _builtins.int
     PROBE_ONLY_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    PAIRED_FIELD_NUMBER: _builtins.int
     master_address: _builtins.str
     """Address of the store that the source listens on."""
     master_port: _builtins.int
@@ -994,6 +1003,8 @@ class InitWeightsUpdateGroupRequest(_message.Message):
     """Only find out whether the rank could join: whether it reaches the store from its own interface, and no other group has the name. The coordinator asks this of every rank before any of them starts to wait for the others."""
     num_ranks: _builtins.int
     """How many ranks of the addressed stage join, in rank order. 0: all. The stage fills it in from members."""
+    paired: _builtins.bool
+    """Many groups of two by one name: rank r of one stage, of offset 0, with rank r of another one, of offset 1. World size is 2."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1020,10 +1031,11 @@ class InitWeightsUpdateGroupRequest(_message.Message):
         group_timeout: _duration_pb2.Duration | None = ...,
         probe_only: _builtins.bool = ...,
         num_ranks: _builtins.int = ...,
+        paired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group_timeout", b"group_timeout", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_name", b"group_name", "group_timeout", b"group_timeout", "header", b"header", "master_address", b"master_address", "master_port", b"master_port", "members", b"members", "num_ranks", b"num_ranks", "probe_only", b"probe_only", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_name", b"group_name", "group_timeout", b"group_timeout", "header", b"header", "master_address", b"master_address", "master_port", b"master_port", "members", b"members", "num_ranks", b"num_ranks", "paired", b"paired", "probe_only", b"probe_only", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1031,7 +1043,9 @@ Global___InitWeightsUpdateGroupRequest: _TypeAlias = InitWeightsUpdateGroupReque
 
 @_typing.final
 class SendWeightsRequest(_message.Message):
-    """Broadcasts the stage's own weights over a group of which its rank 0 is the source, to bring another stage to its version."""
+    """Broadcasts the stage's own weights over a group of which its rank 0 is the source, to bring another stage to its version; or, in paired
+    groups, every rank its own parts to the same rank of the other stage.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -21,7 +21,7 @@ from rlctl.v1 import common_pb2
 from rlctl.weights.checkpoint import StoredWeights, compare
 from rlctl.weights.digest import Stop, TensorHash, combine, tensor_digests, usable_cores
 from rlctl.weights.exchange import Exchange, GroupExchange, LocalExchange
-from rlctl.weights.gathering import Gathering, Job
+from rlctl.weights.gathering import Gathering, Job, parts_held
 from rlctl.weights.layout import Slice, owners
 from rlctl.weights.tensors import TensorMeta
 
@@ -80,6 +80,10 @@ class ShardMap:
     def reference(self) -> dict[str, TensorMeta]:
         """Every full tensor, by checkpoint name."""
         return {name: shard.meta for name, shard in self.shards.items()}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over which part of which full tensor the rank holds, hex; the memory that holds it has no say."""
+        return hashlib.sha256(json.dumps(parts_held(self.shards), sort_keys=True).encode()).hexdigest()
 
     def place(self, name: str, full: torch.Tensor) -> None:
         """Copy the rank's part of a full tensor into place, cast to the dtype that it is held in.

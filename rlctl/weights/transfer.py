@@ -126,8 +126,9 @@ class Receiver:
                     if bucket.flattened:
                         self._take_packed(group, bucket, stats)
                     else:
+                        take = self._take_part if bucket.parts else self._take_tensor
                         for meta in bucket.metas:
-                            self._take_tensor(group, meta, stats)
+                            take(group, meta, stats)
                 except RlctlError as error:
                     # What was given up may still write into the buffer: it goes with the group.
                     self._buffer = None
@@ -305,6 +306,22 @@ class Receiver:
         data = self._buffer[: meta.nbytes]
         self._receive(group, data, stats)
         self._place([(meta.name, data.view(meta.dtype).reshape(meta.shape))], stats)
+
+    def _take_part(self, group: WeightGroup, meta: TensorMeta, stats: ReceiveStats) -> None:
+        """Take in just what this rank holds of a tensor."""
+        target = self._shards.part_in_place(meta.name)
+        device = wire_device(group, target.device)
+        if target.dtype == meta.dtype and target.device == device and target.is_contiguous():
+            try:
+                self._receive(group, as_bytes(target), stats)
+            finally:
+                self._late = group if group.under_way else self._late
+        else:
+            size = target.numel() * meta.dtype.itemsize
+            self._buffer = room_for(size, self._buffer, device)
+            self._receive(group, self._buffer[:size], stats)
+            self._shards.place_local(meta.name, self._buffer[:size].view(meta.dtype).reshape(target.shape))
+        stats.tensors += 1
 
     def _receive(self, group: WeightGroup, into: torch.Tensor, stats: ReceiveStats) -> None:
         started = time.perf_counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from torch_source import digest_of, prepare, tensors_of
@@ -38,8 +40,23 @@ async def other(checkpoints) -> AsyncIterator[Stage]:
 
 
 @pytest.fixture
+async def twin(stage: Stage, checkpoints, follower) -> AsyncIterator[Stage]:
+    """An engine of as many ranks as the stage, with other weights."""
+    twin = Stage(checkpoints(seed=1), follower if stage.config.tp_size == 2 else None)
+    await twin.start()
+    yield twin
+    await twin.stop()
+
+
+@pytest.fixture
 async def group(stage: Stage, other: Stage) -> AsyncIterator[None]:
     """Rank 0 of the stage, and the other stage."""
+    async with joined(stage, other, num_ranks=1):
+        yield
+
+
+@asynccontextmanager
+async def joined(stage: Stage, other: Stage, **fields: Any) -> AsyncIterator[None]:
     store = GroupStore()
     host, port = store.local_address
     joins = [
@@ -48,9 +65,9 @@ async def group(stage: Stage, other: Stage) -> AsyncIterator[None]:
             master_port=port,
             world_size=2,
             rank_offset=offset,
-            num_ranks=1,
             group_name=GROUP,
             backend="gloo",
+            **fields,
         )
         for offset in (0, 1)
     ]
@@ -61,9 +78,9 @@ async def group(stage: Stage, other: Stage) -> AsyncIterator[None]:
     store.close()
 
 
-def bucket(stage: Stage) -> TensorBucket:
+def bucket(stage: Stage, *, parts: bool = False) -> TensorBucket:
     metas = [TensorMeta.of(name, tensor) for name, tensor in tensors_of(stage.config.model_path).items()]
-    return to_proto(Bucket(0, metas, False))
+    return to_proto(Bucket(0, metas, flattened=False, parts=parts))
 
 
 async def test_it_generates_while_it_sends(stage: Stage, other: Stage, group: None) -> None:
@@ -96,3 +113,28 @@ async def test_what_is_sent_is_one_version_or_the_sender_says_so(
     assert {answer.reason for answer in answers} <= {Reason.UPDATE_IN_PROGRESS, Reason.GROUP_FAILED}
     await stage(AbortUpdateRequest(), update=update)
     assert len(await stage.tokens([1, 2, 3], 2)) == 2
+
+
+async def test_ranks_that_hold_the_same_parts_send_them_to_each_other(stage: Stage, twin: Stage) -> None:
+    buckets = [bucket(stage, parts=True)]
+    async with joined(stage, twin, paired=True):
+        sending = asyncio.create_task(stage(SendWeightsRequest(group_name=GROUP, buckets=buckets)))
+        assert len(await stage.tokens([1, 2, 3], 5)) == 5
+        update = await prepare(twin)
+        reports = await twin(UpdateWeightsFromDistributedRequest(group_name=GROUP, buckets=buckets), update=update)
+        assert [report.tensors for report in await sending] == [len(buckets[0].names)] * len(reports)
+    total = sum(tensor.nbytes for tensor in tensors_of(stage.config.model_path).values())
+    assert all((report.bytes_received == total) == (len(reports) == 1) for report in reports), "just their parts"
+    await twin(CommitUpdateRequest(), update=update)
+    for held in await twin(CheckWeightsRequest()):
+        assert held.model_digest == digest_of(stage.config.model_path)
+
+
+async def test_stages_say_whether_their_ranks_hold_the_same_parts(stage: Stage, checkpoints) -> None:
+    others = Stage(checkpoints(seed=1)), Stage(checkpoints("qwen3", seed=1))
+    said = [(await each.start()).layout.shards_sha256 for each in others]
+    for each in others:
+        await each.stop()
+    mine = stage.info.layout.shards_sha256
+    assert (mine == said[0]) == (stage.config.tp_size == 1)
+    assert said[1] not in (mine, said[0])
