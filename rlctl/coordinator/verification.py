@@ -11,6 +11,7 @@ from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
     MEMORY_TAG_KV_CACHE,
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
@@ -174,6 +175,19 @@ def judge_digests(
                 digest=digest,
             )
     return wrong
+
+
+def judge_evidence(committed: Sequence[StageResult], levels: Mapping[str, Level]) -> dict[str, RlctlError]:
+    """Targets that nothing is verified of, and whose engines gave one answer for all of their ranks, by slot."""
+    return {
+        result.slot: Reason.VERIFICATION_UNREACHABLE.error(
+            "its engine gave one answer for all ranks, which proves nothing of each, and nothing was verified",
+            field="options.verify",
+            outcome=OUTCOME_DIRTY,
+        )
+        for result in committed
+        if levels.get(result.slot) == VERIFICATION_LEVEL_NONE and result.evidence == EVIDENCE_ENGINE
+    }
 
 
 def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict[str, RlctlError]:

@@ -60,6 +60,7 @@ async def verify(
     checks = await _compared(session, results, wrong, expected)
     for slot, answer in checks.items():
         wrong[slot] = verification.named(wrong[slot], answer)
+    wrong |= verification.judge_evidence(committed, levels)
     took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
     wrong |= verification.judge_received([result for result in committed if result.slot in took], expected)
     probe = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)

@@ -90,8 +90,8 @@ class Steps:
 class FakeEngine(Engine):
     """One rank of a fake engine.
 
-    Options: ``pace`` (seconds per token, default 0.001); ``opaque`` ("1": like an engine of others, it cannot digest
-    its weights, and gives one answer for all of its ranks).
+    Options: ``pace`` (seconds per token, default 0.001); ``opaque`` ("said" or "unsaid": like an engine of others, it
+    cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
     """
 
     name = "fake"
@@ -102,7 +102,7 @@ class FakeEngine(Engine):
         self.fail = on_failure
         self._steps = Steps()
         self._pace = float(config.options.get("pace", "0.001"))
-        self._opaque = config.options.get("opaque") == "1"
+        self._opaque = config.options.get("opaque", "")
         self.taken: list[str] | None = None
         self._paused: int | None = None
         self._running: dict[str, asyncio.Event] = {}
@@ -137,7 +137,7 @@ class FakeEngine(Engine):
                 pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
                 transports=[TRANSPORT_DISK],
                 verification=[VERIFICATION_LEVEL_PROBE] if self._opaque else LEVELS,
-                answers_for_ranks=self._opaque,
+                answers_for_ranks=self._opaque == "said",
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
             ),

@@ -133,7 +133,7 @@ async def test_auto_takes_the_highest_level_whatever_probe_is_passed(fleet: InPr
 
 
 async def test_an_engine_that_answers_for_its_ranks_is_never_taken_at_its_word(make_fleet: Callable) -> None:
-    async with make_fleet(a=1, options={"opaque": "1"}) as fleet:
+    async with make_fleet(a=1, options={"opaque": "said"}) as fleet:
         for level in (0, common.VERIFICATION_LEVEL_NONE):
             error = await refusal(begin(fleet, options=v.UpdateOptions(verify=level)))
             assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.verify")
@@ -144,6 +144,14 @@ async def test_an_engine_that_answers_for_its_ranks_is_never_taken_at_its_word(m
         (result,) = operation.stage_results
         assert (result.verified, result.evidence) == (common.VERIFICATION_LEVEL_PROBE, common.EVIDENCE_ENGINE)
         assert (await update(fleet, probe=probe_of("w2"))).state == OPERATION_STATE_FAILED
+
+
+async def test_an_answer_for_all_ranks_is_not_enough_without_verification(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, options={"opaque": "unsaid"}) as fleet:
+        (wrong,) = (await update(fleet, expected="")).stage_results
+        assert (wrong.error.reason, wrong.state) == ("VERIFICATION_UNREACHABLE", common.STAGE_STATE_DIRTY)
+        assert version_of(fleet) == ("initial", 1)
+        assert (await update(fleet, probe=probe_of("w1"))).state == OPERATION_STATE_OK
 
 
 async def test_a_delta_is_for_targets_that_are_at_its_base(fleet: InProcessFleet) -> None:
