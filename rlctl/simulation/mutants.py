@@ -90,11 +90,11 @@ def _always_right(results: Any, levels: Any, expected_digest: str) -> dict[str, 
     return {}
 
 
-async def _published_first(self: Finish, run: Any, expected_digest: str) -> tuple[list[Any], str]:
+async def _published_first(self: Finish, run: Any, expected: Any) -> tuple[list[Any], str]:
     """The version is published as soon as it was written."""
     good = list(self._session.targets)
-    await self._publish(run, good, expected_digest)
-    return await _complete(self, run, expected_digest)
+    await self._publish(run, good, expected.digest)
+    return await _complete(self, run, expected)
 
 
 _complete = Finish._complete
@@ -117,7 +117,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
     "silence": [(Peers, "silence", _not_silenced)],
-    "verification": [(verification, "judge", _always_right)],
+    "verification": [(verification, "judge_digests", _always_right)],
     "vetting": [(Fanout, "_vetted", _unvetted)],
 }
 """Those without a patch are the engine's own rules, which it asks for by name."""
