@@ -97,7 +97,7 @@ class Worker:
             raise self.failure
         if verb.interrupts:
             await self.engine.interrupt(call.update_id)
-        queued = verb.mutating and verb.waits
+        queued = verb.mutates(request) and verb.waits
         if queued:
             await self._take_turn(verb, call)
         if self._clock.now() >= call.deadline:
