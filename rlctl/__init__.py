@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlctl.client import aio
     from rlctl.client.fleet import Fleet, connect, publisher
     from rlctl.client.pending import AsyncPending, Pending
+    from rlctl.client.probe import Probe
     from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest, rolling
     from rlctl.embed import EmbeddedFleet, embedded
     from rlctl.errors import OperationFailed, Reason, RlctlError
@@ -30,6 +31,7 @@ _HOMES = {
     "Fleet": "rlctl.client.fleet",
     "OperationFailed": "rlctl.errors",
     "Pending": "rlctl.client.pending",
+    "Probe": "rlctl.client.probe",
     "Publisher": "rlctl.client.publisher",
     "Reason": "rlctl.errors",
     "RlctlError": "rlctl.errors",
@@ -49,6 +51,7 @@ __all__ = [
     "Fleet",
     "OperationFailed",
     "Pending",
+    "Probe",
     "Publisher",
     "Reason",
     "RlctlError",

@@ -7,6 +7,7 @@ type. Coordinator, stage and worker all call it, so that a request is refused wi
 from __future__ import annotations
 
 import functools
+import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from rlctl import fingerprints
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
 from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
 
 MAX_TIMEOUT_S = 24 * 3600.0
+MAX_PROMPTS = 256
 BACKENDS = ("gloo", "nccl")
 
 M = TypeVar("M", bound=Message)
@@ -159,6 +162,7 @@ def _from_disk(request: verbs_pb2.UpdateWeightsFromDiskRequest) -> None:
         raise _invalid("an update reaches every stage of its model; name the model only", "header.target.slots")
     _modules(request.target_modules)
     _digest(request.expected_digest, "expected_digest")
+    _options(request.options)
 
 
 @_rule(verbs_pb2.InspectCheckpointRequest)
@@ -196,6 +200,8 @@ def _init_group(request: verbs_pb2.InitWeightsUpdateGroupRequest) -> None:
         raise _invalid(f"backend is {request.backend!r}; it must be one of {', '.join(BACKENDS)}", "backend")
     if request.world_size < 2:
         raise _invalid(f"world_size is {request.world_size}; a source and a rank make 2", "world_size")
+    if request.paired and (request.world_size != 2 or request.rank_offset > 1):
+        raise Reason.FIELD_CONFLICT.error("paired groups are of two ranks each", field="paired")
     if request.HasField("group_timeout"):
         timeout_s(request.group_timeout, "group_timeout")
 
@@ -246,6 +252,46 @@ def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
 @_rule(verbs_pb2.CheckWeightsRequest)
 def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
     _digest(request.expected_digest, "expected_digest")
+    _fingerprints(request.fingerprints)
+    if request.action == verbs_pb2.CHECK_ACTION_PROBE:
+        _prompts(request.prompts, "prompts")
+    elif request.prompts:
+        raise Reason.FIELD_CONFLICT.error("prompts are for the action PROBE", field="prompts")
+
+
+def _fingerprints(value: bytes) -> None:
+    if len(value) % fingerprints.SIZE:
+        raise _invalid(f"fingerprints has {len(value)} bytes, no multiple of {fingerprints.SIZE}", "fingerprints")
+
+
+def _probe(probe: verbs_pb2.Probe, field: str) -> None:
+    if not 0 < probe.tolerance < math.inf:
+        raise _invalid(f"{field}.tolerance is {probe.tolerance:g}; it must be above 0", f"{field}.tolerance")
+    _prompts(probe.prompts, f"{field}.prompts")
+    for index, prompt in enumerate(probe.prompts):
+        path = f"{field}.prompts[{index}]"
+        if len(prompt.logprobs) != len(prompt.token_ids) - 1:
+            raise Reason.LENGTH_MISMATCH.error(
+                f"{path} has {len(prompt.token_ids)} tokens and {len(prompt.logprobs)} log probabilities; every token "
+                "but the first has one",
+                field=f"{path}.logprobs",
+            )
+        if not all(-math.inf < value <= 0 for value in prompt.logprobs):
+            raise _invalid(f"{path}.logprobs holds one that is above 0 or not finite", f"{path}.logprobs")
+
+
+def _prompts(prompts: Sequence[verbs_pb2.ProbePrompt], field: str) -> None:
+    _required(prompts, field)
+    if len(prompts) > MAX_PROMPTS:
+        raise _invalid(f"{field} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are taken", field)
+    for index, prompt in enumerate(prompts):
+        if len(prompt.token_ids) < 2:
+            raise _invalid(f"{field}[{index}] has fewer than two tokens", f"{field}[{index}].token_ids")
+
+
+def _options(options: verbs_pb2.UpdateOptions, field: str = "options") -> None:
+    if options.HasField("probe"):
+        _probe(options.probe, f"{field}.probe")
 
 
 def _digest(value: str, field: str) -> None:
@@ -273,6 +319,7 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
         raise _invalid("an update reaches every stage of its model; leave the target empty", "header.target")
     if request.HasField("lease_ttl"):
         timeout_s(request.lease_ttl, "lease_ttl")
+    _options(request.options)
 
 
 @_rule(update_pb2.JoinWeightUpdateRequest)
@@ -290,6 +337,8 @@ def _retry_update(request: update_pb2.RetryWeightUpdateRequest) -> None:
 def _commit(request: update_pb2.CommitWeightUpdateRequest) -> None:
     _required(request.update_id, "update_id")
     _digest(request.expected_digest, "expected_digest")
+    _digest(request.sent_digest, "sent_digest")
+    _fingerprints(request.fingerprints)
 
 
 @_rule(update_pb2.AbortWeightUpdateRequest)

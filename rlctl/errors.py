@@ -240,6 +240,16 @@ class Reason(enum.Enum):
     )
     WEIGHTS_INCOMPLETE = (PreconditionFailed, "A full update has not written every parameter.", "")
     DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
+    BASE_MISMATCH = (
+        PreconditionFailed,
+        "A delta's base is not the version that is there.",
+        "Send a full update.",
+    )
+    PROBE_MISMATCH = (
+        PreconditionFailed,
+        "The weights give other log probabilities than the trainer expects.",
+        "",
+    )
     MEMORY_RELEASED = (
         PreconditionFailed,
         "A memory region that is needed is released.",

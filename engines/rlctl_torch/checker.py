@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
     CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
     CHECK_ACTION_RESET_TENSORS,
     CHECK_ACTION_SNAPSHOT,
+    CheckAction,
     CheckReport,
     CheckWeightsRequest,
     Shape,
     TensorDigest,
 )
-from rlctl.weights.digest import RankDigest, rank_digest
+from rlctl.weights.differences import difference
+from rlctl.weights.digest import RankDigest, Stop, rank_digest
 from rlctl.weights.loading import refuse_draft
-from rlctl.weights.shards import ShardMap, model_digest
+from rlctl.weights.shards import ShardMap, agree_to_go_on, model_digest
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name
 from rlctl_torch.beside import Later
+from rlctl_torch.probing import log_probabilities, refuse_prompts
 from rlctl_torch.rank import Rank, Weights
+from rlctl_torch.ranks import Council
 from rlctl_torch.shadow import Shadow
 
-ACTIONS = (CHECK_ACTION_CHECKSUM, CHECK_ACTION_SNAPSHOT, CHECK_ACTION_RESET_TENSORS, CHECK_ACTION_COMPARE)
+ACTIONS = (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_SNAPSHOT,
+    CHECK_ACTION_RESET_TENSORS,
+    CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
+)
 
 
 class Check:
-    """CheckWeights, every action."""
+    """CheckWeights, every action. While steps are at rest it happens in the engine thread, otherwise beside them, as
+    with shadow copies always.
+    """
 
-    def __init__(self, rank: Rank, request: CheckWeightsRequest, update_id: str = "") -> None:
+    def __init__(self, rank: Rank, request: CheckWeightsRequest, update_id: str, deadline: float) -> None:
+        """``deadline`` is on :func:`time.monotonic`'s clock: whoever digests beside the steps ends by then."""
         self._rank = rank
-        self._update_id = update_id
         self._request = request
+        self._update_id = update_id
+        self._deadline = deadline
         self._action = request.action or CHECK_ACTION_CHECKSUM
         if self._action not in ACTIONS:
             raise Reason.UNSUPPORTED.error(f"the torch engine has no checker action {self._action}", field="action")
         refuse_draft(request.selector, "selector")
 
     def admit(self) -> bool:
-        """Refuse without weights; do not scramble them under requests or an update."""
+        """Refuse without weights; do not scramble them under requests or an update, do not compute in between."""
         rank = self._rank
         if MEMORY_TAG_WEIGHTS in rank.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
@@ -55,6 +71,8 @@ class Check:
             raise Reason.FIELD_INVALID.error(
                 "there is neither a snapshot nor an expected_digest to compare with", field="action"
             )
+        if self._action == CHECK_ACTION_PROBE:
+            refuse_prompts(rank, self._request.prompts)
         if self._request.shadow:
             self._shadow()
         return True
@@ -64,27 +82,36 @@ class Check:
 
     def run(self) -> CheckReport | Later:
         """Carry the action out. Raises DIGEST_MISMATCH when the model digest is not the expected one."""
-        if self._request.shadow:
-            shadow = self._shadow()
-            return Later(lambda: self._digest_shadow(shadow))
-        started = time.perf_counter()
-        rank, request = self._rank, self._request
+        rank = self._rank
+        if self._action == CHECK_ACTION_PROBE:
+            return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
         if self._action == CHECK_ACTION_RESET_TENSORS:
+            rank.beside.stop(Reason.WEIGHTS_DIRTY.error("the weights were scrambled meanwhile"))
             scramble(rank)
-        local = rank_digest(rank.model.module, request.skip_tensors)
-        digests = {entry.meta.name: entry.sha256 for entry in local.tensors}
-        report = CheckReport(action=self._action, tensor_count=len(digests), rank_digest=local.digest)
-        if request.per_tensor:
-            report.tensors.extend(_entry(entry.meta, entry.sha256) for entry in local.tensors)
-        if not request.HasField("model_digest") or request.model_digest or request.expected_digest:
-            self._digest_model(report, local)
-        if self._action == CHECK_ACTION_SNAPSHOT:
-            rank.snapshot = digests
-        elif self._action == CHECK_ACTION_COMPARE and rank.snapshot is not None:
-            skip = request.skip_tensors
-            kept = {name: sha for name, sha in rank.snapshot.items() if not any(part in name for part in skip)}
-            _compare(report, digests, kept)
-        return self._ended(report, started)
+        elif self._request.shadow or not rank.at_rest:
+            return self._beside()
+        return _Digesting(rank, self._request, self._action, rank.ranks).run()
+
+    def _beside(self) -> Later:
+        rank = self._rank
+        shadow = self._shadow().shards if self._request.shadow else None
+        digesting = _Digesting(rank, self._request, self._action, rank.ranks.aside, shadow)
+        timer = threading.Timer(
+            max(0.0, self._deadline - time.monotonic()),
+            digesting.stop.set,
+            [Reason.DEADLINE_EXCEEDED.error("the time was up before the weights were digested")],
+        )
+        timer.daemon = True
+        timer.start()
+
+        def work() -> CheckReport:
+            try:
+                return digesting.run()
+            finally:
+                timer.cancel()
+
+        # Nobody changes a copy but its own update, whose steps come one after the other.
+        return Later(work, digesting.stop if shadow is None else None)
 
     def _shadow(self) -> Shadow:
         """The copy of the update that the command belongs to. Raises UPDATE_NOT_FOUND."""
@@ -93,22 +120,39 @@ class Check:
             raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {self._update_id or '(none)'} is open at this rank")
         return update.shadow
 
-    def _digest_shadow(self, shadow: Shadow) -> CheckReport:
-        """The model digest of a shadow copy; in the thread beside generation."""
-        started = time.perf_counter()
-        skip = self._request.skip_tensors
-        kept = {name: shard for name, shard in shadow.shards.shards.items() if not any(part in name for part in skip)}
-        with self._rank.ranks.aside.exchanging() as exchange:
-            result = model_digest(ShardMap(kept), exchange)
-        report = CheckReport(
-            action=self._action, tensor_count=len(kept), model_digest=result.digest, inconsistent=result.inconsistent
-        )
-        if self._request.per_tensor:
-            report.model_tensors.extend(_entry(kept[name].meta, sha) for name, sha in result.digests.items())
-        return self._ended(report, started)
 
-    def _ended(self, report: CheckReport, started: float) -> CheckReport:
-        request, elapsed = self._request, time.perf_counter() - started
+class _Digesting:
+    """Digests of what a rank holds at the step at which this is made; told to stop before the weights change.
+
+    ``shadow``: the shard map of a shadow copy, which is digested as a model only; None: what serves.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        request: CheckWeightsRequest,
+        action: CheckAction.ValueType,
+        council: Council,
+        shadow: ShardMap | None = None,
+    ) -> None:
+        self.stop = Stop()
+        self._rank = rank
+        self._request = request
+        self._action = action
+        self._council = council
+        self._shadow = shadow
+        self._origin = rank.origin if rank.update is None else None
+
+    def run(self) -> CheckReport:
+        """Digest; raises what :attr:`stop` was told."""
+        started = time.perf_counter()
+        request = self._request
+        report = CheckReport(action=self._action)
+        if self._shadow is not None:
+            report.tensor_count = len(self._digest_model(report, self._shadow, None).shards)
+        else:
+            self._digest_rank(report)
+        elapsed = time.perf_counter() - started
         report.elapsed.CopyFrom(Duration(seconds=int(elapsed), nanos=int(elapsed % 1 * 1e9)))
         if request.expected_digest and report.model_digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
@@ -118,18 +162,54 @@ class Check:
             )
         return report
 
-    def _digest_model(self, report: CheckReport, local: RankDigest) -> None:
-        shards = self._rank.model.shards.shards
+    def _digest_rank(self, report: CheckReport) -> None:
+        rank, request = self._rank, self._request
+        local: RankDigest | None = None
+        # Who has to stop does so together with the others, which may be waiting for this rank.
+        try:
+            local = rank_digest(rank.model.module, request.skip_tensors, self.stop)
+        except RlctlError as error:
+            self.stop.set(error)
+        except Exception as error:  # noqa: BLE001 - what went wrong here is told at every rank
+            self.stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
+        if not request.HasField("model_digest") or request.model_digest or self._compares:
+            whole = len(self._digest_model(report, rank.model.shards, local).shards) == len(rank.model.shards.shards)
+            if self._origin is not None and whole:
+                self._origin.digest = report.model_digest
+        self.stop.check()
+        assert local is not None
+        digests = {entry.meta.name: entry.sha256 for entry in local.tensors}
+        report.tensor_count, report.rank_digest = len(digests), local.digest
+        if request.per_tensor:
+            report.tensors.extend(_entry(entry.meta, entry.sha256) for entry in local.tensors)
+        if self._action == CHECK_ACTION_SNAPSHOT:
+            rank.snapshot = digests
+        elif self._action == CHECK_ACTION_COMPARE and rank.snapshot is not None:
+            skip = request.skip_tensors
+            kept = {name: sha for name, sha in rank.snapshot.items() if not any(part in name for part in skip)}
+            _compare(report, digests, kept)
+
+    @property
+    def _compares(self) -> bool:
+        return bool(self._request.expected_digest or self._request.fingerprints)
+
+    def _digest_model(self, report: CheckReport, shards: ShardMap, local: RankDigest | None) -> ShardMap:
+        """Digest the full tensors, all ranks together; returns the map of those that were not to be left out."""
         skip = self._request.skip_tensors
-        kept = ShardMap({name: shard for name, shard in shards.items() if not any(part in name for part in skip)})
-        with self._rank.ranks.exchanging() as exchange:
-            result = model_digest(kept, exchange, known=self._full_here(kept, local))
+        kept = ShardMap(
+            {name: shard for name, shard in shards.shards.items() if not any(part in name for part in skip)}
+        )
+        known = {} if local is None else self._full_here(kept, local)
+        with self._council.exchanging() as exchange:
+            result = model_digest(kept, exchange, stop=self.stop, known=known)
+            if self._request.fingerprints:
+                report.difference.CopyFrom(difference(kept, result, self._request.fingerprints))
+                agree_to_go_on(exchange, self.stop)
         report.model_digest = result.digest
-        if self._rank.origin is not None and self._rank.update is None and len(kept.shards) == len(shards):
-            self._rank.origin.digest = result.digest
         report.inconsistent.extend(result.inconsistent)
         if self._request.per_tensor:
-            report.model_tensors.extend(_entry(shards[name].meta, sha) for name, sha in result.digests.items())
+            report.model_tensors.extend(_entry(kept.shards[name].meta, sha) for name, sha in result.digests.items())
+        return kept
 
     def _full_here(self, shards: ShardMap, local: RankDigest) -> dict[str, str]:
         """Digests that are a full tensor's as they are: same name, dtype and memory."""

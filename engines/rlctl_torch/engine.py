@@ -146,7 +146,7 @@ class TorchEngine(Engine):
         self._commands.fail(error)
         if self._ready:
             self._rank.interrupt()
-        self._rank.beside.stop()
+        self._rank.beside.close()
         if self._rank.scheduler is not None:
             self._rank.scheduler.fail(rejected(error))
 
@@ -185,7 +185,7 @@ class TorchEngine(Engine):
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.checker.Check`."""
-        return await self._ordered(Check(self._rank, request, call.update_id), call)
+        return await self._ordered(Check(self._rank, request, call.update_id, self._ends(call)), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.updates.Prepare`."""
@@ -231,6 +231,10 @@ class TorchEngine(Engine):
         finally:
             timer.cancel()
 
+    def _ends(self, call: Call) -> float:
+        """When work for a call has to end to be answered in time, on :func:`time.monotonic`'s clock."""
+        return time.monotonic() + call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
+
     async def _ordered(self, action: Action, call: Call) -> Message | None:
         self._check_ready()
         return await self._commands.carry_out(action, call)
@@ -264,8 +268,7 @@ class TorchEngine(Engine):
     async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
         """Fetch a published version beside generation."""
         self._check_ready()
-        remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
-        return await asyncio.to_thread(self._disk.pull, request, time.monotonic() + remaining)
+        return await asyncio.to_thread(self._disk.pull, request, self._ends(call))
 
     async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
         """End requests early; a follower has none."""
@@ -276,7 +279,7 @@ class TorchEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs_pb2.GroupReport:
-        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank."""
+        """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank, or as one of a pair."""
         self._check_ready()
         if request.num_ranks and self._config.rank >= request.num_ranks:
             return verbs_pb2.GroupReport(group_name=request.group_name, world_size=request.world_size)
@@ -285,9 +288,10 @@ class TorchEngine(Engine):
         place = Membership(
             host=request.master_address,
             port=request.master_port,
-            rank=request.rank_offset + self._config.rank,
+            rank=request.rank_offset + (0 if request.paired else self._config.rank),
             world_size=request.world_size,
             backend=request.backend,
+            pair=self._config.rank if request.paired else None,
         )
         remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
         if request.probe_only:

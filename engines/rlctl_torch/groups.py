@@ -14,13 +14,21 @@ from rlctl.weights.rendezvous import GroupStore
 
 @dataclass(frozen=True)
 class Membership:
-    """What makes two requests to join the same: where the group meets, its shape, and this rank's place in it."""
+    """What makes two requests to join the same: where the group meets, its shape, and this rank's place in it.
+
+    ``pair``: of the groups of two that go by one name, which this is.
+    """
 
     host: str
     port: int
     rank: int
     world_size: int
     backend: str
+    pair: int | None = None
+
+    def full_name(self, name: str) -> str:
+        """The name under which its members meet."""
+        return name if self.pair is None else f"{name}-r{self.pair}"
 
 
 class Groups:
@@ -64,7 +72,7 @@ class Groups:
         try:
             group = join(
                 (membership.host, membership.port),
-                name=name,
+                name=membership.full_name(name),
                 rank=membership.rank,
                 world_size=membership.world_size,
                 backend=membership.backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -31,7 +32,12 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
     cuda = rank.device.type == "cuda"
     experimental = ["device.cuda", "transport.torch_nccl", "staged_apply"] if cuda else []
     transports = [common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_DISK]
-    verification = [common_pb2.VERIFICATION_LEVEL_NONE, common_pb2.VERIFICATION_LEVEL_REPLICA]
+    verification = [
+        common_pb2.VERIFICATION_LEVEL_NONE,
+        common_pb2.VERIFICATION_LEVEL_PROBE,
+        common_pb2.VERIFICATION_LEVEL_RECEIVED,
+        common_pb2.VERIFICATION_LEVEL_REPLICA,
+    ]
     if cuda:
         transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
     if host_id():
@@ -61,9 +67,10 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
 def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
     """Every rank's coordinates, and where groups of the stage's own meet; all ranks together."""
     place = {"node": rank.config.node, "device": device_id(rank.device), "host_id": host_id()}
-    mine = json.dumps(place).encode()
+    mine = json.dumps([place, rank.model.shards.fingerprint()]).encode()
     with rank.ranks.exchanging() as exchange:
-        places = [json.loads(place) for place in exchange.all_gather_bytes(mine)]
+        answers = [json.loads(answer) for answer in exchange.all_gather_bytes(mine)]
+    places = [place for place, _ in answers]
     return fleet_pb2.StageLayout(
         tp_size=rank.ranks.size,
         pp_size=1,
@@ -71,6 +78,7 @@ def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
         ep_size=1,
         store_host=store[0],
         store_port=store[1],
+        shards_sha256=hashlib.sha256(json.dumps([shards for _, shards in answers]).encode()).hexdigest(),
         workers=[common_pb2.WorkerCoordinates(rank=number, tp=number, **place) for number, place in enumerate(places)],
     )
 

@@ -54,6 +54,10 @@ class KVCache:
         self.table = torch.empty(0)
         self.allocate()
 
+    def alike(self, tokens: int) -> KVCache:
+        """Another one of the same layers, with room for a single sequence of so many tokens."""
+        return KVCache(self._layers, tokens=tokens, rows=1, longest=tokens, dtype=self._dtype, device=self._device)
+
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors take (or would take)."""

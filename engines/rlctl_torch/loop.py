@@ -101,6 +101,7 @@ class StepLoop:
                 )
             )
         finally:
+            self._rank.beside.stop(Reason.CANCELLED.error("the engine was stopped"))
             ranks.close()
 
     def _fail(self, error: RlctlError) -> None:

@@ -46,6 +46,7 @@ class Release:
                 freed += rank.cache.nbytes
                 rank.cache.release()
             else:
+                rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
                 freed += rank.model.release()
                 if rank.weights is Weights.WHOLE:
                     rank.weights = Weights.LOST

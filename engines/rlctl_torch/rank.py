@@ -99,7 +99,7 @@ class Rank:
         draining: a drain is waiting for the running samples; nothing new starts.
         released: memory regions that are released.
         snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
-        beside: the thread for what must not hold up the steps.
+        beside: the thread for what must not hold up the steps: filling a shadow copy, reading the weights that serve.
         last_step: when the last generation step ended, on :func:`time.perf_counter`'s clock; 0: none has.
     """
 
@@ -171,6 +171,11 @@ class Rank:
     def in_place(self) -> bool:
         """Whether an update is open that writes into the weights themselves."""
         return self.update is not None and self.update.shadow is None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no step computes anything until a command says otherwise; the same at every rank."""
+        return bool(self.paused) or self.in_place
 
     def model_digest(self) -> str:
         """Digest of the full tensors, hex; all ranks together."""

@@ -132,19 +132,43 @@ class Council:
 
 
 class Aside(Council):
-    """The council of the threads that work beside generation (:mod:`rlctl_torch.aside`), in a group of their own."""
+    """The council of the threads that work beside generation (:mod:`rlctl_torch.beside`), in a group of their own.
+
+    An exchange that fails has failed at every rank, and for good: no later one could tell its messages from those of
+    the one before. The steps have nothing to do with it and go on.
+    """
 
     _endpoints: Mapping[int, Endpoint] = {}
+    _broken = False
 
     def open(self, group: Any, endpoints: Mapping[int, Endpoint]) -> None:
         """Use a group that stands."""
         self._gloo, self._endpoints = group, endpoints
 
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[Exchange]:
+        """The exchange of the weights package over these ranks, from the thread beside the steps."""
+        if self.size > 1 and (self._gloo is None or self._broken):
+            raise _lost(self.rank, "the ranks can no longer exchange beside the steps")
+        try:
+            with super().exchanging() as exchange:
+                yield exchange
+        except RlctlError:
+            raise  # what all ranks have agreed on
+        except BaseException:
+            # The others wait for this rank in the middle of something.
+            self._break()
+            raise
+
     def close(self) -> None:
         """Leave the group; an exchange that waits in it ends, here and at the others."""
-        if self._gloo is not None:
+        self._break()
+        self._gloo = None
+
+    def _break(self) -> None:
+        if self._gloo is not None and not self._broken:
+            self._broken = True
             _cut(self._endpoints, self.rank)
-            self._gloo = None
 
 
 class Ranks(Council):
@@ -178,7 +202,8 @@ class Ranks(Council):
             self._gloo, self._endpoints = self._form(PrefixStore("gloo", store), address_of(node))
             self._gloo._set_default_timeout(_PLAN_TIMEOUT)
             aside, endpoints = self._form(PrefixStore("aside", store), address_of(node))
-            aside._set_default_timeout(_COMPUTE_TIMEOUT)
+            # A rank that broadcasts to another stage in between may keep the others waiting for long.
+            aside._set_default_timeout(_PLAN_TIMEOUT)
             self.aside.open(aside, endpoints)
             self._compute = self._gloo
             if device.type == "cuda":

@@ -3,7 +3,8 @@
 Off unless the environment variable RLCTL_TORCH_SABOTAGE is set at the start of a rank:
 
 - ``stale``: updates are acknowledged, nothing is written;
-- ``drop-tensor:NAME``: that tensor is received and counted as written, but not put into place;
+- ``drop-tensor:NAME`` or ``drop-tensor:NAME@RANK``: that tensor is received and counted as written, but not put into
+  place, by any rank or by this one;
 - ``wrong-rank``: the highest rank puts the slices of rank 0 into place;
 - ``swap:NAME,OTHER``: these two (an expert and its neighbour, say) are put into each other's place.
 
@@ -64,8 +65,9 @@ def for_updates(shards: ShardMap, rank: int, size: int) -> ShardMap:
         return shards
     if how == "stale":
         return _Dropping(shards, shards.shards.keys())
-    if how.startswith(_DROP) and how.removeprefix(_DROP) in shards.shards:
-        return _Dropping(shards, {how.removeprefix(_DROP)})
+    dropped, _, only = how.removeprefix(_DROP).partition("@")
+    if how.startswith(_DROP) and dropped in shards.shards and only in ("", *map(str, range(size))):
+        return _Dropping(shards, {dropped}) if only in ("", str(rank)) else shards
     if how.startswith(_SWAP) and shards.shards.keys() >= set(names := how.removeprefix(_SWAP).split(",")):
         one, other = (shards.shards[name] for name in names)
         swapped = {one.meta.name: replace(one, local=other.local), other.meta.name: replace(other, local=one.local)}

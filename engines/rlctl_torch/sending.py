@@ -1,16 +1,26 @@
-"""SendWeights: this engine's weights, as full tensors, to the ranks of another stage.
+"""SendWeights: this engine's weights to the ranks of another stage; the engine goes on generating meanwhile.
 
-All ranks gather, rank 0 broadcasts. It happens in the engine thread, between two steps; no token comes meanwhile.
+Full tensors are gathered by all ranks and broadcast by rank 0. To a stage whose ranks hold the same parts every rank
+sends its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import SendWeightsRequest, WeightsReport
 from rlctl.weights.buckets import from_proto
+from rlctl.weights.digest import Stop
+from rlctl.weights.exchange import Exchange
 from rlctl.weights.gathering import Gathering
 from rlctl.weights.groups import WeightGroup
+from rlctl.weights.shards import agree_to_go_on
+from rlctl_torch.beside import Later
 from rlctl_torch.commands import with_outcome
 from rlctl_torch.rank import Rank, Weights
 
@@ -21,9 +31,13 @@ class Send:
     def __init__(self, rank: Rank, request: SendWeightsRequest) -> None:
         self._rank = rank
         self._group = request.group_name
-        self._metas = [
-            meta for i, bucket in enumerate(request.buckets) for meta in from_proto(bucket, f"buckets[{i}]").metas
-        ]
+        buckets = [from_proto(bucket, f"buckets[{i}]") for i, bucket in enumerate(request.buckets)]
+        self._metas = [meta for bucket in buckets for meta in bucket.metas]
+        self._parts = any(bucket.parts for bucket in buckets)
+        if self._parts and not all(bucket.parts for bucket in buckets):
+            raise Reason.FIELD_CONFLICT.error(
+                "buckets of full tensors and of parts exclude each other", field="buckets"
+            )
 
     def admit(self) -> bool:
         """Refuse what would send something that is no version."""
@@ -38,38 +52,59 @@ class Send:
     def give_up(self) -> None:
         """Nothing to undo."""
 
-    def run(self) -> WeightsReport:
-        """Every rank stays to the end, also when the other side is gone: the next gather is for all of them."""
-        rank, report = self._rank, WeightsReport()
+    def run(self) -> WeightsReport | Later:
+        """Check on all ranks; then gather and broadcast, beside the steps unless they are at rest."""
+        rank = self._rank
         found: list[WeightGroup] = []
         rank.ranks.agree(lambda: found.extend(self._check()))
-        failure: RlctlError | None = None
-        with rank.ranks.exchanging() as exchange:
-            gathering = Gathering(rank.model.shards.shards, exchange)
-            for meta in self._metas:
-                full = gathering.full(meta.name)
-                if full is None or failure is not None:
+        group = found[0] if found else None
+        if rank.at_rest:
+            return self._send(group, rank.ranks.exchanging, Stop())
+        stop = Stop()
+        return Later(lambda: self._send(group, rank.ranks.aside.exchanging, stop), stop)
+
+    def _send(
+        self,
+        group: WeightGroup | None,
+        exchanging: Callable[[], AbstractContextManager[Exchange]],
+        stop: Stop,
+    ) -> WeightsReport:
+        """A rank that has to stop does so together with the others. In the end what was sent is of one version: nobody
+        had been told to stop when the last rank had read its last tensor.
+        """
+        report = WeightsReport()
+        with exchanging() as exchange:
+            for tensor in self._own_parts(stop) if self._parts else self._full_tensors(exchange, stop):
+                if group is None or stop.cause is not None:
                     continue
                 try:
-                    found[0].broadcast(full.cpu() if found[0].backend == "gloo" else full)
+                    group.broadcast(tensor.cpu() if group.backend == "gloo" else tensor)
                 except RlctlError as error:
-                    failure = error
+                    stop.set(with_outcome(error, OUTCOME_REJECTED))
                 else:
                     report.tensors += 1
-
-        def tell() -> None:
-            if failure is not None:
-                raise failure
-
-        try:
-            rank.ranks.agree(tell)
-        except RlctlError as error:
-            raise with_outcome(error, OUTCOME_REJECTED) from error
+            agree_to_go_on(exchange, stop)
         return report
+
+    def _own_parts(self, stop: Stop) -> Iterator[torch.Tensor]:
+        """What this rank holds; the others go at their own pace."""
+        for meta in self._metas:
+            if stop.cause is not None:
+                return
+            yield self._rank.model.shards.part_in_place(meta.name).to(meta.dtype).contiguous()
+
+    def _full_tensors(self, exchange: Exchange, stop: Stop) -> Iterator[torch.Tensor]:
+        """All tensors, at rank 0; every rank gathers."""
+        gathering = Gathering(self._rank.model.shards.shards, exchange)
+        for meta in self._metas:
+            full = gathering.full(meta.name)
+            agree_to_go_on(exchange, stop)
+            if full is not None:
+                yield full
 
     def _check(self) -> list[WeightGroup]:
         reference = self._rank.model.shards.reference
         for meta in self._metas:
             if reference.get(meta.name) != meta:
                 raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
-        return [self._rank.groups.get(self._group)] if self._rank.ranks.rank == 0 else []
+        return [self._rank.groups.get(self._group)] if self._parts or self._rank.ranks.rank == 0 else []

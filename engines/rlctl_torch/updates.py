@@ -18,6 +18,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
+    UPDATE_KIND_DELTA,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
@@ -40,6 +41,8 @@ from rlctl_torch.rank import OpenUpdate, Rank, Weights
 from rlctl_torch.ranks import Broken
 from rlctl_torch.shadow import Shadow
 
+_LESS_THAN_FULL = (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA)
+
 
 class Prepare:
     """PrepareUpdate. The same update again starts anew: nothing counts as written."""
@@ -47,7 +50,7 @@ class Prepare:
     def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
         if not update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
-        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
+        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, *_LESS_THAN_FULL):
             name = UpdateKind.Name(request.kind)
             raise Reason.UNSUPPORTED.error(f"the torch engine takes no updates of kind {name}", field="kind")
         self._staged = request.apply == APPLY_MODE_STAGED
@@ -59,9 +62,10 @@ class Prepare:
         refuse_draft(request.selector, "selector")
         self._rank = rank
         self._update_id = update_id
-        self._full = request.kind != UPDATE_KIND_PARTIAL
+        self._full = request.kind not in _LESS_THAN_FULL
         self._abort_all = request.abort_all_requests
         self._selector = request.selector
+        self._digest_received = request.digest_received
 
     def admit(self) -> bool:
         """Refuse while requests are active, memory is missing, or another update is open."""
@@ -81,7 +85,16 @@ class Prepare:
 
     def run(self) -> WeightsReport | Later:
         """Open the update; no request runs from now on, unless it is staged: its copy is made beside generation."""
-        return Later(self._begin) if self._staged else self._begin()
+        if self._staged:
+            self._go_first()
+            return Later(self._begin)
+        return self._begin()
+
+    def _go_first(self) -> None:
+        """Whoever reads the weights does not keep an update waiting."""
+        self._rank.beside.stop(
+            Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} began meanwhile, and goes first")
+        )
 
     def _begin(self) -> WeightsReport:
         rank = self._rank
@@ -91,10 +104,12 @@ class Prepare:
 
         def begin() -> None:
             found.append(self._where())
-            found[0][1].begin(self._update_id, kind)
+            found[0][1].begin(self._update_id, kind, digest=self._digest_received)
 
         council.agree(begin)
         shadow, receiver, shards = found[0]
+        if shadow is None:
+            self._go_first()
         if self._abort_all and rank.scheduler is not None:
             rank.scheduler.abort_all()
         touched = False
@@ -241,10 +256,14 @@ class Seal(InUpdate):
         return self._fill(self._seal)
 
     def _seal(self, update: OpenUpdate) -> WeightsReport:
-        update.council.agree(lambda: _refuse_incomplete(update.receiver))
-        update.council.agree(update.loading.finalise)
         assert update.shadow is not None
-        update.shadow.sealed = True
+        if not update.shadow.sealed:
+            update.council.agree(lambda: _refuse_incomplete(update.receiver))
+            # Where a delta differs in nothing from its base, nothing has come: the copy is the base.
+            update.council.agree(update.loading.prepare)
+            update.council.agree(update.loading.finalise)
+            update.report.received_digest = update.receiver.received_digest
+            update.shadow.sealed = True
         return update.report
 
 
@@ -262,6 +281,7 @@ class Commit(InUpdate):
         rank, update = self._rank, self._open()
         if update.shadow is None:
             self._complete(update)
+            update.report.received_digest = update.receiver.received_digest
         else:
             self._swap(update, update.shadow)
         update.receiver.finish()
@@ -291,6 +311,7 @@ class Commit(InUpdate):
                 raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
 
         rank.ranks.agree(check)
+        rank.beside.stop(Reason.UPDATE_IN_PROGRESS.error(f"update {self._update_id} put other weights in their place"))
         former = shadow.swap()
         if rank.last_step:
             add_seconds(update.report.swap, time.perf_counter() - rank.last_step)

@@ -38,6 +38,7 @@ async def follow(
     try:
         if part.source is not None:
             offer.CopyFrom(describe(source, version, part.source))
+        offer.goes_on = progress.watched
         lead.say(update, 0, offer=offer)
         while True:
             await asyncio.wait({hearing, *([attempt] if attempt else [])}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from rlctl.client.admin import AsyncAdmin
+from rlctl.client.blaming import blame_ranks, parts_in_question
 from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
-from rlctl.client.wire import Offered, combined, fit, in_one_order, shared_devices
+from rlctl.client.wire import Offered, Published, changed, combined, digests_of, fit, in_one_order, shared_devices
 from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.fingerprints import fingerprints
 from rlctl.ports import new_uuid7
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -70,8 +72,11 @@ class Leading:
         self._bucket_bytes = bucket_bytes
         self._update = 0
         self._progress = Progress()
+        self._going_on = False
+        self._passes = 0
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
         self._ordered: tuple[tuple[list[Offered], list[str]], list[verbs_pb2.TensorBucket]] = (([], []), [])
+        self._sent = Published()
         self._renew_identity()
 
     async def run(
@@ -85,7 +90,8 @@ class Leading:
         deadline_s: float,
     ) -> tuple[Operation, Sent]:
         """Lead an update from the offers to its end, and tell the members how it ended."""
-        self._update, self._progress = update, progress
+        self._update, self._progress, self._passes = update, progress, 0
+        self._going_on = progress.watched
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
@@ -112,6 +118,7 @@ class Leading:
                 raise Reason.FIELD_CONFLICT.error(
                     f"trainer rank {rank} updates to {offer.version!r}, rank 0 to {version!r}", field="version"
                 )
+            self._going_on |= offer.goes_on
             if offer.HasField("source"):
                 if offer.source in found:
                     raise Reason.FIELD_CONFLICT.error(f"two trainer ranks are source {offer.source}", field="source")
@@ -131,20 +138,31 @@ class Leading:
         """The sources only digest what the checkpoint must contain."""
         reference = {meta.name: meta for meta in await self._ask_reference()}
         metas = [reference.get(meta.name, meta) for offered in offers for meta in offered.metas]
-        attempt = Attempt(number=1, buckets=[buckets.to_proto(Bucket(0, metas, True))], last=True)
-        sent = await self._take_turns(source, attempt, _nothing_to_ship)
+        digests = await self._digest(source, metas, last=True)
         self._progress.decided = True
         operation = await self._fleet.update_weights_from_disk(
             checkpoint,
             version=request.version,
             options=request.options,
-            expected_digest=combined(sent),
+            expected_digest=combined(digests),
             apply=request.apply,
             max_unavailable=request.rollout.max_unavailable,
             model=self._model,
             timeout_s=deadline - asyncio.get_running_loop().time(),
         )
+        self._sent = Published(operation.weight_version, digests)
         return operation, Sent()
+
+    async def _digest(self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool) -> dict[str, str]:
+        """A pass of the sources in which they only digest what they have, in these dtypes; ``last``: the only one."""
+        listed = [buckets.to_proto(Bucket(0, list(metas), True))]
+        attempt = Attempt(number=self._next_pass(), buckets=listed, last=last)
+        return digests_of(await self._take_turns(source, attempt, _nothing_to_ship))
+
+    def _next_pass(self) -> int:
+        """Number of the next pass of this update through the sources."""
+        self._passes += 1
+        return self._passes
 
     async def _broadcast(
         self,
@@ -158,10 +176,19 @@ class Leading:
         if request.path != DATA_PATH_BROADCAST and len(hosts) == 1:
             request.host_ids.extend(hosts)
         partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
+        if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
+            self._sent.refuse_as_base(request.base.label)
+            request.base.CopyFrom(self._sent.version)
         plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
         try:
             async with self._renewing(plan):
                 wire = fit(self._model, offers, await self._get_reference(plan), partial)
+                digests: dict[str, str] = {}
+                if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
+                    digests = await self._digest(
+                        source, [meta for offered in wire for meta in offered.metas], last=False
+                    )
+                    wire = changed(wire, self._sent.digests, digests)
                 while True:
                     try:
                         sent = await self._send(source, wire, plan, request, deadline)
@@ -173,7 +200,20 @@ class Leading:
                             update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
                         )
                         plan = await self._fleet.connection.call("RetryWeightUpdate", again, 30.0)
-                operation = await self._commit(plan, "" if partial else combined(sent), deadline)
+                self._say_delivered()
+                taken = digests_of(sent)
+                digests |= taken
+                commit = CommitWeightUpdateRequest(
+                    update_id=plan.update_id,
+                    fencing_token=plan.fencing_token,
+                    expected_digest="" if partial else combined(digests),
+                    sent_digest=combined(taken),
+                    fingerprints=b"" if partial else fingerprints(digests),
+                )
+                operation = await self._commit(commit, deadline)
+                await self._name_ranks(source, wire, operation, digests, deadline)
+                refuse_unpublished(operation)
+                self._sent = Published(operation.weight_version, {} if partial else digests)
                 return operation, sent[0]
         except BaseException as error:
             await asyncio.shield(self._abort(plan, error))
@@ -188,11 +228,13 @@ class Leading:
         deadline: float,
     ) -> list[Sent]:
         """One attempt: form the groups, let every source send and every target rank receive."""
+        if not any(offered.metas for offered in wire):
+            return [Sent()]
         store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
         host, port = ("", 0) if store is None else store.address(self._host)
         names = [group.group_name for group in sorted(plan.groups, key=lambda group: group.source)]
         attempt = Attempt(
-            number=plan.attempt,
+            number=self._next_pass(),
             groups=plan.groups,
             store_address=host,
             store_port=port,
@@ -217,6 +259,11 @@ class Leading:
             fleet.cancel()
             if store is not None:
                 store.close()
+
+    def _say_delivered(self) -> None:
+        """No rank's weights are needed for another attempt any more."""
+        self._progress.sent.set()
+        self._members.tell(JoinResponse(update=self._update, delivered=True))
 
     def _in_one_order(self, wire: list[Offered], names: list[str]) -> list[verbs_pb2.TensorBucket]:
         """The buckets of all sources; those of the last update again where nothing has changed."""
@@ -274,9 +321,6 @@ class Leading:
             raise
         finally:
             await stopped(shipping)
-        if not attempt.last:
-            self._progress.sent.set()
-            self._members.tell(JoinResponse(update=self._update, delivered=True))
         return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
 
     async def _forward(self, attempt: int, ship: Ship) -> None:
@@ -305,15 +349,41 @@ class Leading:
         listed = answer.stage_results[0].rank_results[0].model_info.reference
         return [from_proto(info) for info in listed]
 
-    async def _commit(self, plan: BeginWeightUpdateResponse, digest: str, deadline: float) -> Operation:
-        request = CommitWeightUpdateRequest(
-            update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=digest
-        )
+    async def _commit(self, request: CommitWeightUpdateRequest, deadline: float) -> Operation:
         remaining = deadline - asyncio.get_running_loop().time()
         self._progress.decided = True
         operation: Operation = await self._fleet.connection.call("CommitWeightUpdate", request, remaining)
-        refuse_unpublished(operation)
         return operation
+
+    async def _name_ranks(
+        self,
+        source: WeightSource,
+        wire: list[Offered],
+        operation: Operation,
+        digests: Mapping[str, str],
+        deadline: float,
+    ) -> None:
+        """A tensor that is cut up turned out wrong: let the sources digest the ranks' parts, and say whose it is.
+
+        That takes their weights once more. Where a rank of the trainer goes on as soon as they are sent, they are no
+        longer there for it, and the ranks that may be wrong are all that is said.
+        """
+        parts = parts_in_question(operation)
+        left = deadline - asyncio.get_running_loop().time()
+        if not parts or left <= 0 or self._going_on:
+            return
+        names = {part.name for part in parts}
+        metas = [meta for offered in wire for meta in offered.metas if meta.name in names]
+        attempt = Attempt(
+            number=self._next_pass(),
+            buckets=[buckets.to_proto(Bucket(0, metas, True))],
+            parts=parts,
+            timeout=duration(left),
+        )
+        # What cannot be found out does not change what became of the update.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(left):
+                blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
     async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException) -> None:
         request = AbortWeightUpdateRequest(

@@ -25,12 +25,13 @@ from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
 from rlctl.weights.announced import Announced
-from rlctl.weights.digest import ModelDigest
+from rlctl.weights.differences import digest_parts
+from rlctl.weights.digest import ModelDigest, tensor_digest
 from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.identity import host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
-from rlctl.weights.source import WeightSource, atomic_lists
+from rlctl.weights.source import WeightSource, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
 
 T = TypeVar("T")
@@ -129,9 +130,12 @@ class Part:
                     raise Reason.CANCELLED.error("the attempt was stopped")
             left()
             return Sent()
-        wanted = next((group for group in attempt.groups if group.source == self.source), None)
         announced = self._announced.parse(attempt.buckets)
         dtypes = {meta.name: meta.dtype for _, bucket in announced for meta in bucket.metas}
+        weights = only(weights, dtypes)
+        if attempt.parts:
+            return _digest_parts(weights, attempt, dtypes)
+        wanted = next((group for group in attempt.groups if group.source == self.source), None)
         digest = None if attempt.without_digests else ModelDigest()
         sent = Sent()
         started = time.perf_counter()
@@ -156,6 +160,8 @@ class Part:
                 digest.add(name, tensor, dtypes.get(name))
         if not attempt.shared_devices:
             left()
+        if sent.bytes:
+            sent.tensors = len(weights.metas())
         sent.elapsed.CopyFrom(duration(time.perf_counter() - started))
         if digest is not None:
             sent.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
@@ -257,6 +263,15 @@ def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, torch.dtype]) -> Sent:
+    """The parts that are asked for, and the tensors that they are of, as they are now."""
+    sent = Sent()
+    for name, tensor in weights.tensors():
+        sent.digests.add(name=name, sha256=tensor_digest(name, tensor, dtype=dtypes[name]))
+        sent.parts.extend(digest_parts(name, tensor.detach(), attempt.parts, dtypes[name]))
+    return sent
 
 
 async def _awaited(work: Awaitable[None]) -> None:

@@ -24,14 +24,16 @@ class Progress:
         sent: the tensors of this rank may be overwritten: they were read for the last time, whatever follows.
         decided: it can no longer be cancelled from here.
         ended: it has ended, well or not.
+        watched: whoever started it goes on, and may be told that the tensors were sent before it has ended.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None, *, watched: bool = False) -> None:
         """``stream``: the trainer's. What it was given so far comes before the update. Raises FIELD_INVALID."""
         self.ordering = Ordering(stream)
         self.sent = asyncio.Event()
         self.decided = False
         self.ended = False
+        self.watched = watched
 
     def end(self) -> None:
         """It has ended."""

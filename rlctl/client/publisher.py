@@ -25,6 +25,7 @@ from rlctl.client.following import follow
 from rlctl.client.leading import Leading
 from rlctl.client.part import Part
 from rlctl.client.pending import AsyncPending, Pending, Progress
+from rlctl.client.probe import Probe
 from rlctl.client.trainer import Lead, Members, share
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
@@ -67,6 +68,7 @@ class UpdateResult:
         operation: the operation with a result for every rank of every target.
         model_digest: hex digest of the full weights that every verified target holds; "" when none was verified.
         bytes_sent: bytes that left this source.
+        tensors_sent: tensors that left it; of a delta those that differ from its base.
         transfer_s: from the first tensor to the last byte sent, seconds.
         pause_s: from the first target's pause to the last one's resume, as the coordinator saw it, seconds.
         total_s: the whole call, seconds.
@@ -76,6 +78,7 @@ class UpdateResult:
     operation: Operation
     model_digest: str
     bytes_sent: int
+    tensors_sent: int
     transfer_s: float
     pause_s: float
     total_s: float
@@ -145,9 +148,11 @@ class AsyncPublisher:
         flush: bool | None = None,
         after: str = "resume",
         verify: str = "",
+        probe: Probe | None = None,
         quorum: int = 0,
         retries: int = 0,
         partial: bool = False,
+        base: str = "",
         apply: str = "in_place",
         rollout: RolloutStrategy | None = None,
         deadline_s: float = DEADLINE_S,
@@ -160,13 +165,15 @@ class AsyncPublisher:
         engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``pause``:
         abort, retract, in_place, drain, or "" to refuse while requests are active. ``flush``: None empties the caches;
         False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
-        that each target reaches, or expected, replica, none. ``quorum``: targets that must confirm, 0 for all.
-        ``retries``: times that the sources go through their weights again after a group failed, without the targets
-        that are gone. ``partial``: not every parameter is sent. ``apply``: in_place, under the pause, or staged: into a
-        second copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all
-        targets swap at once, :func:`rolling` batch by batch (staged only). ``stream``: weights on a GPU are read after
-        what this stream was given before the call; None: after what the caller's current stream was given.
-        ``progress``: what :meth:`update_async` follows it by; leave it out.
+        that each target reaches, or expected, replica, received, probe, none. ``probe``: what level probe compares.
+        ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the sources go through their weights
+        again after a group failed, without the targets that are gone. ``partial``: not every parameter is sent.
+        ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
+        from it are sent, after a pass that digests all. ``apply``: in_place, under the pause, or staged: into a second
+        copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets
+        swap at once, :func:`rolling` batch by batch (staged only). ``stream``: weights on a GPU are read after what
+        this stream was given before the call; None: after what the caller's current stream was given. ``progress``:
+        what :meth:`update_async` follows it by; leave it out.
 
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
@@ -174,6 +181,10 @@ class AsyncPublisher:
         count at rank 0; ``deadline_s`` and ``stream`` at every rank.
         """
         started = time.perf_counter()
+        if base and (partial or checkpoint):
+            other = "partial" if partial else "checkpoint"
+            raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
+        kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
         if progress is None:
             progress = self._next(stream)
         self._progress = progress
@@ -192,7 +203,8 @@ class AsyncPublisher:
                         model=self._model,
                         version=version,
                         path=self._path,
-                        kind=verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL,
+                        kind=verbs_pb2.UPDATE_KIND_DELTA if base else kind,
+                        base=WeightVersion(label=base) if base else None,
                         options=verbs_pb2.UpdateOptions(
                             pause=_number(common_pb2.PauseMode, pause, "pause"),
                             abort_all_requests=abort_all_requests,
@@ -200,6 +212,7 @@ class AsyncPublisher:
                             after=_number(verbs_pb2.AfterUpdate, after, "after"),
                             verify=_number(common_pb2.VerificationLevel, verify, "verify"),
                             quorum=quorum,
+                            probe=None if probe is None else probe.to_proto(),
                         ),
                         apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
                         rollout=rollout,
@@ -225,6 +238,7 @@ class AsyncPublisher:
             operation=operation,
             model_digest=operation.model_digest,
             bytes_sent=sent.bytes,
+            tensors_sent=sent.tensors,
             transfer_s=seconds(sent.elapsed),
             pause_s=seconds(operation.pause_time),
             total_s=time.perf_counter() - started,
@@ -235,22 +249,23 @@ class AsyncPublisher:
     ) -> AsyncPending:
         """Start :meth:`update`, with its settings, and return at once; every rank of the trainer calls it.
 
-        The weights must stay as they are until the pending update's ``wait_sent`` has returned. Raises
+        The weights must stay as they are until the pending update's ``wait_sent`` has returned. They are not gone
+        through again to name the rank whose part of a tensor turned out to differ, as in :meth:`update`. Raises
         UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended; what else goes wrong is raised by
         the waits.
         """
-        progress = self._next(stream)
+        progress = self._next(stream, watched=True)
         update = self.update(weights, version=version, progress=progress, **settings)
         self._progress, self._pending = progress, AsyncPending(update, progress)
         return self._pending
 
-    def _next(self, stream: torch.cuda.Stream | None) -> Progress:
+    def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> Progress:
         """Progress of another update. One at a time: groups and segments are kept from one to the next."""
         if self._progress is not None and not self._progress.ended:
             raise Reason.UPDATE_IN_PROGRESS.error(
                 "this publisher's last update has not ended", next_step="Wait for it, or cancel it."
             )
-        return Progress(trainer_stream(stream))
+        return Progress(trainer_stream(stream), watched=watched)
 
     async def close(self) -> None:
         """Leave the groups. Engines that are told of a new one forget them.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from rlctl.errors import Reason
 from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.trainer_pb2 import Offer, Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 from rlctl.weights import buckets
-from rlctl.weights.digest import ModelDigest
+from rlctl.weights.digest import combine
 from rlctl.weights.source import in_lists
 from rlctl.weights.tensors import TensorMeta, by_name, castable, from_proto
 
@@ -37,6 +38,27 @@ class Offered:
             [tuple(names.names) for names in offer.together],
             offer.host_id,
         )
+
+
+@dataclass(frozen=True)
+class Published:
+    """The version that a publisher sent last.
+
+    Attributes:
+        version: which.
+        digests: hex digest of each of its tensors, by name; empty when not all are known.
+    """
+
+    version: WeightVersion = field(default_factory=WeightVersion)
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def refuse_as_base(self, label: str) -> None:
+        """Raise BASE_MISMATCH when nobody here knows what a version of this label consists of."""
+        if label != self.version.label or not self.digests:
+            known = f"the last that it sent is {self.version.label!r}" if self.digests else "it knows of none"
+            raise Reason.BASE_MISMATCH.error(
+                f"this publisher does not know the digests of version {label!r}: {known}", field="base"
+            )
 
 
 def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial: bool) -> list[Offered]:
@@ -94,10 +116,27 @@ def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
     }
 
 
-def combined(sent: Iterable[Sent]) -> str:
-    """Model digest over what all sources sent; "" when they computed none."""
-    digest = ModelDigest()
-    for part in sent:
-        for tensor in part.digests:
-            digest.add_digest(tensor.name, tensor.sha256)
-    return digest.digest() if digest.digests else ""
+def digests_of(sent: Iterable[Sent]) -> dict[str, str]:
+    """Hex digest of every tensor that the sources digested, by name."""
+    return {tensor.name: tensor.sha256 for part in sent for tensor in part.digests}
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """Digest over a set of tensors, given theirs; "" for none."""
+    return combine(digests) if digests else ""
+
+
+def changed(wire: list[Offered], before: Mapping[str, str], now: Mapping[str, str]) -> list[Offered]:
+    """Of what each source has, what differs from what was sent before: of what belongs together, all or nothing."""
+    names = {name for name, digest in now.items() if before.get(name) != digest}
+    for together in (list_ for offered in wire for list_ in offered.together):
+        if not names.isdisjoint(together):
+            names.update(together)
+    return [
+        replace(
+            offered,
+            metas=[meta for meta in offered.metas if meta.name in names],
+            together=[together for together in offered.together if together[0] in names],
+        )
+        for offered in wire
+    ]

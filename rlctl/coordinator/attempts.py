@@ -19,6 +19,7 @@ from rlctl.coordinator.operations import Run
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put, names
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.verification import NOTHING, Expected
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged
 from rlctl.ports import Clock, Journal
@@ -52,7 +53,7 @@ class OpenUpdate:
     Attributes:
         lease_until: the owner must renew before, on the clock's ``now``.
         decided: its owner, an operator or the clock has decided it.
-        digest: decided for the version: the sources' digest, or "".
+        expected: decided for the version: what the sources say of the weights.
         verdict: decided against it: why.
         received: what its targets answered to the writes of the present attempt.
         broken: a write of the present attempt has failed.
@@ -64,16 +65,16 @@ class OpenUpdate:
     lease_ttl_s: float
     lease_until: float
     decided: asyncio.Event = field(default_factory=asyncio.Event)
-    digest: str = ""
+    expected: Expected = NOTHING
     verdict: RlctlError | None = None
     received: list[StageResult] = field(default_factory=list)
     broken: bool = False
     abandoned: list[str] = field(default_factory=list)
 
-    def decide(self, *, digest: str = "", verdict: RlctlError | None = None) -> None:
-        """For the version (the sources' digest, or "") or against it (why). The first word counts."""
+    def decide(self, *, expected: Expected = NOTHING, verdict: RlctlError | None = None) -> None:
+        """For the version (what the sources say of it) or against it (why). The first word counts."""
         if not self.decided.is_set():
-            self.digest, self.verdict = digest, verdict
+            self.expected, self.verdict = expected, verdict
             self.decided.set()
 
 

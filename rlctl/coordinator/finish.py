@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 from rlctl.coordinator import verification, versions
@@ -16,6 +16,8 @@ from rlctl.coordinator.operations import Run, conclude
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.verification import Expected, Level
+from rlctl.coordinator.verifying import verify
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Put
 from rlctl.times import duration
@@ -29,14 +31,13 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     VERIFICATION_LEVEL_EXPECTED,
-    VERIFICATION_LEVEL_NONE,
 )
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, StageResult
 from rlctl.v1.verbs_pb2 import (
     AFTER_UPDATE_STAY_PAUSED,
+    UPDATE_KIND_DELTA,
     AbortUpdateRequest,
-    CheckWeightsRequest,
     CommitUpdateRequest,
     ContinueGenerationRequest,
     FlushCacheRequest,
@@ -46,7 +47,7 @@ from rlctl.v1.verbs_pb2 import (
 
 log = logging.getLogger(__name__)
 
-Levels = Mapping[str, common_pb2.VerificationLevel.ValueType]
+Levels = Mapping[str, Level]
 """At which level each target is verified, by slot."""
 
 ADMISSION_S = 10.0
@@ -63,21 +64,21 @@ class Finish:
         self._clock = clock
         self._paused_s = 0.0
 
-    async def commit(self, run: Run, expected_digest: str) -> None:
+    async def commit(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit, resume, batch by batch. Raises when the version was not published.
 
         Shadow copies are complete and verified before anything is paused; what is in place is one batch.
         """
         session = self._session
-        levels = await self._written(expected_digest)
+        levels = await self._written(expected)
         waiting, digest = list(session.targets), ""
         if session.staged:
-            waiting, digest = await self._seal(run, levels, expected_digest)
+            waiting, digest = await self._seal(run, levels, expected)
             self._refuse_short(run, len(waiting))
         await session.advance(UPDATE_PHASE_COMMITTING)
         done: list[Slot] = []
         try:
-            await self._roll(run, waiting, done, levels, expected_digest, digest)
+            await self._roll(run, waiting, done, levels, expected, digest)
         except RlctlError as error:
             if session.record.phase != UPDATE_PHASE_PUBLISHED:
                 raise
@@ -94,7 +95,7 @@ class Finish:
             run.operation.state = OPERATION_STATE_PARTIAL
 
     async def _roll(
-        self, run: Run, waiting: list[Slot], done: list[Slot], levels: Levels, expected_digest: str, digest: str
+        self, run: Run, waiting: list[Slot], done: list[Slot], levels: Levels, expected: Expected, digest: str
     ) -> None:
         """Bring the waiting targets to the version, batch by batch (one, unless the update rolls), into ``done``.
 
@@ -105,7 +106,7 @@ class Finish:
         earlier = session.model.admitted
         while waiting:
             batch, waiting = waiting[:size], waiting[size:]
-            good, found = await self._complete(run, batch, levels, expected_digest)
+            good, found = await self._complete(run, batch, levels, expected)
             done += good
             if len(done) + len(waiting) < session.quorum:
                 if session.record.phase != UPDATE_PHASE_PUBLISHED:
@@ -153,14 +154,14 @@ class Finish:
         if count < self._session.quorum:
             raise self._session.short_of_quorum(count, self._cause(run))
 
-    async def restore(self, run: Run, expected_digest: str) -> None:
+    async def restore(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, admit, resume, for targets that are brought to a version that is published already.
 
         Raises when one did not confirm.
         """
-        levels = await self._written(expected_digest)
+        levels = await self._written(expected)
         await self._session.advance(UPDATE_PHASE_COMMITTING)
-        good, _ = await self._complete(run, self._session.targets, levels, expected_digest)
+        good, _ = await self._complete(run, self._session.targets, levels, expected)
         if len(good) < len(self._session.frozen):
             raise self._session.short_of_quorum(len(good), self._cause(run))
         await self._roster.lift_quarantine(good)
@@ -170,31 +171,36 @@ class Finish:
         await self._serve(run, good)
         self._stamp(run)
 
-    async def _written(self, expected_digest: str) -> Levels:
+    async def _written(self, expected: Expected) -> Levels:
         """Once all targets have been written into: at which level each is verified."""
-        if not self._session.written:
+        # A delta may have turned out to differ in nothing from its base.
+        if not self._session.written and self._session.record.request.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
         await self._session.ready()
-        return self._session.levels(expected_digest)
+        return self._session.levels(expected)
 
-    async def _seal(self, run: Run, levels: Levels, expected_digest: str) -> tuple[list[Slot], str]:
+    async def _seal(self, run: Run, levels: Levels, expected: Expected) -> tuple[list[Slot], str]:
         """Complete and verify the shadow copies while generation goes on: the targets that are PREPARED, and the digest
         that they all have, or "". What fails here has touched nothing that is served.
         """
         session = self._session
         results = await session.step(SealUpdateRequest(), session.targets)
-        failed = [result for result in results if result.outcome != OUTCOME_APPLIED]
         sealed = [slot for slot, r in zip(session.targets, results, strict=True) if r.outcome == OUTCOME_APPLIED]
-        found, wrong = await self._judge(sealed, levels, expected_digest)
-        for result in [*failed, *(r for r in found if r.slot in wrong)]:
+        answers = [result for result in results if result.outcome == OUTCOME_APPLIED]
+        verdict = await verify(session, sealed, answers, levels, expected)
+        wrong = verdict.wrong
+        for result in results:
             if result.slot in wrong:
+                if result.slot in verdict.checks:
+                    _replace_ranks(result, verdict.checks[result.slot])
                 result.outcome = OUTCOME_REJECTED
                 result.error.CopyFrom(wrong[result.slot].detail())
-            run.add(result)
-        return [slot for slot in sealed if slot.name not in wrong], _common_digest(found, wrong)
+            if result.outcome != OUTCOME_APPLIED:
+                run.add(result)
+        return [slot for slot in sealed if slot.name not in wrong], verdict.digest
 
     async def _complete(
-        self, run: Run, slots: Sequence[Slot], levels: Levels, expected_digest: str
+        self, run: Run, slots: Sequence[Slot], levels: Levels, expected: Expected
     ) -> tuple[list[Slot], str]:
         """Finish targets, flush, verify: those that confirmed, and the digest that they all have, or ""."""
         session = self._session
@@ -205,9 +211,12 @@ class Finish:
         # A flush where the commit has failed costs entries that could have been kept, and nothing else.
         committed, *flushed = await session.in_order(session.step(commit, slots), *self._flushing(slots))
         good = self._flushed(run, self._keep(run, slots, committed), flushed)
+        answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
-        if not session.staged:
-            good, digest = await self._verify(run, good, levels, expected_digest)
+        if session.staged:
+            good = await self._without(run, good, verification.judge_evidence(answers, levels))
+        else:
+            good, digest = await self._verify(run, good, answers, levels, expected)
         self._certify(run, good, levels)
         return good, digest
 
@@ -261,22 +270,20 @@ class Finish:
         return [slot for slot in slots if slot.name not in failed]
 
     async def _verify(
-        self, run: Run, slots: list[Slot], levels: Levels, expected_digest: str
+        self, run: Run, slots: list[Slot], committed: Sequence[StageResult], levels: Levels, expected: Expected
     ) -> tuple[list[Slot], str]:
-        results, wrong = await self._judge(slots, levels, expected_digest)
+        verdict = await verify(self._session, slots, committed, levels, expected)
+        good = await self._without(run, slots, verdict.wrong)
+        for result in run.operation.stage_results:
+            if result.slot in verdict.checks:
+                _replace_ranks(result, verdict.checks[result.slot])
+        return good, verdict.digest
+
+    async def _without(self, run: Run, slots: list[Slot], wrong: Mapping[str, RlctlError]) -> list[Slot]:
+        """Those that are not wrong; the others are quarantined, and their results say why."""
         self._spoil(run, wrong)
         await self._roster.quarantine({slot: wrong[slot.name].detail() for slot in slots if slot.name in wrong})
-        return [slot for slot in slots if slot.name not in wrong], _common_digest(results, wrong)
-
-    async def _judge(
-        self, slots: Sequence[Slot], levels: Levels, expected_digest: str
-    ) -> tuple[list[StageResult], dict[str, RlctlError]]:
-        """What targets hold (staged: in their shadow copies), and what is wrong with it, by slot."""
-        # A single target at level NONE has nothing to compare with, but its ranks must still agree among themselves.
-        wanted = self._session.record.request.options.verify
-        checked = [] if wanted == VERIFICATION_LEVEL_NONE else [slot for slot in slots if verification.digests(slot)]
-        results = await self._session.step(CheckWeightsRequest(shadow=self._session.staged), checked)
-        return results, verification.judge(results, levels, expected_digest)
+        return [slot for slot in slots if slot.name not in wrong]
 
     def _certify(self, run: Run, slots: Sequence[Slot], levels: Levels) -> None:
         """Say in the results of targets that have confirmed how far they were verified."""
@@ -289,7 +296,7 @@ class Finish:
                     for rank in result.rank_results:
                         rank.evidence = EVIDENCE_VERIFIED
 
-    def _spoil(self, run: Run, errors: dict[str, RlctlError]) -> None:
+    def _spoil(self, run: Run, errors: Mapping[str, RlctlError]) -> None:
         """Targets that had committed and turned out wrong: their results say so."""
         for result in list(run.operation.stage_results):
             error = errors.get(result.slot)
@@ -370,7 +377,7 @@ def _has_cache(slot: Slot) -> bool:
     return slot.report is not None and common_pb2.MEMORY_TAG_KV_CACHE not in slot.report.released
 
 
-def _common_digest(results: Sequence[StageResult], wrong: Collection[str]) -> str:
-    """The one model digest of all targets that are right, or ""."""
-    digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
-    return digests.pop() if len(digests) == 1 else ""
+def _replace_ranks(result: StageResult, answer: StageResult) -> None:
+    """Let a target's result say what each of its ranks holds of the tensor that differs."""
+    del result.rank_results[:]
+    result.rank_results.extend(answer.rank_results)

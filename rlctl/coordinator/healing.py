@@ -12,21 +12,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from google.protobuf.message import Message
-
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
+from rlctl.coordinator.from_peer import FromPeer, alike, refuse_failed
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import HEAL_MARK
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import in_progress
-from rlctl.coordinator.roster import ModelState, Roster, Slot, model_put, unsupported
+from rlctl.coordinator.roster import ModelState, Roster, Slot, unsupported
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.verification import Expected
 from rlctl.coordinator.versions import adoptable
 from rlctl.errors import Conflict, Reason, RlctlError
-from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal
-from rlctl.times import duration
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
     PAUSE_MODE_RETRACT,
@@ -38,21 +36,13 @@ from rlctl.v1.common_pb2 import (
     Target,
 )
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import ModelRecord, UpdateRecord
+from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse
 from rlctl.v1.verbs_pb2 import (
-    BUCKET_FORMAT_TENSORS,
     CheckWeightsRequest,
-    DestroyWeightsUpdateGroupRequest,
-    GetModelInfoRequest,
-    GroupMember,
-    InitWeightsUpdateGroupRequest,
-    SendWeightsRequest,
-    TensorBucket,
     UpdateOptions,
     UpdateWeightsFromDiskRequest,
-    UpdateWeightsFromDistributedRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -235,23 +225,25 @@ class Healer:
         return found
 
     def _peer(self, slot: Slot) -> Slot | None:
-        """A stage that is at the version and can send it."""
-        return self._at_version(self._roster.models[slot.model], [slot], sends=True)
+        """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
+        able = [
+            peer
+            for peer in self._at_version(self._roster.models[slot.model], [slot])
+            if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
+        ]
+        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
 
-    def _at_version(self, model: ModelState, but: Sequence[Slot], *, sends: bool = False) -> Slot | None:
-        for peer in self._roster.slots.values():
-            if (
-                peer.model == model.record.name
-                and peer not in but
-                and peer.state in (STAGE_STATE_READY, STAGE_STATE_PAUSED)
-                and peer.report is not None
-                and peer.report.weight_version == model.record.latest
-                and peer.quarantine is None
-                and not (sends and unsupported(peer, "SendWeights"))
-                and not (sends and not peer.record.registration.layout.store_host)
-            ):
-                return peer
-        return None
+    def _at_version(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
+        return [
+            peer
+            for peer in self._roster.slots.values()
+            if peer.model == model.record.name
+            and peer not in but
+            and peer.state in _SOUND
+            and peer.report is not None
+            and peer.report.weight_version == model.record.latest
+            and peer.quarantine is None
+        ]
 
     async def _one(self, run: Run, slot: Slot, source: str | Slot, deadline: float) -> None:
         model = self._roster.models[slot.model]
@@ -307,106 +299,33 @@ class Healer:
         slot.restoring = True
         self._peers.grant(slot)
         if isinstance(source, Slot):
-            await self._receive(session, run, source)
+            self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
         else:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        await Finish(session, self._roster, self._peers, self._clock).restore(run, digest)
+        await Finish(session, self._roster, self._peers, self._clock).restore(run, Expected(digest=digest))
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
-        peer = self._at_version(session.model, session.targets)
-        if peer is not None:
-            results = await self._to(session, CheckWeightsRequest(), [peer], "digest", session.deadline)
+        found = self._at_version(session.model, session.targets)
+        if found:
+            results = await self._fanout.run(
+                CheckWeightsRequest(),
+                found[:1],
+                operation_id=session.update_id,
+                step="digest",
+                deadline=session.deadline,
+            )
             digests = {rank.check.model_digest for rank in results[0].rank_results}
             if len(digests) == 1 and (digest := digests.pop()):
                 return digest
         raise Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
 
-    async def _receive(self, session: Session, run: Run, peer: Slot) -> None:
-        """Let a stage take in what another one broadcasts, over a group of their own."""
-        (slot,) = session.targets
-        group = await self._new_group(session.model)
-        ranks = len(slot.record.registration.layout.workers)
-        layout = peer.record.registration.layout
-        join = InitWeightsUpdateGroupRequest(
-            master_address=layout.store_host,
-            master_port=layout.store_port,
-            world_size=1 + ranks,
-            group_name=group,
-            backend="gloo",
-            members=[
-                GroupMember(slot=peer.name, rank_offset=0, num_ranks=1),
-                GroupMember(slot=slot.name, rank_offset=1, num_ranks=ranks),
-            ],
-            group_timeout=duration(JOIN_S),
-        )
-        try:
-            self._refuse_failed(await self._to(session, join, [peer, slot], "join", JOIN_S))
-            buckets = await self._buckets(session, peer)
-            await session.ready()
-            send = SendWeightsRequest(group_name=group, buckets=buckets)
-            receive = UpdateWeightsFromDistributedRequest(group_name=group, buckets=buckets)
-            sending = asyncio.create_task(self._to(session, send, [peer], "send", session.deadline))
-            receiving = asyncio.create_task(session.step(receive, session.targets))
-            try:
-                await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done():
-                    # One that does not send would be waited for until the deadline.
-                    self._refuse_failed(sending.result())
-                self._file(run, await receiving)
-            finally:
-                sending.cancel()
-                receiving.cancel()
-                await asyncio.gather(sending, receiving, return_exceptions=True)
-        finally:
-            leave = DestroyWeightsUpdateGroupRequest(group_name=group)
-            await asyncio.shield(self._to(session, leave, [peer, slot], "leave", JOIN_S))
-
-    async def _new_group(self, model: ModelState) -> str:
-        record = ModelRecord()
-        record.CopyFrom(model.record)
-        record.group_generation += 1
-        await self._journal.write([model_put(record)])
-        model.record = record
-        return f"{record.name}-{record.group_generation}-heal"
-
-    async def _buckets(self, session: Session, peer: Slot) -> list[TensorBucket]:
-        """Every tensor of the model, each in a broadcast of its own."""
-        asked = await self._to(session, GetModelInfoRequest(reference=True), [peer], "reference", JOIN_S)
-        self._refuse_failed(asked)
-        listed = asked[0].rank_results[0].model_info.reference
-        return [
-            TensorBucket(
-                sequence=0,
-                names=[tensor.name for tensor in listed],
-                dtypes=[tensor.dtype for tensor in listed],
-                shapes=[tensor.shape for tensor in listed],
-                format=BUCKET_FORMAT_TENSORS,
-            )
-        ]
-
-    async def _to(
-        self, session: Session, request: Message, slots: Sequence[Slot], step: str, limit_s: float
-    ) -> list[StageResult]:
-        return await self._fanout.run(
-            request,
-            slots,
-            operation_id=session.update_id,
-            step=step,
-            deadline=min(session.deadline, self._clock.now() + limit_s),
-        )
-
-    def _refuse_failed(self, results: Sequence[StageResult]) -> None:
-        for result in results:
-            if not acknowledged(result, update=True):
-                raise blame(result)
-
     def _file(self, run: Run, results: Sequence[StageResult]) -> None:
         for result in results:
             run.add(result)
-        self._refuse_failed(results)
+        refuse_failed(results)
 
 
 def _needs_heal(slot: Slot) -> bool:

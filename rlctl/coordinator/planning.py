@@ -72,7 +72,9 @@ class Planner:
                 excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=obstacle.message))
             else:
                 raise obstacle
-        verification.refuse_unreachable(request.options.verify, targets)
+        transports = {slot.name: _transport(request, slot) for slot in targets}
+        staged = request.apply == APPLY_MODE_STAGED
+        verification.refuse_unreachable(request.options, targets, transports, staged=staged)
         if request.options.quorum > len(targets):
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"
@@ -92,7 +94,7 @@ class Planner:
                     slot=slot.name,
                     incarnation=slot.record.incarnation,
                     workers=slot.record.registration.layout.workers,
-                    transport=_transport(request, slot),
+                    transport=transports[slot.name],
                 )
                 for slot in targets
             ],
@@ -157,8 +159,10 @@ class Planner:
                 f"{request.model}",
                 field="trainer.incarnation",
             )
+        if request.kind == UPDATE_KIND_DELTA:
+            _refuse_base(request.base, model.record.latest)
         later = {
-            "kind": request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_ADAPTER),
+            "kind": request.kind == UPDATE_KIND_ADAPTER,
         }
         for name, asked in later.items():
             if asked:
@@ -208,7 +212,22 @@ class Planner:
         full = request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
         if not full and slot.state == STAGE_STATE_DIRTY:
             return Reason.WEIGHTS_DIRTY.error(f"{slot.name} is DIRTY", field="kind")
+        latest = self._roster.model(request.model).record.latest
+        if request.kind == UPDATE_KIND_DELTA and (slot.report is None or slot.report.weight_version != latest):
+            return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field="base")
         return None
+
+
+def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:
+    """A delta is a difference to the version that is published; its label alone may have been used before."""
+    if not base.label:
+        raise Reason.FIELD_REQUIRED.error("a delta names the version that it is a difference to", field="base.label")
+    same = base.label == latest.label and base.trainer_incarnation in (0, latest.trainer_incarnation)
+    if not same or base.sequence not in (0, latest.sequence):
+        raise Reason.BASE_MISMATCH.error(
+            f"the base is {base.label!r}, the published version {latest.label!r} (sequence {latest.sequence})",
+            field="base",
+        )
 
 
 def in_progress(model: ModelState) -> RlctlError:

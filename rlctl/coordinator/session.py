@@ -18,6 +18,7 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.coordinator.verification import Expected, Level
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import blame
 from rlctl.ports import Clock, Journal, Put
@@ -136,8 +137,14 @@ class Session:
     def reached_by(self, verb: Verb) -> list[Slot]:
         """The targets that take weights in by this verb; all of them for other verbs."""
         transports = _TRANSPORTS.get(verb.name)
-        planned = {target.slot: target.transport for target in self.record.plan.targets}
+        planned = self._transports
         return [slot for slot in self.targets if transports is None or planned[slot.name] in transports]
+
+    @property
+    def _transports(self) -> dict[str, common_pb2.Transport.ValueType]:
+        """How tensors reach each target, by slot; one that is healed counts as fed over a group."""
+        planned = {target.slot: target.transport for target in self.record.plan.targets}
+        return {slot.name: planned.get(slot.name, common_pb2.TRANSPORT_TORCH_GLOO) for slot in self.targets}
 
     @property
     def quorum(self) -> int:
@@ -181,18 +188,16 @@ class Session:
     async def _prepare(self) -> None:
         await self.advance(UPDATE_PHASE_WRITING)
         self._told = True
-        prepare = self._prepare_request()
         if self.staged:
-            self._all_applied(await self.step(prepare, self.targets))
+            self._all_applied(_flat(await self.in_order(*self._prepares())))
             return
         running = self._generating(self.targets)
         if self._pause_mode != PAUSE_MODE_UNSPECIFIED:
             # Each stage carries them out in this order. Where the pause is refused nothing is lost by the other one: it
             # writes nothing, and is aborted.
-            paused, prepared = await self.in_order(self._pause(running), self.step(prepare, self.targets))
-            self._all_applied([*paused, *prepared])
+            self._all_applied(_flat(await self.in_order(self._pause(running), *self._prepares())))
             return
-        self._all_applied(await self.step(prepare, self.targets))
+        self._all_applied(_flat(await self.in_order(*self._prepares())))
         # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
         self._all_applied(await self._pause(running))
 
@@ -217,8 +222,24 @@ class Session:
         options = self.record.request.options
         return options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
 
-    def _prepare_request(self) -> PrepareUpdateRequest:
+    def _prepares(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
+        """The steps that prepare the targets: those that digest what comes are told apart from the others."""
+        options, transports = self.record.request.options, self._transports
+        apart: dict[bool, list[Slot]] = {False: [], True: []}
+        for slot in self.targets:
+            digests = verification.digests_what_comes(
+                options, slot, transports[slot.name], self.targets, staged=self.staged
+            )
+            apart[digests].append(slot)
+        return [
+            self.step(self._prepare_request(digest_received=digests), slots)
+            for digests, slots in apart.items()
+            if slots
+        ]
+
+    def _prepare_request(self, *, digest_received: bool) -> PrepareUpdateRequest:
         return PrepareUpdateRequest(
+            digest_received=digest_received,
             version=self.record.plan.version,
             kind=self.record.request.kind,
             apply=self.record.request.apply,
@@ -275,9 +296,13 @@ class Session:
         if self.unprepared:
             raise blame(self.unprepared[0])
 
-    def levels(self, expected_digest: str) -> dict[str, common_pb2.VerificationLevel.ValueType]:
-        """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given."""
-        return verification.levels(self.record.request.options.verify, self.targets, expected_digest)
+    def levels(self, expected: Expected) -> dict[str, Level]:
+        """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given,
+        VERIFICATION_UNREACHABLE when nothing is left that a target could be verified by.
+        """
+        return verification.levels(
+            self.record.request.options, self.targets, self._transports, expected, staged=self.staged
+        )
 
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:
         """Too few targets are left, or confirmed."""
@@ -347,6 +372,10 @@ class Session:
         """Come to a phase, together with what else changes: durably first."""
         await self._journal.write([*changes, self.put(phase)])
         self.record.phase = phase
+
+
+def _flat(steps: Sequence[Sequence[StageResult]]) -> list[StageResult]:
+    return [result for results in steps for result in results]
 
 
 def _has_left(result: StageResult) -> bool:

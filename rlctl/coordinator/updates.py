@@ -19,10 +19,12 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.verification import Expected
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Delete, Journal
 from rlctl.times import duration, seconds
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, UpdateRecord
 from rlctl.v1.update_pb2 import (
@@ -121,8 +123,11 @@ class Updates:
         opened = self._own(request.update_id, request.fencing_token)
         if opened is None:
             return self._operations.get(request.update_id)
-        opened.session.levels(request.expected_digest)
-        opened.decide(digest=request.expected_digest)
+        expected = Expected(
+            request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
+        )
+        opened.session.levels(expected)
+        opened.decide(expected=expected)
         return opened.run
 
     async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
@@ -162,7 +167,7 @@ class Updates:
                 return known
             await self._healer.make_way(model)
             session = self._plan(begin, timeout_s)
-            session.levels(request.expected_digest)
+            session.levels(Expected(digest=request.expected_digest))
             if not request.target_modules and request.load_format in _READ_AGAIN:
                 session.checkpoint = request.model_path
             return await self._start(session, request, "UpdateWeightsFromDisk", disk=request)
@@ -293,7 +298,7 @@ class Updates:
             if disk is not None:
                 await self._read_checkpoint(opened, disk)
             await self._decision(opened)
-            await Finish(session, self._roster, self._peers, self._clock).commit(run, opened.digest)
+            await Finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
         except BaseException as error:
             if session.record.phase != UPDATE_PHASE_PUBLISHED:
                 typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
@@ -330,10 +335,12 @@ class Updates:
     async def _read_checkpoint(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> None:
         """Let every target read; an abort meanwhile does not wait for them."""
         session = opened.session
-        await self._inspect(opened, request)
+        digest = await self._inspect(opened, request)
         await session.ready()
         sent = UpdateWeightsFromDiskRequest()
         sent.CopyFrom(request)
+        if all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets):
+            sent.expected_digest = digest  # what turns out to be something else is rolled back
         reading = asyncio.create_task(session.step(sent, session.targets))
         aborted = asyncio.create_task(opened.decided.wait())
         await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
@@ -346,10 +353,12 @@ class Updates:
         failed = [r for r in results if not acknowledged(r, update=True)]
         if len(results) - len(failed) < session.quorum:
             raise blame(failed[0])
-        opened.decide(digest=request.expected_digest)
+        opened.decide(expected=Expected(digest=digest))
 
-    async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> None:
-        """Let every target look at the checkpoint, before anything is paused for it. Raises what the first one says."""
+    async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> str:
+        """Let every target look at the checkpoint, before anything is paused for it; returns the model digest that it
+        must have: the request's or, of a whole one, what all find that it says of itself. Raises what the first says.
+        """
         session = opened.session
         inspect = InspectCheckpointRequest(
             model_path=request.model_path, load_format=request.load_format, target_modules=request.target_modules
@@ -360,6 +369,10 @@ class Updates:
             opened.run.add(result)
         if len(results) - len(failed) < session.quorum:
             raise blame(failed[0])
+        said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
+        wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE
+        known = len(said) == 1 and session.full and not failed and wanted
+        return request.expected_digest or (said.pop() if known else "")
 
     def _get(self, update_id: str) -> OpenUpdate:
         if update_id not in self._open:

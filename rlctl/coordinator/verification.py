@@ -1,73 +1,164 @@
-"""Whether the targets of an update hold what was sent: levels, and what the digests prove. Pure."""
+"""Whether the targets of an update hold what was sent: levels, and what the answers prove. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    MEMORY_TAG_KV_CACHE,
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
+    TRANSPORT_DISK,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_UNSPECIFIED,
+    Transport,
     VerificationLevel,
 )
 from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import Probe, TensorDifference, UpdateOptions
+
+Level: TypeAlias = VerificationLevel.ValueType
+
+_BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the sources say of the weights.
+
+    Attributes:
+        digest: model digest of all of them, hex; "" when it is not known.
+        sent: digest over just what was sent, hex; "" when it is not known.
+        fingerprints: of every tensor that ``digest`` is over, by sorted names; empty when they are not known.
+    """
+
+    digest: str = ""
+    sent: str = ""
+    fingerprints: bytes = b""
+
+
+NOTHING = Expected()
 
 
 def digests(slot: Slot) -> bool:
     """Whether a stage can digest its weights."""
-    return any(
-        level in slot.capabilities.verification for level in (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
-    )
+    return any(level in slot.capabilities.verification for level in _BY_DIGEST)
 
 
-def refuse_unreachable(wanted: VerificationLevel.ValueType, targets: Sequence[Slot]) -> None:
-    """Raise VERIFICATION_UNREACHABLE, naming the target, when a level asked for by name cannot be reached there."""
-    if wanted in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_NONE):
-        return
-    if wanted == VERIFICATION_LEVEL_REPLICA and len(targets) == 1:
-        raise Reason.VERIFICATION_UNREACHABLE.error(
-            f"{targets[0].name} is the only target: it has no replica to agree with", field="options.verify"
-        )
+def reached(
+    slot: Slot, transport: Transport.ValueType, options: UpdateOptions, targets: Sequence[Slot], *, staged: bool = False
+) -> dict[Level, str]:
+    """Which levels an update can be verified at on a target; those that it cannot, with the reason, are not "".
+
+    ``staged``: what is verified is a shadow copy, before it is swapped. EXPECTED is among them though the sources may
+    turn out to have computed no digest.
+    """
+    obstacles = {level: "" for level in VerificationLevel.values() if level}
+    for level in obstacles:
+        if level not in (VERIFICATION_LEVEL_NONE, *slot.capabilities.verification):
+            obstacles[level] = "its engine has no code for it"
+    if len(targets) == 1:
+        obstacles[VERIFICATION_LEVEL_REPLICA] = "it is the only target: it has no replica to agree with"
+    if transport == TRANSPORT_DISK:
+        obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
+    if not options.HasField("probe"):
+        obstacles[VERIFICATION_LEVEL_PROBE] = "no probe was passed with the update"
+    elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
+        obstacles[VERIFICATION_LEVEL_PROBE] = "its KV cache is released, so it can compute nothing"
+    elif staged:
+        obstacles[VERIFICATION_LEVEL_PROBE] = "a staged update is verified before the swap, and a copy computes nothing"
+    if slot.capabilities.answers_for_ranks:
+        obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
+    return obstacles
+
+
+def refuse_unreachable(
+    options: UpdateOptions,
+    targets: Sequence[Slot],
+    transports: Mapping[str, Transport.ValueType],
+    *,
+    staged: bool = False,
+) -> None:
+    """Raise VERIFICATION_UNREACHABLE, naming the target, when it cannot reach the level that is asked for by name; or,
+    with AUTO, any. ``transports`` are the targets' by slot. FIELD_REQUIRED for level PROBE without a probe.
+    """
+    wanted = options.verify
+    if wanted == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
+        raise Reason.FIELD_REQUIRED.error("verify=probe needs the probe to verify with", field="options.probe")
     for slot in targets:
-        if wanted not in slot.capabilities.verification:
-            reached = ", ".join(_name(level) for level in slot.capabilities.verification) or "none"
-            raise Reason.VERIFICATION_UNREACHABLE.error(
-                f"{slot.name} cannot verify at level {_name(wanted)}; it reaches: {reached}",
-                field="options.verify",
-            )
+        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
+            continue
+        if wanted != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[wanted]:
+            continue
+        raise _unreachable(slot, wanted, obstacles)
+
+
+def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> RlctlError:
+    names = ", ".join(_name(level) for level, obstacle in obstacles.items() if not obstacle) or "no level"
+    if wanted == VERIFICATION_LEVEL_UNSPECIFIED:
+        message = f"{slot.name} reaches no level of verification; none: {obstacles[VERIFICATION_LEVEL_NONE]}"
+    else:
+        message = f"{slot.name} cannot verify at level {_name(wanted)}: {obstacles[wanted]}; it reaches: {names}"
+    next_step = ""
+    if slot.capabilities.answers_for_ranks and VERIFICATION_LEVEL_PROBE in slot.capabilities.verification:
+        next_step = "Pass a probe: prompts with the log probabilities that the new weights give."
+    return Reason.VERIFICATION_UNREACHABLE.error(message, field="options.verify", next_step=next_step)
 
 
 def levels(
-    wanted: VerificationLevel.ValueType, targets: Sequence[Slot], expected_digest: str
-) -> dict[str, VerificationLevel.ValueType]:
-    """At which level each target is verified, by slot. AUTO takes the highest that it reaches; a single target has no
-    replica to agree with.
+    options: UpdateOptions,
+    targets: Sequence[Slot],
+    transports: Mapping[str, Transport.ValueType],
+    expected: Expected,
+    *,
+    staged: bool = False,
+) -> dict[str, Level]:
+    """At which level each target is verified, by slot. AUTO takes the highest that it reaches.
 
-    Raises FIELD_REQUIRED when ``expected`` was asked for by name and the source gave no digest.
+    Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
+    VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by.
     """
-    if wanted == VERIFICATION_LEVEL_EXPECTED and not expected_digest:
-        raise Reason.FIELD_REQUIRED.error("verify=expected needs the sources' digest", field="expected_digest")
+    wanted = options.verify
+    given = {VERIFICATION_LEVEL_EXPECTED: expected.digest, VERIFICATION_LEVEL_RECEIVED: expected.sent}
+    missing = [level for level, digest in given.items() if not digest]
+    if wanted in missing:
+        raise Reason.FIELD_REQUIRED.error(f"verify={_name(wanted)} needs the sources' digest", field="expected_digest")
+    chosen = {}
+    for slot in targets:
+        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
+        if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
+            raise _unreachable(slot, wanted, obstacles)
+        chosen[slot.name] = wanted or max(possible)
+    return chosen
 
-    def highest(slot: Slot) -> VerificationLevel.ValueType:
-        reached = slot.capabilities.verification
-        if expected_digest and VERIFICATION_LEVEL_EXPECTED in reached:
-            return VERIFICATION_LEVEL_EXPECTED
-        replicas = VERIFICATION_LEVEL_REPLICA in reached and len(targets) > 1
-        return VERIFICATION_LEVEL_REPLICA if replicas else VERIFICATION_LEVEL_NONE
 
-    return {slot.name: wanted or highest(slot) for slot in targets}
+def digests_what_comes(
+    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, targets: Sequence[Slot], *, staged: bool = False
+) -> bool:
+    """Whether a target must digest what it takes in, because it may be verified at level RECEIVED."""
+    if options.verify != VERIFICATION_LEVEL_UNSPECIFIED:
+        return options.verify == VERIFICATION_LEVEL_RECEIVED
+    obstacles = reached(slot, transport, options, targets, staged=staged)
+    return max((level for level, why in obstacles.items() if not why), default=0) == VERIFICATION_LEVEL_RECEIVED
 
 
-def judge(
-    results: Sequence[StageResult], levels: Mapping[str, VerificationLevel.ValueType], expected_digest: str
+def judge_digests(
+    results: Sequence[StageResult], levels: Mapping[str, Level], expected_digest: str
 ) -> dict[str, RlctlError]:
-    """What is wrong with each target, by slot; those that are right are not in it.
+    """What is wrong with each target that digested its weights, by slot; those that are right are not in it.
 
     Every rank of a target must name the same model digest, without an inconsistent replica. At level expected it must
     be the source's. At level replica all targets must agree; when they do not, nobody can say which is right.
@@ -82,18 +173,120 @@ def judge(
     replicas = {digest for slot, digest in found.items() if levels[slot] == VERIFICATION_LEVEL_REPLICA}
     for slot, digest in found.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected_digest:
-            wrong[slot] = Reason.DIGEST_MISMATCH.error(
+            wrong[slot] = _mismatch(
                 f"its weights have digest {digest[:16]}, the source sent {expected_digest[:16]}",
-                metadata={"digest": digest, "expected": expected_digest},
-                outcome=OUTCOME_DIRTY,
+                digest=digest,
+                expected=expected_digest,
             )
         elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1:
-            wrong[slot] = Reason.DIGEST_MISMATCH.error(
+            wrong[slot] = _mismatch(
                 f"the replicas hold {len(replicas)} different sets of weights; this one's digest is {digest[:16]}",
-                metadata={"digest": digest},
-                outcome=OUTCOME_DIRTY,
+                digest=digest,
             )
     return wrong
+
+
+def judge_evidence(committed: Sequence[StageResult], levels: Mapping[str, Level]) -> dict[str, RlctlError]:
+    """Targets that nothing is verified of, and whose engines gave one answer for all of their ranks, by slot."""
+    return {
+        result.slot: Reason.VERIFICATION_UNREACHABLE.error(
+            "its engine gave one answer for all ranks, which proves nothing of each, and nothing was verified",
+            field="options.verify",
+            outcome=OUTCOME_DIRTY,
+        )
+        for result in committed
+        if levels.get(result.slot) == VERIFICATION_LEVEL_NONE and result.evidence == EVIDENCE_ENGINE
+    }
+
+
+def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict[str, RlctlError]:
+    """What is wrong with targets at level RECEIVED, given their answers to commit or seal, by slot."""
+    wrong = {}
+    for result in committed:
+        for rank in result.rank_results:
+            found = rank.weights.received_digest
+            if found != expected.sent:
+                wrong[result.slot] = _mismatch(
+                    f"rank {rank.coordinates.rank} took in {found[:16] or 'nothing that it digested'}, "
+                    f"the source sent {expected.sent[:16]}",
+                    digest=found,
+                    expected=expected.sent,
+                    ranks=str(rank.coordinates.rank),
+                )
+                break
+    return wrong
+
+
+def judge_probe(results: Sequence[StageResult], probe: Probe) -> dict[str, RlctlError]:
+    """What is wrong with targets at level PROBE, given what they computed, by slot."""
+    wrong = {}
+    for result in results:
+        error = _probed(result, probe)
+        if error is not None:
+            wrong[result.slot] = error
+    return wrong
+
+
+def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
+    if result.outcome != OUTCOME_APPLIED:
+        outcome = max(result.outcome, OUTCOME_DIRTY)
+        return Reason.PROBE_MISMATCH.error(f"the probe could not be computed: {result.error.message}", outcome=outcome)
+    answers = [rank.check.probed for rank in result.rank_results if rank.check.probed]
+    if not answers or any(len(answer) != len(probe.prompts) for answer in answers):
+        return Reason.PROBE_MISMATCH.error("it did not answer every prompt of the probe", outcome=OUTCOME_DIRTY)
+    for answer in answers:
+        for index, (wanted, found) in enumerate(zip(probe.prompts, answer, strict=True)):
+            if len(found.logprobs) != len(wanted.logprobs):
+                return Reason.PROBE_MISMATCH.error(
+                    f"it computed {len(found.logprobs)} log probabilities of prompt {index}, not "
+                    f"{len(wanted.logprobs)}",
+                    outcome=OUTCOME_DIRTY,
+                )
+            pairs = zip(wanted.logprobs, found.logprobs, strict=True)
+            gaps = [math.inf if math.isnan(mine) else abs(mine - theirs) for theirs, mine in pairs]
+            worst = max(range(len(gaps)), key=gaps.__getitem__)
+            if not gaps[worst] <= probe.tolerance:
+                return Reason.PROBE_MISMATCH.error(
+                    f"token {worst + 1} of prompt {index} has log probability {found.logprobs[worst]:.6g}, the trainer "
+                    f"expects {wanted.logprobs[worst]:.6g} within {probe.tolerance:g}",
+                    metadata={"prompt": str(index), "token": str(worst + 1), "difference": f"{gaps[worst]:.6g}"},
+                    outcome=OUTCOME_DIRTY,
+                )
+    return None
+
+
+def named(error: RlctlError, result: StageResult) -> RlctlError:
+    """A mismatch with the first tensor that differs, and the ranks whose part of it does or may.
+
+    ``result`` is the target's answer to a check with fingerprints; without one that says so the error stays as it is.
+    """
+    reports = {rank.coordinates.rank: rank.check.difference for rank in result.rank_results}
+    first = next((report for report in reports.values() if report.first), None)
+    if result.outcome != OUTCOME_APPLIED or first is None:
+        return error
+    holders = {rank: report.part for rank, report in reports.items() if report.part.name == first.first}
+    guilty = [rank for rank, part in holders.items() if part.differs]
+    if not guilty and len(holders) == 1:
+        guilty = list(holders)
+    error.message += f"; {_first_of(first)}"
+    error.metadata |= {"tensor": first.first, "differing": str(first.count)}
+    if guilty:
+        error.message += f", at {_ranks(guilty)}"
+        error.metadata["ranks"] = ",".join(map(str, guilty))
+    else:
+        error.message += f", of which {_ranks(list(holders))} hold a part each"
+        error.metadata["holders"] = ",".join(map(str, holders))
+    return error
+
+
+def _first_of(difference: TensorDifference) -> str:
+    if difference.count == 1:
+        return f"of {difference.tensors} tensors only {difference.first} differs"
+    return f"{difference.count} of {difference.tensors} tensors differ, first {difference.first}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _digest(result: StageResult) -> str:
@@ -105,15 +298,18 @@ def _digest(result: StageResult) -> str:
     found = {rank.check.model_digest for rank in result.rank_results}
     inconsistent = sorted({name for rank in result.rank_results for name in rank.check.inconsistent})
     if inconsistent:
-        raise Reason.DIGEST_MISMATCH.error(
+        raise _mismatch(
             f"replicas of {inconsistent[0]} differ between its ranks ({len(inconsistent)} tensors do)",
-            metadata={"tensors": ",".join(inconsistent)},
-            outcome=OUTCOME_DIRTY,
+            tensors=",".join(inconsistent),
         )
     if len(found) != 1 or not next(iter(found)):
-        raise Reason.DIGEST_MISMATCH.error("its ranks do not name one model digest", outcome=OUTCOME_DIRTY)
+        raise _mismatch("its ranks do not name one model digest")
     return found.pop()
 
 
-def _name(level: VerificationLevel.ValueType) -> str:
+def _mismatch(message: str, **metadata: str) -> RlctlError:
+    return Reason.DIGEST_MISMATCH.error(message, metadata=metadata, outcome=OUTCOME_DIRTY)
+
+
+def _name(level: Level) -> str:
     return VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower()

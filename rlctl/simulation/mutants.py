@@ -91,10 +91,10 @@ def _always_right(results: Any, levels: Any, expected_digest: str) -> dict[str, 
     return {}
 
 
-async def _published_first(self: Finish, run: Any, expected_digest: str) -> None:
+async def _published_first(self: Finish, run: Any, expected: Any) -> None:
     """The version is published as soon as it was written."""
-    await self._publish(run, list(self._session.targets), expected_digest)
-    await _commit(self, run, expected_digest)
+    await self._publish(run, list(self._session.targets), expected.digest)
+    await _commit(self, run, expected)
 
 
 _commit = Finish.commit
@@ -122,7 +122,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
     "silence": [(Peers, "silence", _not_silenced)],
-    "verification": [(verification, "judge", _always_right)],
+    "verification": [(verification, "judge_digests", _always_right)],
     "vetting": [(Fanout, "_vetted", _unvetted)],
 }
 """Those without a patch are the engine's own rules, which it asks for by name."""

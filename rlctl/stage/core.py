@@ -285,7 +285,7 @@ class Stage:
         check(request)
         if verb.mutates(request) and self._obstacle is not None:
             raise self._obstacle
-        if not verb.mutating or not verb.waits or verb.interrupts:
+        if not verb.mutates(request) or not verb.waits or verb.interrupts:
             return await self._relayed(verb, request, call)
         self._waiting[call.command_id] = False
         try:

@@ -1,8 +1,9 @@
 """A fake engine: it has every rule of a real one about order, pause and updates, and no model.
 
-Its weights are a text; a checkpoint is a directory with a file ``weights.txt``; its digest is the text's SHA-256. It
-generates numbered tokens at a set pace. Ranks of one stage share a step stream inside one process, so that a stage
-with followers can be tested without processes. Faults are injected per slot and rank through :data:`FAULTS`.
+Its weights are a text, one tensor of which every rank holds a copy; a checkpoint is a directory with a file
+``weights.txt``, and ``digest.txt`` where it says which digest it has; the digest is the text's SHA-256. It generates
+numbered tokens at a set pace. Ranks of one stage share a step stream inside one process, so that a stage with followers
+can be tested without processes. Faults are injected per slot and rank through :data:`FAULTS`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
+from rlctl.fingerprints import differing
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
 from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
+    OUTCOME_APPLIED,
     OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,
@@ -29,12 +33,22 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_RETRACT,
     TRANSPORT_DISK,
     VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     WeightVersion,
     WorkerCoordinates,
 )
 from rlctl.v1.fleet_pb2 import Capabilities, StageLayout
+from rlctl.v1.results_pb2 import RankResult
 from rlctl.version import __version__
+
+LEVELS = [
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_REPLICA,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_PROBE,
+]
 
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
@@ -75,7 +89,11 @@ class Steps:
 
 
 class FakeEngine(Engine):
-    """One rank of a fake engine. Options: ``pace`` (seconds per token, default 0.001)."""
+    """One rank of a fake engine.
+
+    Options: ``pace`` (seconds per token, default 0.001); ``opaque`` ("said" or "unsaid": like an engine of others, it
+    cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
+    """
 
     name = "fake"
 
@@ -85,6 +103,8 @@ class FakeEngine(Engine):
         self.fail = on_failure
         self._steps = Steps()
         self._pace = float(config.options.get("pace", "0.001"))
+        self._opaque = config.options.get("opaque", "")
+        self.taken: list[str] | None = None
         self._paused: int | None = None
         self._running: dict[str, asyncio.Event] = {}
         self._idle = asyncio.Event()
@@ -96,6 +116,7 @@ class FakeEngine(Engine):
         self._shadow: str | None = None
         self._sealed = False
         self._written = False
+        self._full = True
         self._groups: set[str] = set()
         self._interrupted = asyncio.Event()
 
@@ -118,13 +139,14 @@ class FakeEngine(Engine):
             capabilities=Capabilities(
                 pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
                 transports=[TRANSPORT_DISK],
-                verification=[VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA],
+                verification=[VERIFICATION_LEVEL_PROBE] if self._opaque else LEVELS,
+                answers_for_ranks=self._opaque == "said",
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
                 staged_apply=True,
             ),
             checkpoint=self.config.model_path,
-            model_digest=_digest(self.weights),
+            model_digest="" if self._opaque else _digest(self.weights),
         )
 
     async def stop(self) -> None:
@@ -179,7 +201,12 @@ class FakeEngine(Engine):
         fault = FAULTS.get((self.config.model_path, self.config.rank))
         if fault is not None:
             await fault(self, "inspect_checkpoint", call)
-        return verbs.CheckpointReport(tensors=1, bytes=len(_read(request.model_path)))
+        said = Path(request.model_path) / "digest.txt"
+        return verbs.CheckpointReport(
+            tensors=1,
+            bytes=len(_read(request.model_path)),
+            model_digest=said.read_text() if said.exists() else "",
+        )
 
     # Generation.
 
@@ -243,7 +270,9 @@ class FakeEngine(Engine):
         if request.abort_all_requests:
             self._abort(None)
         self._update, self._written, self._sealed = call.update_id, False, False
-        self._shadow = "" if staged else None
+        self._full = request.kind != verbs.UPDATE_KIND_DELTA
+        self._shadow = None if not staged else "" if self._full else self.weights
+        self.taken = [] if request.digest_received else None
         return verbs.WeightsReport()
 
     def _refuse_active(self) -> None:
@@ -299,13 +328,17 @@ class FakeEngine(Engine):
             outcome = OUTCOME_DIRTY if self._written else OUTCOME_REJECTED
             raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=outcome)
         self._take_in(",".join(names))
+        if self.taken is not None:
+            self.taken += names
         return verbs.WeightsReport(tensors=len(names))
 
-    async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
+    async def commit_update(
+        self, request: verbs.CommitUpdateRequest, call: Call
+    ) -> verbs.WeightsReport | list[RankResult]:
         """Close an update."""
         del request
         await self._begin("commit_update", call)
-        if not self._written:
+        if not self._written and self._full:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         if self._shadow is not None:
             self._refuse_active()
@@ -313,7 +346,15 @@ class FakeEngine(Engine):
                 raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed")
             self.weights, self._shadow = self._shadow, None
         self._update = ""
-        return verbs.WeightsReport(tensors=1)
+        report = self._completed()
+        if self._opaque:
+            place = WorkerCoordinates(rank=0, node=self.config.node, device="cpu")
+            return [
+                RankResult(
+                    coordinates=place, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_ENGINE, step=call.step, weights=report
+                )
+            ]
+        return report
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Complete the shadow copy."""
@@ -321,10 +362,14 @@ class FakeEngine(Engine):
         await self._begin("seal_update", call)
         if self._shadow is None:
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open")
-        if not self._written:
+        if not self._written and self._full:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         self._sealed = True
-        return verbs.WeightsReport(tensors=1)
+        return self._completed()
+
+    def _completed(self) -> verbs.WeightsReport:
+        taken = "" if self.taken is None else _digest(",".join(self.taken))
+        return verbs.WeightsReport(tensors=1, received_digest=taken)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
         """Drop an update."""
@@ -337,6 +382,14 @@ class FakeEngine(Engine):
         await self._begin("check_weights", call)
         if request.action == verbs.CHECK_ACTION_RESET_TENSORS:
             self.weights = "scrambled"
+        if request.action == verbs.CHECK_ACTION_PROBE:
+            computed = [
+                verbs.ProbePrompt(token_ids=prompt.token_ids, logprobs=logprobs(self.weights, prompt.token_ids))
+                for prompt in request.prompts
+            ]
+            return verbs.CheckReport(action=request.action, probed=computed if self.config.rank == 0 else ())
+        if self._opaque:
+            raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
         digest = _digest(self._shadow or "" if request.shadow else self.weights)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
             self._snapshot = digest
@@ -345,6 +398,11 @@ class FakeEngine(Engine):
             expected = request.expected_digest or self._snapshot
             report.matched = int(digest == expected)
             report.changed.extend([] if digest == expected else ["weights"])
+        if request.per_tensor:
+            report.model_tensors.add(name="weights", sha256=digest)
+        if request.fingerprints and differing({"weights": digest}, request.fingerprints):
+            part = verbs.TensorPart(name="weights", sha256=digest, differs=True)
+            report.difference.CopyFrom(verbs.TensorDifference(count=1, first="weights", part=part, tensors=1))
         return report
 
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
@@ -409,6 +467,12 @@ def _read(model_path: str) -> str:
         return (Path(model_path) / "weights.txt").read_text()
     except OSError as error:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{model_path}: {error.strerror}", field="model_path") from None
+
+
+def logprobs(weights: str, tokens: Sequence[int]) -> list[float]:
+    """What weights give the tokens of a prompt, but the first: log probabilities between -5 and 0."""
+    heads = [f"{weights}/{list(tokens[: end + 1])}" for end in range(1, len(tokens))]
+    return [-5 * hashlib.sha256(head.encode()).digest()[0] / 255 for head in heads]
 
 
 def _digest(text: str) -> str:

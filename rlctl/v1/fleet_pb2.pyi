@@ -86,10 +86,13 @@ class Capabilities(_message.Message):
     FENCED_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
+    ANSWERS_FOR_RANKS_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
     """Its engine obeys only the stage server; false for an attached engine that others can reach."""
+    answers_for_ranks: _builtins.bool
+    """The engine gives one answer for all of its ranks, which proves nothing about each: its updates must be verified."""
     @_builtins.property
     def verbs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the verbs that the engine has."""
@@ -150,10 +153,11 @@ class Capabilities(_message.Message):
         fenced: _builtins.bool = ...,
         experimental: _abc.Iterable[_builtins.str] | None = ...,
         unsupported: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        answers_for_ranks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "experimental", b"experimental", "fenced", b"fenced", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "experimental", b"experimental", "fenced", b"fenced", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,6 +176,7 @@ class StageLayout(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
+    SHARDS_SHA256_FIELD_NUMBER: _builtins.int
     tp_size: _builtins.int
     """Tensor-parallel size."""
     pp_size: _builtins.int
@@ -184,6 +189,8 @@ class StageLayout(_message.Message):
     """Where groups meet that the stage is the source of: host of rank 0's store. Empty: it cannot be a source."""
     store_port: _builtins.int
     """Port of that store."""
+    shards_sha256: _builtins.str
+    """SHA-256 over which part of which full tensor lies at which rank: equal for stages whose ranks hold the same parts. Empty: not known."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerCoordinates]:
         """Every rank, rank 0 first. Group sizes count these, never a parallel size."""
@@ -198,10 +205,11 @@ class StageLayout(_message.Message):
         workers: _abc.Iterable[_common_pb2.WorkerCoordinates] | None = ...,
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
+        shards_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_size", b"dp_size", "ep_size", b"ep_size", "pp_size", b"pp_size", "store_host", b"store_host", "store_port", b"store_port", "tp_size", b"tp_size", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_size", b"dp_size", "ep_size", b"ep_size", "pp_size", b"pp_size", "shards_sha256", b"shards_sha256", "store_host", b"store_host", "store_port", b"store_port", "tp_size", b"tp_size", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

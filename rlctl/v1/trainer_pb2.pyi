@@ -138,12 +138,15 @@ class Offer(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Label that it was called with; the same at every rank."""
     source: _builtins.int
     """Which source it is; unset: it only iterates, since gathering takes every rank."""
     host_id: _builtins.str
     """Host that it runs on, as WorkerCoordinates.host_id has it."""
+    goes_on: _builtins.bool
+    """It goes on as soon as its weights have been sent: nobody goes through them again after that."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorInfo]:
         """Tensors that it sends, in order. Empty for a rank that only iterates."""
@@ -160,10 +163,11 @@ class Offer(_message.Message):
         tensors: _abc.Iterable[_verbs_pb2.TensorInfo] | None = ...,
         together: _abc.Iterable[Global___AtomicList] | None = ...,
         host_id: _builtins.str = ...,
+        goes_on: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "host_id", b"host_id", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
     _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
@@ -204,8 +208,12 @@ class Sent(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes that left it."""
+    tensors: _builtins.int
+    """Tensors that left it."""
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
         """From the first tensor to the last byte."""
@@ -214,16 +222,22 @@ class Sent(_message.Message):
     def digests(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorDigest]:
         """Digest of every tensor as it was sent."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorPart]:
+        """The parts that were asked for, with their digests."""
+
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         elapsed: _duration_pb2.Duration | None = ...,
         digests: _abc.Iterable[_verbs_pb2.TensorDigest] | None = ...,
+        parts: _abc.Iterable[_verbs_pb2.TensorPart] | None = ...,
+        tensors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digests", b"digests", "elapsed", b"elapsed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digests", b"digests", "elapsed", b"elapsed", "parts", b"parts", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,6 +316,7 @@ class Attempt(_message.Message):
     SHARED_DEVICES_FIELD_NUMBER: _builtins.int
     WITHOUT_DIGESTS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the passes of this update, from 1 on."""
     store_address: _builtins.str
@@ -318,7 +333,7 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorBucket]:
-        """What every source sends, in the one order in which the ranks take it in."""
+        """What every source sends, in the one order in which the ranks take it in. Tensors that are in none are left out."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
@@ -327,6 +342,10 @@ class Attempt(_message.Message):
     @_builtins.property
     def shared_devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Devices of the ranks that share memory with the sources: they are fed through segments. Empty: there are none."""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorPart]:
+        """Send nothing: digest these parts, and the tensors that they are of."""
 
     def __init__(
         self,
@@ -340,10 +359,11 @@ class Attempt(_message.Message):
         shared_devices: _abc.Iterable[_builtins.str] | None = ...,
         without_digests: _builtins.bool = ...,
         last: _builtins.bool = ...,
+        parts: _abc.Iterable[_verbs_pb2.TensorPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "last", b"last", "number", b"number", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "last", b"last", "number", b"number", "parts", b"parts", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

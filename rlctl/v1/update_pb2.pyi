@@ -465,12 +465,20 @@ class CommitWeightUpdateRequest(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
+    SENT_DIGEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update."""
     fencing_token: _builtins.int
     """Proof of ownership."""
     expected_digest: _builtins.str
-    """Model digest that the sources computed from what they sent, hex. Empty: level "expected" is not reached."""
+    """Model digest that the sources computed: of what they sent and, in a delta, of what was left as it is, hex. Empty: level "expected" is not reached."""
+    sent_digest: _builtins.str
+    """Digest over just the tensors that were sent, hex. Empty: the same as expected_digest."""
+    fingerprints: _builtins.bytes
+    """The first 8 bytes of the SHA-256 of every tensor that expected_digest is over, in the sorted order of their names. Empty: at a mismatch
+    nobody can say which tensor differs.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
@@ -482,10 +490,12 @@ class CommitWeightUpdateRequest(_message.Message):
         update_id: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
         expected_digest: _builtins.str = ...,
+        sent_digest: _builtins.str = ...,
+        fingerprints: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "header", b"header", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,10 @@ class _BucketFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BucketFo
     """One broadcast for each tensor, in the order given, received in place where the layout allows."""
     BUCKET_FORMAT_FLATTENED: _BucketFormat.ValueType  # 2
     """One broadcast of all tensors' bytes, one after the other, as uint8."""
+    BUCKET_FORMAT_PARTS: _BucketFormat.ValueType  # 3
+    """One broadcast for each tensor, of the part that the sending rank holds, to a rank that holds the same part (see paired groups). Names,
+    dtypes and shapes are the full tensors'.
+    """
 
 class BucketFormat(_BucketFormat, metaclass=_BucketFormatEnumTypeWrapper):
     """How the tensors of a bucket travel."""
@@ -91,6 +95,10 @@ BUCKET_FORMAT_TENSORS: BucketFormat.ValueType  # 1
 """One broadcast for each tensor, in the order given, received in place where the layout allows."""
 BUCKET_FORMAT_FLATTENED: BucketFormat.ValueType  # 2
 """One broadcast of all tensors' bytes, one after the other, as uint8."""
+BUCKET_FORMAT_PARTS: BucketFormat.ValueType  # 3
+"""One broadcast for each tensor, of the part that the sending rank holds, to a rank that holds the same part (see paired groups). Names,
+dtypes and shapes are the full tensors'.
+"""
 Global___BucketFormat: _TypeAlias = BucketFormat  # noqa: Y015
 
 class _CheckAction:
@@ -109,6 +117,8 @@ class _CheckActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CheckActi
     """Scramble the weights, so that a compare after the next update proves that every tensor was written. The stage is DIRTY until then."""
     CHECK_ACTION_COMPARE: _CheckAction.ValueType  # 4
     """Digest every tensor and compare with the snapshot, or with what the request expects."""
+    CHECK_ACTION_PROBE: _CheckAction.ValueType  # 5
+    """Compute the log probabilities of prompts, without generating. Inside an update or a pause only."""
 
 class CheckAction(_CheckAction, metaclass=_CheckActionEnumTypeWrapper):
     """What the checker does."""
@@ -123,6 +133,8 @@ CHECK_ACTION_RESET_TENSORS: CheckAction.ValueType  # 3
 """Scramble the weights, so that a compare after the next update proves that every tensor was written. The stage is DIRTY until then."""
 CHECK_ACTION_COMPARE: CheckAction.ValueType  # 4
 """Digest every tensor and compare with the snapshot, or with what the request expects."""
+CHECK_ACTION_PROBE: CheckAction.ValueType  # 5
+"""Compute the log probabilities of prompts, without generating. Inside an update or a pause only."""
 Global___CheckAction: _TypeAlias = CheckAction  # noqa: Y015
 
 class _UpdateKind:
@@ -587,6 +599,7 @@ class UpdateOptions(_message.Message):
     TORCH_EMPTY_CACHE_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     pause: _common_pb2.PauseMode.ValueType
     """Pause taken before the first byte. UNSPECIFIED: none, refuse when requests are active."""
     abort_all_requests: _builtins.bool
@@ -607,6 +620,10 @@ class UpdateOptions(_message.Message):
     """Which of the engine's models."""
     adapters: Global___AdapterPolicy.ValueType
     """Whether loaded adapters survive a base update."""
+    @_builtins.property
+    def probe(self) -> Global___Probe:
+        """Level PROBE: what the new weights must give. AUTO takes it where nothing higher is reached."""
+
     def __init__(
         self,
         *,
@@ -620,16 +637,75 @@ class UpdateOptions(_message.Message):
         torch_empty_cache: _builtins.bool = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
         adapters: Global___AdapterPolicy.ValueType = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "flush_cache", b"flush_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "flush_cache", b"flush_cache", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "abort_all_requests", b"abort_all_requests", "adapters", b"adapters", "after", b"after", "flush_cache", b"flush_cache", "pause", b"pause", "quorum", b"quorum", "recapture_cuda_graph", b"recapture_cuda_graph", "selector", b"selector", "torch_empty_cache", b"torch_empty_cache", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache", "abort_all_requests", b"abort_all_requests", "adapters", b"adapters", "after", b"after", "flush_cache", b"flush_cache", "pause", b"pause", "probe", b"probe", "quorum", b"quorum", "recapture_cuda_graph", b"recapture_cuda_graph", "selector", b"selector", "torch_empty_cache", b"torch_empty_cache", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__flush_cache: _TypeAlias = _typing.Literal["flush_cache"]  # noqa: Y015
     _WhichOneofArgType__flush_cache: _TypeAlias = _typing.Literal["_flush_cache", b"_flush_cache"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__flush_cache) -> _WhichOneofReturnType__flush_cache | None: ...
 
 Global___UpdateOptions: _TypeAlias = UpdateOptions  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """Fixed prompts, and the log probabilities that weights must give their tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    TOLERANCE_FIELD_NUMBER: _builtins.int
+    tolerance: _builtins.float
+    """Largest difference of a log probability that passes. Above zero."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbePrompt]:
+        """The prompts, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___ProbePrompt] | None = ...,
+        tolerance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "tolerance", b"tolerance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class ProbePrompt(_message.Message):
+    """A prompt and the log probabilities of its tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, at least two."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of each token's probability after those before it, at temperature 1; from the second token on."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbePrompt: _TypeAlias = ProbePrompt  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsFromDiskRequest(_message.Message):
@@ -918,6 +994,7 @@ class InitWeightsUpdateGroupRequest(_message.Message):
     GROUP_TIMEOUT_FIELD_NUMBER: _builtins.int
     PROBE_ONLY_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    PAIRED_FIELD_NUMBER: _builtins.int
     master_address: _builtins.str
     """Address of the store that the source listens on."""
     master_port: _builtins.int
@@ -934,6 +1011,8 @@ class InitWeightsUpdateGroupRequest(_message.Message):
     """Only find out whether the rank could join: whether it reaches the store from its own interface, and no other group has the name. The coordinator asks this of every rank before any of them starts to wait for the others."""
     num_ranks: _builtins.int
     """How many ranks of the addressed stage join, in rank order. 0: all. The stage fills it in from members."""
+    paired: _builtins.bool
+    """Many groups of two by one name: rank r of one stage, of offset 0, with rank r of another one, of offset 1. World size is 2."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -960,10 +1039,11 @@ class InitWeightsUpdateGroupRequest(_message.Message):
         group_timeout: _duration_pb2.Duration | None = ...,
         probe_only: _builtins.bool = ...,
         num_ranks: _builtins.int = ...,
+        paired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group_timeout", b"group_timeout", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_name", b"group_name", "group_timeout", b"group_timeout", "header", b"header", "master_address", b"master_address", "master_port", b"master_port", "members", b"members", "num_ranks", b"num_ranks", "probe_only", b"probe_only", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_name", b"group_name", "group_timeout", b"group_timeout", "header", b"header", "master_address", b"master_address", "master_port", b"master_port", "members", b"members", "num_ranks", b"num_ranks", "paired", b"paired", "probe_only", b"probe_only", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -971,7 +1051,9 @@ Global___InitWeightsUpdateGroupRequest: _TypeAlias = InitWeightsUpdateGroupReque
 
 @_typing.final
 class SendWeightsRequest(_message.Message):
-    """Broadcasts the stage's own weights over a group of which its rank 0 is the source, to bring another stage to its version."""
+    """Broadcasts the stage's own weights over a group of which its rank 0 is the source, to bring another stage to its version; or, in paired
+    groups, every rank its own parts to the same rank of the other stage.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1140,11 +1222,14 @@ class WeightsReport(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    RECEIVED_DIGEST_FIELD_NUMBER: _builtins.int
     SWAP_FIELD_NUMBER: _builtins.int
     tensors: _builtins.int
     """Tensors of the wire that were written, wholly or the rank's slice."""
     bytes_received: _builtins.int
     """Bytes that arrived at the rank."""
+    received_digest: _builtins.str
+    """Digest over the tensors that came, as they came, when PrepareUpdate asked for it; at commit (staged: at seal), hex."""
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
         """Time inside collectives."""
@@ -1169,11 +1254,12 @@ class WeightsReport(_message.Message):
         transfer: _duration_pb2.Duration | None = ...,
         load: _duration_pb2.Duration | None = ...,
         missing: _abc.Iterable[_builtins.str] | None = ...,
+        received_digest: _builtins.str = ...,
         swap: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "swap", b"swap", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "load", b"load", "missing", b"missing", "swap", b"swap", "tensors", b"tensors", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "load", b"load", "missing", b"missing", "received_digest", b"received_digest", "swap", b"swap", "tensors", b"tensors", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1375,6 +1461,8 @@ class CheckWeightsRequest(_message.Message):
     SKIP_TENSORS_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """What to do. Default CHECKSUM."""
     model_digest: _builtins.bool
@@ -1387,6 +1475,8 @@ class CheckWeightsRequest(_message.Message):
     """Which of the engine's models."""
     shadow: _builtins.bool
     """Digest the shadow copy of the staged update that the fence names, beside generation, instead of the weights that serve. CHECKSUM only."""
+    fingerprints: _builtins.bytes
+    """The first 8 bytes of the SHA-256 of every full tensor, in the sorted order of their names: the answer says which differ. Empty: none."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1394,6 +1484,10 @@ class CheckWeightsRequest(_message.Message):
     @_builtins.property
     def skip_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names that contain one of these are left out."""
+
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbePrompt]:
+        """PROBE: the prompts; their log probabilities are not read."""
 
     def __init__(
         self,
@@ -1406,16 +1500,103 @@ class CheckWeightsRequest(_message.Message):
         skip_tensors: _abc.Iterable[_builtins.str] | None = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
         shadow: _builtins.bool = ...,
+        fingerprints: _builtins.bytes = ...,
+        prompts: _abc.Iterable[Global___ProbePrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "header", b"header", "model_digest", b"model_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "expected_digest", b"expected_digest", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model_digest: _TypeAlias = _typing.Literal["model_digest"]  # noqa: Y015
     _WhichOneofArgType__model_digest: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model_digest) -> _WhichOneofReturnType__model_digest | None: ...
 
 Global___CheckWeightsRequest: _TypeAlias = CheckWeightsRequest  # noqa: Y015
+
+@_typing.final
+class TensorDifference(_message.Message):
+    """How full tensors differ from what was expected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """How many differ."""
+    first: _builtins.str
+    """The first of them, in the order of names. Empty: none differs, or the number of tensors does."""
+    tensors: _builtins.int
+    """How many tensors there are."""
+    @_builtins.property
+    def part(self) -> Global___TensorPart:
+        """What this rank holds of that one. Unset: nothing."""
+
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        first: _builtins.str = ...,
+        part: Global___TensorPart | None = ...,
+        tensors: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "part", b"part", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorDifference: _TypeAlias = TensorDifference  # noqa: Y015
+
+@_typing.final
+class TensorPart(_message.Message):
+    """What a rank holds of a full tensor: all of it, or a range of indices of one dimension."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    DIFFERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Checkpoint name of the full tensor."""
+    dim: _builtins.int
+    """Dimension that is cut. Unset: all of the tensor."""
+    start: _builtins.int
+    """First index."""
+    length: _builtins.int
+    """Number of indices."""
+    sha256: _builtins.str
+    """SHA-256 of the part, as of a tensor of that name, its shape and the reference's dtype, hex."""
+    differs: _builtins.bool
+    """Whether it is another one than was expected. Unset: not known."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dim: _builtins.int | None = ...,
+        start: _builtins.int = ...,
+        length: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+        differs: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_differs", b"_differs", "_dim", b"_dim", "differs", b"differs", "dim", b"dim"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differs", b"_differs", "_dim", b"_dim", "differs", b"differs", "dim", b"dim", "length", b"length", "name", b"name", "sha256", b"sha256", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__differs: _TypeAlias = _typing.Literal["differs"]  # noqa: Y015
+    _WhichOneofArgType__differs: _TypeAlias = _typing.Literal["_differs", b"_differs"]  # noqa: Y015
+    _WhichOneofReturnType__dim: _TypeAlias = _typing.Literal["dim"]  # noqa: Y015
+    _WhichOneofArgType__dim: _TypeAlias = _typing.Literal["_dim", b"_dim"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__differs) -> _WhichOneofReturnType__differs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dim) -> _WhichOneofReturnType__dim | None: ...
+
+Global___TensorPart: _TypeAlias = TensorPart  # noqa: Y015
 
 @_typing.final
 class TensorDigest(_message.Message):
@@ -1471,6 +1652,8 @@ class CheckReport(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     INCONSISTENT_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """The action that was carried out."""
     tensor_count: _builtins.int
@@ -1509,6 +1692,14 @@ class CheckReport(_message.Message):
     def elapsed(self) -> _duration_pb2.Duration:
         """How long it took."""
 
+    @_builtins.property
+    def difference(self) -> Global___TensorDifference:
+        """How the full tensors differ from the request's fingerprints, when it had some."""
+
+    @_builtins.property
+    def probed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbePrompt]:
+        """PROBE: the prompts with the log probabilities that the weights give, in the request's order; from the rank that has them."""
+
     def __init__(
         self,
         *,
@@ -1524,10 +1715,12 @@ class CheckReport(_message.Message):
         changed: _abc.Iterable[_builtins.str] | None = ...,
         inconsistent: _abc.Iterable[_builtins.str] | None = ...,
         elapsed: _duration_pb2.Duration | None = ...,
+        difference: Global___TensorDifference | None = ...,
+        probed: _abc.Iterable[Global___ProbePrompt] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1860,6 +2053,7 @@ class PrepareUpdateRequest(_message.Message):
     ABORT_ALL_REQUESTS_FIELD_NUMBER: _builtins.int
     NUM_SOURCES_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
+    DIGEST_RECEIVED_FIELD_NUMBER: _builtins.int
     kind: Global___UpdateKind.ValueType
     """Full, partial, delta or adapter."""
     apply: Global___ApplyMode.ValueType
@@ -1870,6 +2064,8 @@ class PrepareUpdateRequest(_message.Message):
     """Sources that will send."""
     selector: _common_pb2.WeightSelector.ValueType
     """Which of the engine's models the update is meant for. DRAFT is refused where there is none."""
+    digest_received: _builtins.bool
+    """Digest what comes, before it is put into place; CommitUpdate answers with the digest."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1888,10 +2084,11 @@ class PrepareUpdateRequest(_message.Message):
         abort_all_requests: _builtins.bool = ...,
         num_sources: _builtins.int = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
+        digest_received: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "apply", b"apply", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "selector", b"selector", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "apply", b"apply", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "selector", b"selector", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

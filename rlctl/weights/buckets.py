@@ -36,11 +36,13 @@ class Bucket:
         sequence: position in the update, per source, from 0 on without gaps.
         metas: the tensors, in order.
         flattened: packed into one broadcast of bytes; otherwise one broadcast for each tensor.
+        parts: the broadcasts are of the part that the sending rank holds, for one that holds the same part.
     """
 
     sequence: int
     metas: list[TensorMeta]
     flattened: bool
+    parts: bool = False
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -154,7 +156,13 @@ def to_proto(bucket: Bucket) -> verbs_pb2.TensorBucket:
         names=[meta.name for meta in bucket.metas],
         dtypes=[dtype_name(meta.dtype) for meta in bucket.metas],
         shapes=[verbs_pb2.Shape(dims=meta.shape) for meta in bucket.metas],
-        format=verbs_pb2.BUCKET_FORMAT_FLATTENED if bucket.flattened else verbs_pb2.BUCKET_FORMAT_TENSORS,
+        format=(
+            verbs_pb2.BUCKET_FORMAT_FLATTENED
+            if bucket.flattened
+            else verbs_pb2.BUCKET_FORMAT_PARTS
+            if bucket.parts
+            else verbs_pb2.BUCKET_FORMAT_TENSORS
+        ),
     )
 
 
@@ -183,7 +191,12 @@ def from_proto(message: verbs_pb2.TensorBucket, field: str = "buckets[0]") -> Bu
             )
         metas.append(meta)
     by_name(metas, field=f"{field}.names")
-    return Bucket(message.sequence, metas, message.format == verbs_pb2.BUCKET_FORMAT_FLATTENED)
+    return Bucket(
+        message.sequence,
+        metas,
+        flattened=message.format == verbs_pb2.BUCKET_FORMAT_FLATTENED,
+        parts=message.format == verbs_pb2.BUCKET_FORMAT_PARTS,
+    )
 
 
 def _aligned(end: int, meta: TensorMeta) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rlctl.errors import RlctlError
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name
 
 _CHUNK_BYTES = 64 << 20
@@ -28,6 +29,22 @@ _CHUNK_BYTES = 64 << 20
 def usable_cores() -> int:
     """Cores that this process may use: as many tensors can be hashed at the same time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Stop:
+    """Tells work on weights to end early, and why: the first word counts. From any thread."""
+
+    def __init__(self) -> None:
+        self.cause: RlctlError | None = None
+
+    def set(self, cause: RlctlError) -> None:
+        """End, for this reason."""
+        self.cause = self.cause or cause
+
+    def check(self) -> None:
+        """Raise the reason, if there is one."""
+        if self.cause is not None:
+            raise self.cause
 
 
 class TensorHash:
@@ -62,15 +79,21 @@ def digest_of_bytes(meta: TensorMeta, data: torch.Tensor) -> str:
     return hash_.hexdigest()
 
 
-def tensor_digests(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]]) -> dict[str, str]:
+def tensor_digests(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]], stop: Stop | None = None) -> dict[str, str]:
     """The digest of each tensor, cast to the dtype beside it, by name; on all cores, the largest tensors first.
 
-    One tensor is hashed by one core: what is chained cannot be shared out.
+    One tensor is hashed by one core: what is chained cannot be shared out. Raises what ``stop`` is told, between two
+    tensors.
     """
+    stop = stop or Stop()
+
+    def digest(name: str) -> str:
+        stop.check()
+        return tensor_digest(name, tensors[name][0], dtype=tensors[name][1])
+
     by_size = sorted(tensors, key=lambda name: tensors[name][0].numel() * tensors[name][1].itemsize, reverse=True)
     with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as pool:
-        found = pool.map(lambda name: tensor_digest(name, tensors[name][0], dtype=tensors[name][1]), by_size)
-        return dict(zip(by_size, found, strict=True))
+        return dict(zip(by_size, pool.map(digest, by_size), strict=True))
 
 
 def combine(digests: Mapping[str, str]) -> str:
@@ -107,13 +130,16 @@ class RankDigest:
     digest: str
 
 
-def rank_digest(module: nn.Module, skip: Sequence[str] = ()) -> RankDigest:
+def rank_digest(module: nn.Module, skip: Sequence[str] = (), stop: Stop | None = None) -> RankDigest:
     """Digest a module's parameters, then its buffers, every tensor object once.
 
-    Names that contain one of ``skip`` are left out.
+    Names that contain one of ``skip`` are left out. Raises what ``stop`` is told; without one, the tensors had not
+    changed until the last was digested.
     """
     chosen = {name: tensor for name, tensor in _tensors_once(module) if not any(part in name for part in skip)}
-    digests = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in chosen.items()})
+    digests = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in chosen.items()}, stop)
+    if stop is not None:
+        stop.check()
     entries = [TensorDigestEntry(TensorMeta.of(name, tensor), digests[name]) for name, tensor in chosen.items()]
     return RankDigest(entries, combine({entry.meta.name: entry.sha256 for entry in entries}))
 

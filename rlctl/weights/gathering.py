@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,14 @@ Job = tuple[str, Block]
 """Rows of a full tensor, by its checkpoint name."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def parts_held(shards: Mapping[str, Shard]) -> dict[str, list[Any]]:
+    """Which part of which full tensor a rank holds, for others: [dtype, full shape, dim, start, length]."""
+    return {
+        name: [dtype_name(shard.meta.dtype), shard.meta.shape, shard.slice.dim, shard.slice.start, shard.slice.length]
+        for name, shard in shards.items()
+    }
 
 
 class Gathering:
@@ -82,19 +90,9 @@ class Gathering:
 
     def _agree(self) -> dict[str, Spread]:
         """How every tensor is spread over the ranks."""
-        mine = {
-            name: [
-                dtype_name(shard.meta.dtype),
-                shard.meta.shape,
-                shard.slice.dim,
-                shard.slice.start,
-                shard.slice.length,
-            ]
-            for name, shard in self._shards.items()
-        }
         metas: dict[str, TensorMeta] = {}
         parts: dict[str, dict[int, Slice]] = {}
-        for rank, answer in enumerate(self._exchange.all_gather_bytes(json.dumps(mine).encode())):
+        for rank, answer in enumerate(self._exchange.all_gather_bytes(json.dumps(parts_held(self._shards)).encode())):
             for name, (dtype, shape, dim, start, length) in json.loads(answer).items():
                 meta = TensorMeta(name, parse_dtype(dtype), tuple(shape))
                 if metas.setdefault(name, meta) != meta:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlctl.errors import Reason
 from rlctl.weights.tensors import TensorMeta
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class Slice:
             return True
         inside = 0 <= self.dim < len(full) and self.start >= 0 and self.length >= 0
         return inside and self.start + self.length <= full[self.dim]
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """The part of this full tensor, sharing its memory. Raises FIELD_INVALID when it has no such part."""
+        if not self.fits(tuple(full.shape)):
+            raise Reason.FIELD_INVALID.error(f"a tensor of shape {tuple(full.shape)} has no part {self}")
+        return full if self.dim is None else full.narrow(self.dim, self.start, self.length)
 
     def whole(self, full: tuple[int, ...]) -> bool:
         """Whether the part is all of a tensor of this shape."""

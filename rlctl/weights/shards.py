@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,12 +16,12 @@ from itertools import zip_longest
 
 import torch
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1 import common_pb2
 from rlctl.weights.checkpoint import StoredWeights, compare
-from rlctl.weights.digest import TensorHash, combine, tensor_digests, usable_cores
+from rlctl.weights.digest import Stop, TensorHash, combine, tensor_digests, usable_cores
 from rlctl.weights.exchange import Exchange, GroupExchange, LocalExchange
-from rlctl.weights.gathering import Gathering, Job
+from rlctl.weights.gathering import Gathering, Job, parts_held
 from rlctl.weights.layout import Slice, owners
 from rlctl.weights.tensors import TensorMeta
 
@@ -82,6 +81,10 @@ class ShardMap:
         """Every full tensor, by checkpoint name."""
         return {name: shard.meta for name, shard in self.shards.items()}
 
+    def fingerprint(self) -> str:
+        """SHA-256 over which part of which full tensor the rank holds, hex; the memory that holds it has no say."""
+        return hashlib.sha256(json.dumps(parts_held(self.shards), sort_keys=True).encode()).hexdigest()
+
     def place(self, name: str, full: torch.Tensor) -> None:
         """Copy the rank's part of a full tensor into place, cast to the dtype that it is held in.
 
@@ -90,9 +93,7 @@ class ShardMap:
         shard = self._shard(name)
         if tuple(full.shape) != shard.meta.shape:
             raise Reason.FIELD_INVALID.error(f"{name}: shape {tuple(full.shape)} instead of {shard.meta.shape}")
-        part = shard.slice
-        mine = full.detach() if part.dim is None else full.detach().narrow(part.dim, part.start, part.length)
-        shard.local.detach().copy_(mine)
+        shard.local.detach().copy_(shard.slice.of(full.detach()))
 
     def place_local(self, name: str, part: torch.Tensor) -> None:
         """Copy a tensor that is already the rank's part into place. Raises as :meth:`place` does."""
@@ -163,12 +164,14 @@ class ModelDigestResult:
         digest: model digest, hex; the same at every rank.
         digests: hex digest of each full tensor of this rank's share, by checkpoint name. Over all ranks every tensor
             is in exactly one share.
+        every: hex digest of each full tensor, by checkpoint name; the same at every rank.
         inconsistent: names of the tensors of which two ranks hold different copies; the digest is then one that no
             good weights have.
     """
 
     digest: str
     digests: dict[str, str]
+    every: dict[str, str]
     inconsistent: list[str]
 
 
@@ -177,7 +180,7 @@ def model_digest(
     exchange: Exchange,
     *,
     max_bytes: int = DIGEST_BYTES,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
     known: Mapping[str, str] | None = None,
 ) -> ModelDigestResult:
     """Digest a stage's weights as full tensors under their checkpoint names and reference dtypes.
@@ -185,21 +188,21 @@ def model_digest(
     Called by all ranks together. Equals :class:`~rlctl.weights.digest.ModelDigest` over the full tensors, whatever
     the layout. The tensors that are cut up are shared out over the ranks; they are gathered at their owners, at most
     ``max_bytes`` (or one row) at a time, and digested there. Of what several ranks hold, every rank digests its own
-    copy, and the copies are compared. The weights must not change meanwhile; setting ``stop`` at any rank ends it at
-    all of them. ``known``: hex digests, by checkpoint name, of full tensors that this rank holds and has digested
+    copy, and the copies are compared. The weights must not change meanwhile: a ``stop`` at any rank, before they do,
+    ends it at all. ``known``: hex digests, by checkpoint name, of full tensors that this rank holds and has digested
     since they were last written; each under its reference dtype.
 
-    Raises CANCELLED when it was stopped; INTERNAL when the ranks' shard maps contradict each other; GROUP_FAILED when
-    the ranks cannot exchange.
+    Raises what a rank's ``stop`` was told, at every rank; INTERNAL when the ranks' shard maps contradict each other;
+    GROUP_FAILED when the ranks cannot exchange.
     """
-    return _Digesting(shards, exchange, max_bytes, stop or threading.Event(), known or {}).run()
+    return _Digesting(shards, exchange, max_bytes, stop or Stop(), known or {}).run()
 
 
 class _Digesting:
     """One run of :func:`model_digest` at one rank."""
 
     def __init__(
-        self, shards: ShardMap, exchange: Exchange, max_bytes: int, stop: threading.Event, known: Mapping[str, str]
+        self, shards: ShardMap, exchange: Exchange, max_bytes: int, stop: Stop, known: Mapping[str, str]
     ) -> None:
         self._shards = shards.shards
         self._exchange = exchange
@@ -213,6 +216,8 @@ class _Digesting:
     def run(self) -> ModelDigestResult:
         copies = self._digest_copies()
         owned = self._digest_cut_up()
+        # Every rank has read what it had to: what is told to stop from here on has come too late to matter.
+        self._go_on()
         answers = self._exchange.all_gather_bytes(json.dumps({"copies": copies, "owned": owned}).encode())
         found = [json.loads(answer) for answer in answers]
         digests: dict[str, str] = {}
@@ -229,7 +234,7 @@ class _Digesting:
                 mixture = json.dumps([digests[name], seen])
                 digests[name] = hashlib.sha256(mixture.encode()).hexdigest()
         share = {name: digests[name] for name in digests if self._owner[name] == self._exchange.rank}
-        return ModelDigestResult(combine(digests), share, sorted(inconsistent))
+        return ModelDigestResult(combine(digests), share, digests, sorted(inconsistent))
 
     def _digest_copies(self) -> dict[str, str]:
         """Digest what other ranks hold as well, and what is whole here."""
@@ -283,9 +288,18 @@ class _Digesting:
             yield batch
 
     def _go_on(self) -> None:
-        """Raise CANCELLED at every rank when one of them was told to stop."""
-        if any(flag == b"stop" for flag in self._exchange.all_gather_bytes(b"stop" if self._stop.is_set() else b"on")):
-            raise Reason.CANCELLED.error("digesting the weights was stopped")
+        """Raise at every rank what one of them was told to stop for."""
+        agree_to_go_on(self._exchange, self._stop)
+
+
+def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
+    """Called by all ranks together: raise at every rank what one of them was told to stop for."""
+    mine = stop.cause
+    answers = exchange.all_gather_bytes(b"" if mine is None else mine.detail().SerializeToString())
+    if mine is not None:
+        raise mine
+    for answer in filter(None, answers):
+        raise from_detail(common_pb2.ErrorDetail.FromString(answer))
 
 
 def _take_in(hash_: TensorHash, blocks: Sequence[torch.Tensor]) -> None:

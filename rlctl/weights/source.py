@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -91,6 +91,31 @@ def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> l
         entries.append(group if names else group[0])
         position += len(group)
     return entries
+
+
+def only(source: WeightSource, names: Collection[str]) -> WeightSource:
+    """A source of just these tensors; going through it goes through all of the other, since gathering takes that."""
+    return source if all(meta.name in names for meta in source.metas()) else _Only(source, names)
+
+
+class _Only:
+    """Some tensors of a source; whole lists of what belongs together, or nothing of them."""
+
+    def __init__(self, source: WeightSource, names: Collection[str]) -> None:
+        self.stable = is_stable(source)
+        self._source = source
+        self._left_out = {meta.name for meta in source.metas()}.difference(names)
+
+    def metas(self) -> list[TensorMeta]:
+        return [meta for meta in self._source.metas() if meta.name not in self._left_out]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source.tensors():
+            if name not in self._left_out:
+                yield name, tensor
+
+    def together(self) -> list[tuple[str, ...]]:
+        return [names for names in atomic_lists(self._source) if self._left_out.isdisjoint(names)]
 
 
 class _Pairs:

@@ -21,6 +21,7 @@ import torch
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.buckets import Bucket, room_for, unpack
+from rlctl.weights.digest import ModelDigest, tensor_digests
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.sending import SendStats, send, wire_device
 from rlctl.weights.shards import ShardMap
@@ -59,6 +60,7 @@ class Receiver:
         self.update_id = ""
         self.kind: Literal["full", "partial"] = "full"
         self.written: set[str] = set()
+        self._received: ModelDigest | None = None
         self._shards = shards
         self._next: dict[str, int] = {}
         self._buffer: torch.Tensor | None = None
@@ -77,8 +79,13 @@ class Receiver:
         """
         return self._late is not None and self._late.under_way
 
-    def begin(self, update_id: str, kind: Literal["full", "partial"] = "full") -> None:
-        """Start an update; what an earlier one wrote is forgotten.
+    @property
+    def received_digest(self) -> str:
+        """Digest over the tensors that came in this update, as they came, hex; "" unless :meth:`begin` was told so."""
+        return "" if self._received is None else self._received.digest()
+
+    def begin(self, update_id: str, kind: Literal["full", "partial"] = "full", *, digest: bool = False) -> None:
+        """Start an update; what an earlier one wrote is forgotten. ``digest``: digest what comes.
 
         Raises FIELD_INVALID for another kind, OPERATION_CONFLICT while buckets are being received, GROUP_FAILED while
         the weights are :attr:`at_risk`.
@@ -93,6 +100,7 @@ class Receiver:
             self._check_idle()
             self.update_id, self.kind = update_id, kind
             self.written = set()
+            self._received = ModelDigest() if digest else None
             self._next = {}
             self._interrupted = False
             self._late = None
@@ -121,8 +129,9 @@ class Receiver:
                     if bucket.flattened:
                         self._take_packed(group, bucket, stats)
                     else:
+                        take = self._take_part if bucket.parts else self._take_tensor
                         for meta in bucket.metas:
-                            self._take_tensor(group, meta, stats)
+                            take(group, meta, stats)
                 except RlctlError as error:
                     # What was given up may still write into the buffer: it goes with the group.
                     self._buffer = None
@@ -180,6 +189,8 @@ class Receiver:
                 except IndexError:
                     return
                 self._shards.place(name, tensor)
+                if self._received is not None:
+                    self._received.add(name, tensor)
                 if self._interrupted:
                     raise self._broken_off(source)
                 proceed()
@@ -297,6 +308,7 @@ class Receiver:
                 self._receive(group, as_bytes(target), stats)
             finally:
                 self._late = group if group.under_way else self._late
+            self._digest([(meta.name, target)], stats)
             stats.tensors += 1
             return
         self._buffer = room_for(meta.nbytes, self._buffer, device)
@@ -304,13 +316,37 @@ class Receiver:
         self._receive(group, data, stats)
         self._place([(meta.name, data.view(meta.dtype).reshape(meta.shape))], stats)
 
+    def _take_part(self, group: WeightGroup, meta: TensorMeta, stats: ReceiveStats) -> None:
+        """Take in just what this rank holds of a tensor."""
+        target = self._shards.part_in_place(meta.name)
+        device = wire_device(group, target.device)
+        if target.dtype == meta.dtype and target.device == device and target.is_contiguous():
+            try:
+                self._receive(group, as_bytes(target), stats)
+            finally:
+                self._late = group if group.under_way else self._late
+        else:
+            size = target.numel() * meta.dtype.itemsize
+            self._buffer = room_for(size, self._buffer, device)
+            self._receive(group, self._buffer[:size], stats)
+            self._shards.place_local(meta.name, self._buffer[:size].view(meta.dtype).reshape(target.shape))
+        stats.tensors += 1
+
     def _receive(self, group: WeightGroup, into: torch.Tensor, stats: ReceiveStats) -> None:
         started = time.perf_counter()
         group.broadcast(into)
         stats.transfer_s += time.perf_counter() - started
         stats.bytes_received += into.nbytes
 
+    def _digest(self, tensors: list[tuple[str, torch.Tensor]], stats: ReceiveStats) -> None:
+        if self._received is not None:
+            started = time.perf_counter()
+            for name, digest in tensor_digests({name: (tensor, tensor.dtype) for name, tensor in tensors}).items():
+                self._received.add_digest(name, digest)
+            stats.load_s += time.perf_counter() - started
+
     def _place(self, tensors: list[tuple[str, torch.Tensor]], stats: ReceiveStats) -> None:
+        self._digest(tensors, stats)
         started = time.perf_counter()
         for name, tensor in tensors:
             self._shards.place(name, tensor)

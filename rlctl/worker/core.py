@@ -109,7 +109,7 @@ class Worker:
             await self.engine.interrupt(call.update_id)
         command = self._withdrawable[call.command_id] = _Withdrawable()
         command.withdrawn = call.command_id in self._withdrawn_early
-        queued = verb.mutating and verb.waits
+        queued = verb.mutates(request) and verb.waits
         try:
             if queued:
                 await self._take_turn(verb, call)

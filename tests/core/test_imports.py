@@ -12,7 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BASE = {"rlctl.v1", "rlctl.errors", "rlctl.verbs", "rlctl.checks", "rlctl.outcomes", "rlctl.times", "rlctl.version"}
+BASE = {
+    "rlctl.v1",
+    "rlctl.errors",
+    "rlctl.verbs",
+    "rlctl.checks",
+    "rlctl.outcomes",
+    "rlctl.times",
+    "rlctl.version",
+    "rlctl.fingerprints",
+}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -49,12 +58,14 @@ CORES = [
     "rlctl/coordinator/session.py",
     "rlctl/coordinator/updates.py",
     "rlctl/coordinator/verification.py",
+    "rlctl/coordinator/verifying.py",
     "rlctl/coordinator/versions.py",
     "rlctl/checks.py",
     "rlctl/outcomes.py",
     "rlctl/engine.py",
     "rlctl/verbs.py",
     "rlctl/errors.py",
+    "rlctl/fingerprints.py",
 ]
 
 

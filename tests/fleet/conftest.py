@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -17,9 +18,16 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
 
     @asynccontextmanager
     async def make(
-        *, token: str | None = None, lease_s: float = 10.0, heal: bool = True, **stages: int
+        *,
+        token: str | None = None,
+        lease_s: float = 10.0,
+        heal: bool = True,
+        options: Mapping[str, str] = MappingProxyType({}),
+        **stages: int,
     ) -> AsyncIterator[InProcessFleet]:
-        specs = [StageSpec(name, checkpoint("one"), tp_size=ranks) for name, ranks in stages.items()]
+        specs = [
+            StageSpec(name, checkpoint("one"), tp_size=ranks, options=dict(options)) for name, ranks in stages.items()
+        ]
         async with InProcessFleet(tmp_path / "journal.db", specs, token=token, lease_s=lease_s, heal=heal) as fleet:
             yield fleet
 

@@ -19,6 +19,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_REJECTED, RequestHeader, Target
+from rlctl.v1.common_pb2 import WeightVersion as V
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
@@ -334,8 +335,8 @@ async def test_begin_is_repeatable_and_validate_only_opens_nothing(fleet: InProc
         ({"options": v.UpdateOptions(quorum=3)}, Reason.FIELD_INVALID, "options.quorum"),
         (
             {"options": v.UpdateOptions(verify=common.VERIFICATION_LEVEL_PROBE)},
-            Reason.VERIFICATION_UNREACHABLE,
-            "options.verify",
+            Reason.FIELD_REQUIRED,
+            "options.probe",
         ),
         ({"apply": v.APPLY_MODE_STAGED}, Reason.FIELD_REQUIRED, "options.pause"),
         ({"rollout": u.RolloutStrategy(max_unavailable=1)}, Reason.UNSUPPORTED, "rollout.max_unavailable"),
@@ -348,7 +349,10 @@ async def test_begin_is_repeatable_and_validate_only_opens_nothing(fleet: InProc
             Reason.FIELD_CONFLICT,
             "options.after",
         ),
-        ({"kind": v.UPDATE_KIND_DELTA}, Reason.NOT_IMPLEMENTED, "kind"),
+        ({"kind": v.UPDATE_KIND_ADAPTER}, Reason.NOT_IMPLEMENTED, "kind"),
+        ({"kind": v.UPDATE_KIND_DELTA}, Reason.FIELD_REQUIRED, "base.label"),
+        ({"kind": v.UPDATE_KIND_DELTA, "base": V(label="x")}, Reason.BASE_MISMATCH, "base"),
+        ({"kind": v.UPDATE_KIND_DELTA, "base": V(label="initial", sequence=2)}, Reason.BASE_MISMATCH, "base"),
         ({"path": u.DATA_PATH_IPC}, Reason.NOT_COLOCATED, "path"),
         ({"num_sources": 5000}, Reason.FIELD_INVALID, "num_sources"),
     ],

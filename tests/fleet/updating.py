@@ -67,9 +67,11 @@ async def write(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, *names
     return await fleet.stub.UpdateWeightsFromDistributed(request)
 
 
-async def commit(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, expected: str = "") -> Operation:
+async def commit(
+    fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, expected: str = "", **fields: object
+) -> Operation:
     request = u.CommitWeightUpdateRequest(
-        update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=expected
+        update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=expected, **fields
     )
     return await fleet.stub.CommitWeightUpdate(request)
 

@@ -74,7 +74,10 @@ def test_the_others_go_on_without_an_engine_that_dies(three: LocalFleet) -> None
         assert [stage.incarnation for stage in stages.values()] == [1, 1, 1], "nothing was restarted"
         assert held(fleet, "a", "b") == {rlctl.model_digest(model)}
         assert fleet.status().models[0].latest.label == "without-c"
-        # It is healed by a stage that has the version: no checkpoint has it, and the trainer is not asked.
+        # It is healed by a stage that has the version: no checkpoint has it, and the trainer is not asked. Engine b
+        # holds the same parts as c, engine a does not.
+        parts = [stage.registration.layout.shards_sha256 for stage in stages.values()]
+        assert parts[1] == parts[2] != parts[0]
         three.restart("c")
         with closing(fleet.watch()) as events:
             next(event for event in events if fleet.status().stages[2].routable)

@@ -37,8 +37,9 @@ def test_every_source_of_a_distributed_trainer_updates_every_engine(
     fleet: Fleet, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     before = len([o for o in fleet.operations(page_size=500) if o.verb == "InitWeightsUpdateGroup"])
-    said = train(fleet, tmp_path, seeds=[51, 52, 53], **layout)
-    for update, seed in enumerate([51, 52, 53]):
+    seeds = [51, 52, 53, 54]
+    said = train(fleet, tmp_path, seeds=seeds, deltas=[54], **layout)
+    for update, seed in enumerate(seeds):
         expected = rlctl.model_digest(demo_tiny.make(seed=seed))
         assert {rank[update]["digest"] for rank in said} == {expected}
     assert {rank for rank, updates in enumerate(said) if updates[-1]["sent"]} == set(layout["sources"])

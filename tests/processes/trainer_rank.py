@@ -118,14 +118,17 @@ def main() -> None:
         source=sources.index(rank) if rank in sources else None,
         path=settings.get("path", "broadcast"),
     )
+    version = ""
     for seed in settings["seeds"]:
+        base, version = version if seed in settings.get("deltas", ()) else "", f"seed-{seed}"
         started = time.monotonic()
         said: dict[str, Any] = {"rank": rank}
         try:
             weights = weights_of(settings, seed, stage_group)
             pending = publisher.update_async(
                 weights,
-                version=f"seed-{seed}",
+                version=version,
+                base=base,
                 deadline_s=settings["deadline_s"],
                 **settings.get("options", {}),
             )

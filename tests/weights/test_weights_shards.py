@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from weights_helpers import digest_of, filled, full_model, together, tp_map
 
 from rlctl.errors import Conflict, Internal, InvalidRequest, Reason, RlctlError
-from rlctl.weights.digest import tensor_digest
+from rlctl.weights.digest import Stop, tensor_digest
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.layout import Spread, owners
 from rlctl.weights.shards import (
@@ -187,8 +186,8 @@ def test_tensors_without_elements_and_uneven_slices_are_digested(form: Form) -> 
 def test_stopping_one_rank_ends_the_digest_at_all(form: Form, size: int) -> None:
     full = full_model()
     groups = form(size)
-    stop = threading.Event()
-    stop.set()
+    stop = Stop()
+    stop.set(Reason.CANCELLED.error("enough"))
 
     def attempt(rank: int) -> RlctlError:
         with pytest.raises(Conflict) as caught:
@@ -200,7 +199,7 @@ def test_stopping_one_rank_ends_the_digest_at_all(form: Form, size: int) -> None
         return caught.value
 
     errors = together(*(lambda rank=rank: attempt(rank) for rank in range(size)))
-    assert {error.reason for error in errors} == {Reason.CANCELLED}
+    assert {(error.reason, error.message) for error in errors} == {(Reason.CANCELLED, "enough")}
 
 
 def test_digests_that_are_known_are_taken_for_what_is_whole_and_for_nothing_else(form: Form) -> None:

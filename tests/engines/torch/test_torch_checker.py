@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from torch_source import digest_of, load, prepare, tensors_of
-from torch_stage import Stage
+from torch_stage import Stage, merge, until
+from transformers import AutoModelForCausalLM
 
+from rlctl.client.probe import Probe
 from rlctl.errors import Reason, RlctlError
+from rlctl.fingerprints import fingerprints
+from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_COMPARE,
+    CHECK_ACTION_PROBE,
     CHECK_ACTION_RESET_TENSORS,
     CHECK_ACTION_SNAPSHOT,
     AbortUpdateRequest,
     CheckReport,
     CheckWeightsRequest,
     ContinueGenerationRequest,
+    PauseGenerationRequest,
+    ProbePrompt,
+    ReleaseMemoryRequest,
+    ResumeMemoryRequest,
 )
+from rlctl.weights import digest
+from rlctl.weights.differences import digest_parts
 from rlctl.weights.digest import combine, tensor_digest
 
 
@@ -135,3 +149,141 @@ async def test_replicas_that_differ_are_named(checkpoints, follower) -> None:
             assert report.model_digest != digest_of(stage.config.model_path)
     finally:
         await stage.stop()
+
+
+class Hold:
+    """Holds back the hashing of rank 0 until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def digest(self, *args: Any, **kwargs: Any) -> str:
+        self.reached.set()
+        assert self._open.wait(30), "the test holds the hashing back for ever"
+        return tensor_digest(*args, **kwargs)
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    hold = Hold()
+    monkeypatch.setattr(digest, "tensor_digest", hold.digest)
+    yield hold
+    hold.release()
+
+
+async def begun(stage: Stage, hold: Hold, **fields: object) -> asyncio.Task[list[Any]]:
+    """A checksum that has begun to hash, and is held back in it."""
+    checking = asyncio.create_task(stage.ranks(CheckWeightsRequest(), **fields))
+    await until(hold.reached.is_set)
+    return checking
+
+
+def reasons(answers: list[Any]) -> set[tuple[Reason, int]]:
+    assert all(isinstance(answer, RlctlError) for answer in answers), answers
+    return {(answer.reason, answer.outcome) for answer in answers}
+
+
+async def test_weights_are_digested_beside_generation(stage: Stage, hold: Hold) -> None:
+    checking = await begun(stage, hold)
+    another = asyncio.create_task(check(stage, model_digest=False))
+    assert len(await stage.tokens([1, 2, 3], 5)) == 5
+    assert not checking.done()
+    assert not another.done(), "one after the other, in the same order at every rank"
+    hold.release()
+    answers = await checking
+    assert {report.model_digest for _, report in answers} == {digest_of(stage.config.model_path)}
+    await another
+    assert (await check(stage))[0].model_digest == digest_of(stage.config.model_path)
+
+
+async def test_an_update_that_begins_meanwhile_goes_first(stage: Stage, hold: Hold, checkpoints) -> None:
+    checking = await begun(stage, hold)
+    await load(stage, checkpoints(seed=1), abort_all_requests=True)
+    assert not checking.done()
+    hold.release()
+    assert reasons(await checking) == {(Reason.UPDATE_IN_PROGRESS, OUTCOME_REJECTED)}
+    assert (await check(stage))[0].model_digest == digest_of(checkpoints(seed=1))
+
+
+async def test_weights_are_not_freed_under_whoever_digests_them(stage: Stage, hold: Hold) -> None:
+    checking = await begun(stage, hold)
+    releasing = asyncio.create_task(stage(ReleaseMemoryRequest(tags=[MEMORY_TAG_WEIGHTS])))
+    done, _ = await asyncio.wait({releasing}, timeout=0.2)
+    assert not done
+    hold.release()
+    assert reasons(await checking) == {(Reason.MEMORY_RELEASED, OUTCOME_REJECTED)}
+    await releasing
+    await stage(ResumeMemoryRequest())
+
+
+async def test_a_checksum_ends_by_its_deadline(stage: Stage, hold: Hold) -> None:
+    checking = await begun(stage, hold, within=1.0)
+    await asyncio.sleep(0.8)  # the deadline itself is what is waited for
+    hold.release()
+    assert reasons(await checking) == {(Reason.DEADLINE_EXCEEDED, OUTCOME_REJECTED)}
+    await check(stage)
+
+
+async def test_stopping_an_engine_ends_what_digests_beside_it(
+    checkpoints, follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, hold = Stage(checkpoints(), follower), Hold()
+    await stage.start()
+    monkeypatch.setattr(digest, "tensor_digest", hold.digest)
+    checking = await begun(stage, hold)
+    await stage.stop()
+    hold.release()
+    assert {answer.reason for answer in await checking} <= {Reason.CANCELLED, Reason.RANK_LOST}
+
+
+async def test_log_probabilities_of_prompts_are_those_of_the_model(stage: Stage) -> None:
+    prompts = [[1, 2, 3, 4, 5], [7, 8]]
+    request = CheckWeightsRequest(
+        action=CHECK_ACTION_PROBE, prompts=[ProbePrompt(token_ids=prompt) for prompt in prompts]
+    )
+    with pytest.raises(RlctlError) as caught:
+        await stage(request)
+    assert caught.value.reason is Reason.ILLEGAL_STATE, "steps go on"
+    stream = stage.stream([1, 2, 3], max_new_tokens=40, ignore_eos=True, temperature=0)
+    parts = [await anext(stream)]
+    await stage(PauseGenerationRequest(mode=PAUSE_MODE_IN_PLACE))
+    reports = await stage(request)
+    model = AutoModelForCausalLM.from_pretrained(stage.config.model_path)
+    expected = Probe.of(model, prompts)
+    assert [len(report.probed) for report in reports] == [2, 0][: len(reports)]
+    for found, wanted in zip(reports[0].probed, expected.logprobs, strict=True):
+        assert list(found.logprobs) == pytest.approx(wanted, abs=1e-4)
+    for bad, reason in (([1, 10**6], Reason.FIELD_INVALID), ([1] * 10**5, Reason.PROMPT_TOO_LONG)):
+        with pytest.raises(RlctlError) as caught:
+            await stage(CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=[ProbePrompt(token_ids=bad)]))
+        assert (caught.value.reason, caught.value.field) == (reason, "prompts[0].token_ids")
+    await stage(ContinueGenerationRequest())
+    parts += [part async for part in stream]
+    # What was frozen goes on as if nothing had happened.
+    assert list(merge(parts).samples[0].output_ids) == await stage.tokens([1, 2, 3], 40)
+
+
+async def test_tensors_that_differ_are_named_with_the_part_of_each_rank(stage: Stage) -> None:
+    tensors = tensors_of(stage.config.model_path)
+    right = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+    (report, *_) = await check(stage, fingerprints=fingerprints(right))
+    assert (report.difference.count, report.difference.tensors) == (0, len(right))
+    cut = "model.layers.0.mlp.down_proj.weight"
+    wrong = right | {cut: "0" * 64, "model.norm.weight": "0" * 64}
+    reports = await check(stage, fingerprints=fingerprints(wrong))
+    assert {(r.difference.count, r.difference.first) for r in reports} == {(2, cut)}
+    parts = [report.difference.part for report in reports]
+    if len(parts) == 1:
+        assert (parts[0].sha256, parts[0].differs) == (right[cut], True)
+    else:
+        assert [(p.dim, p.start) for p in parts] == [(1, 0), (1, tensors[cut].shape[1] // 2)]
+        assert not any(part.HasField("differs") for part in parts)
+        assert digest_parts(cut, tensors[cut], parts) == parts
+    reports = await check(stage, fingerprints=fingerprints(right | {"model.norm.weight": "0" * 64}))
+    assert [report.difference.part.differs for report in reports] == [True] * len(reports)
+    (report, *_) = await check(stage, fingerprints=b"12345678")
+    assert (report.difference.count, report.difference.first) == (0, "")

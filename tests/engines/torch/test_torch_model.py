@@ -31,6 +31,8 @@ from rlctl.v1.common_pb2 import (
     TRANSPORT_TORCH_GLOO,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
 )
 from rlctl.weights.identity import host_id
@@ -64,6 +66,8 @@ async def test_capabilities_say_what_there_is(checkpoints) -> None:
     assert list(found.transports) == [TRANSPORT_TORCH_GLOO, TRANSPORT_DISK, TRANSPORT_SHARED_MEMORY]
     assert list(found.verification) == [
         VERIFICATION_LEVEL_NONE,
+        VERIFICATION_LEVEL_PROBE,
+        VERIFICATION_LEVEL_RECEIVED,
         VERIFICATION_LEVEL_REPLICA,
         VERIFICATION_LEVEL_EXPECTED,
     ]

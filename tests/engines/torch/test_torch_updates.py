@@ -18,7 +18,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FINISH_TYPE_LENGTH
 from rlctl.v1.verbs_pb2 import (
-    UPDATE_KIND_DELTA,
+    UPDATE_KIND_ADAPTER,
     UPDATE_KIND_PARTIAL,
     AbortUpdateRequest,
     CheckWeightsRequest,
@@ -263,7 +263,7 @@ async def test_steps_belong_to_the_open_update(stage: Stage, new: str) -> None:
     assert (await all_refuse(stage, ContinueGenerationRequest())).reason is Reason.UPDATE_IN_PROGRESS
     await stage(PrepareUpdateRequest(), update=update)
     await stage(AbortUpdateRequest(), update=update)
-    error = await all_refuse(stage, PrepareUpdateRequest(kind=UPDATE_KIND_DELTA), update="u")
+    error = await all_refuse(stage, PrepareUpdateRequest(kind=UPDATE_KIND_ADAPTER), update="u")
     assert (error.reason, error.field) == (Reason.UNSUPPORTED, "kind")
 
 

@@ -190,6 +190,7 @@ class Stage:
         self.config = EngineConfig(
             path, 0, size, dtype=dtype, options={name: str(value) for name, value in options.items()}
         )
+        self.info: EngineInfo
         self.failures: list[RlctlError] = []
         self.failed = threading.Event()
         self.follower = follower
@@ -212,9 +213,9 @@ class Stage:
         for ended in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
-        info, *digests = await asyncio.gather(*starting)
-        assert digests in ([], [info.model_digest])
-        return info  # type: ignore[no-any-return]
+        self.info, *digests = await asyncio.gather(*starting)
+        assert digests in ([], [self.info.model_digest])
+        return self.info
 
     async def stop(self) -> None:
         """Stop every rank."""

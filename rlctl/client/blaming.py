@@ -1,0 +1,65 @@
+"""Which rank's part of a tensor is another one than was sent, once the sources have digested the same parts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlctl.v1.common_pb2 import ErrorDetail
+from rlctl.v1.results_pb2 import Operation, RankResult, StageResult
+from rlctl.v1.trainer_pb2 import Sent
+from rlctl.v1.verbs_pb2 import TensorPart
+
+
+def parts_in_question(operation: Operation) -> list[TensorPart]:
+    """Parts of tensors that differ, of which the ranks' answers leave open whether they do; each once."""
+    found = {
+        _key(part): part for result in operation.stage_results for part in map(_open_part, result.rank_results) if part
+    }
+    return list(found.values())
+
+
+def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Sequence[Sent]) -> None:
+    """Say in the results which ranks' parts differ, given what the sources found when they digested them.
+
+    ``digests`` are the hex digests of the tensors as they were sent, by name: what the sources have changed since then
+    proves nothing.
+    """
+    now = {tensor.name: tensor.sha256 for sent in answers for tensor in sent.digests}
+    right = {
+        _key(part): part.sha256
+        for sent in answers
+        for part in sent.parts
+        if now.get(part.name) == digests.get(part.name)
+    }
+    for result in operation.stage_results:
+        ranks = []
+        name = ""
+        for rank in result.rank_results:
+            part = _open_part(rank)
+            if part is not None and _key(part) in right:
+                part.differs = part.sha256 != right[_key(part)]
+                if part.differs:
+                    name = part.name
+                    ranks.append(str(rank.coordinates.rank))
+        if ranks:
+            said = f"; it is the part of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} that differs"
+            for error in _errors_about(operation, result, name):
+                error.message += said
+            result.error.metadata["ranks"] = ",".join(ranks)
+
+
+def _errors_about(operation: Operation, result: StageResult, tensor: str) -> list[ErrorDetail]:
+    """The stage's own error and, when it tells of this tensor at this stage too, the operation's."""
+    told = tensor in operation.error.message and result.slot in operation.error.message
+    return [result.error, operation.error] if told else [result.error]
+
+
+def _open_part(rank: RankResult) -> TensorPart | None:
+    if rank.WhichOneof("data") != "check" or not rank.check.difference.HasField("part"):
+        return None
+    part = rank.check.difference.part
+    return None if part.HasField("differs") else part
+
+
+def _key(part: TensorPart) -> tuple[str, int, int, int]:
+    return part.name, part.dim, part.start, part.length

@@ -1,0 +1,220 @@
+"""Verifying an update: the levels, what a mismatch names, deltas, and engines that answer for all of their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+
+from rlctl.engine import Call
+from rlctl.errors import Reason
+from rlctl.fingerprints import fingerprints
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine, logprobs
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation, StageResult
+
+PROMPTS = ([1, 2, 3], [4, 5])
+
+
+def spoil(fleet: InProcessFleet, method: str, *ranks: int, tp_size: int = 0) -> None:
+    """Other weights at these ranks once this method is called, in all stages or those of this size."""
+
+    async def change(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == method and tp_size in (0, engine.config.tp_size):
+            engine.weights += f" at {engine.config.tp_size}"
+            if engine.taken is not None:
+                engine.taken += ["another"]
+
+    for rank in ranks:
+        fake_engine.FAULTS[fleet.specs[0].model_path, rank] = change
+
+
+def probe_of(text: str, tolerance: float = 0.01) -> v.Probe:
+    prompts = [v.ProbePrompt(token_ids=prompt, logprobs=logprobs(text, prompt)) for prompt in PROMPTS]
+    return v.Probe(prompts=prompts, tolerance=tolerance)
+
+
+async def update(
+    fleet: InProcessFleet,
+    *,
+    verify: int = 0,
+    probe: v.Probe | None = None,
+    expected: str = digest("w1"),
+    **fields: object,
+) -> Operation:
+    plan = await begin(fleet, options=v.UpdateOptions(verify=verify, probe=probe))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    return await commit(fleet, plan, expected, **fields)
+
+
+def result_of(operation: Operation, slot: str) -> StageResult:
+    return next(result for result in operation.stage_results if result.slot == slot)
+
+
+async def test_a_mismatch_names_the_tensor_the_rank_and_the_stage(fleet: InProcessFleet) -> None:
+    spoil(fleet, "commit_update", 1)
+    operation = await update(fleet, fingerprints=fingerprints({"weights": digest("w1")}))
+    assert operation.state == OPERATION_STATE_FAILED
+    assert "b: " in operation.error.message
+    wrong = result_of(operation, "b")
+    assert wrong.error.reason == "DIGEST_MISMATCH"
+    assert (wrong.error.metadata["tensor"], wrong.error.metadata["ranks"]) == ("weights", "1")
+    assert "of 1 tensors only weights differs, at rank 1" in wrong.error.message
+    assert [rank.check.difference.part.differs for rank in wrong.rank_results] == [False, True]
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_without_fingerprints_a_target_that_is_right_says_which_tensor_differs(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        spoil(fleet, "commit_update", 0, 1, tp_size=2)
+        wrong = result_of(await update(fleet, expected=digest("w1")), "b")
+        assert wrong.error.reason == "DIGEST_MISMATCH"
+        assert "the source sent" in wrong.error.message
+        assert (wrong.error.metadata["tensor"], wrong.error.metadata["ranks"]) == ("weights", "0,1")
+    async with make_fleet(c=1) as fleet:
+        spoil(fleet, "commit_update", 0)
+        wrong = result_of(await update(fleet, expected=digest("w1")), "c")
+        assert wrong.error.reason == "DIGEST_MISMATCH"
+        assert "tensor" not in wrong.error.metadata, "there is nothing to compare with"
+
+
+async def test_replicas_that_disagree_name_the_tensor(fleet: InProcessFleet) -> None:
+    spoil(fleet, "commit_update", 0, 1, tp_size=2)
+    operation = await update(fleet, verify=common.VERIFICATION_LEVEL_REPLICA, expected="")
+    assert operation.state == OPERATION_STATE_FAILED
+    named = [result.error.metadata.get("tensor", "") for result in operation.stage_results]
+    assert sorted(named) == ["", "weights"], "the first one is what the others are compared with"
+
+
+async def test_level_received_compares_what_each_rank_took_in(fleet: InProcessFleet) -> None:
+    operation = await update(fleet, verify=common.VERIFICATION_LEVEL_RECEIVED)
+    assert operation.state == OPERATION_STATE_OK
+    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_RECEIVED}
+    assert {result.evidence for result in operation.stage_results} == {common.EVIDENCE_RANK}
+    spoil(fleet, "commit_update", 1)
+    wrong = result_of(await update(fleet, verify=common.VERIFICATION_LEVEL_RECEIVED), "b")
+    assert (wrong.error.reason, wrong.error.metadata["ranks"]) == ("DIGEST_MISMATCH", "1")
+    assert wrong.state == common.STAGE_STATE_DIRTY
+
+
+async def test_level_received_of_a_partial_update_goes_by_what_was_sent(fleet: InProcessFleet) -> None:
+    options = v.UpdateOptions(verify=common.VERIFICATION_LEVEL_RECEIVED)
+    plan = await begin(fleet, kind=v.UPDATE_KIND_PARTIAL, options=options)
+    await join(fleet, plan)
+    await write(fleet, plan, "w2")
+    error = await refusal(commit(fleet, plan))
+    assert (error.reason, error.field) == (Reason.FIELD_REQUIRED, "expected_digest")
+    assert (await commit(fleet, plan, sent_digest=digest("w2"))).state == OPERATION_STATE_OK
+
+
+async def test_level_probe_compares_log_probabilities(fleet: InProcessFleet) -> None:
+    level = common.VERIFICATION_LEVEL_PROBE
+    operation = await update(fleet, verify=level, probe=probe_of("w1"))
+    assert operation.state == OPERATION_STATE_OK
+    assert {result.verified for result in operation.stage_results} == {level}
+    operation = await update(fleet, verify=level, probe=probe_of("other weights"))
+    assert operation.state == OPERATION_STATE_FAILED
+    for result in operation.stage_results:
+        assert result.error.reason == "PROBE_MISMATCH"
+        assert "of prompt 0 has log probability" in result.error.message
+        assert result.state == common.STAGE_STATE_DIRTY
+    assert version_of(fleet) == ("step-1", 2)
+
+
+async def test_auto_takes_the_highest_level_whatever_probe_is_passed(fleet: InProcessFleet) -> None:
+    operation = await update(fleet, probe=probe_of("other weights"))
+    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+
+
+async def test_an_engine_that_answers_for_its_ranks_is_never_taken_at_its_word(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, options={"opaque": "said"}) as fleet:
+        for level in (0, common.VERIFICATION_LEVEL_NONE):
+            error = await refusal(begin(fleet, options=v.UpdateOptions(verify=level)))
+            assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.verify")
+            assert "one answer for all ranks" in error.message
+            assert "Pass a probe" in error.next_step
+        operation = await update(fleet, probe=probe_of("w1"))
+        assert operation.state == OPERATION_STATE_OK
+        (result,) = operation.stage_results
+        assert (result.verified, result.evidence) == (common.VERIFICATION_LEVEL_PROBE, common.EVIDENCE_ENGINE)
+        assert (await update(fleet, probe=probe_of("w2"))).state == OPERATION_STATE_FAILED
+
+
+async def test_an_answer_for_all_ranks_is_not_enough_without_verification(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, options={"opaque": "unsaid"}) as fleet:
+        (wrong,) = (await update(fleet, expected="")).stage_results
+        assert (wrong.error.reason, wrong.state) == ("VERIFICATION_UNREACHABLE", common.STAGE_STATE_DIRTY)
+        assert version_of(fleet) == ("initial", 1)
+        assert (await update(fleet, probe=probe_of("w1"))).state == OPERATION_STATE_OK
+
+
+async def test_a_delta_is_for_targets_that_are_at_its_base(fleet: InProcessFleet) -> None:
+    base = common.WeightVersion(label="initial", sequence=1)
+    plan = await begin(fleet, kind=v.UPDATE_KIND_DELTA, base=base)
+    # Nothing differs: nothing is sent, and yet every target proves what it holds.
+    operation = await commit(fleet, plan, digest(weights(fleet)[0]))
+    assert operation.state == OPERATION_STATE_OK
+    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    error = await refusal(begin(fleet, "step-2", kind=v.UPDATE_KIND_DELTA, base=base))
+    assert (error.reason, error.field) == (Reason.BASE_MISMATCH, "base")
+    assert "'step-1'" in error.message
+
+
+async def test_a_delta_never_clears_what_is_dirty(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "w1")
+        await abort(fleet, plan)
+        base = common.WeightVersion(label="initial")
+        error = await refusal(begin(fleet, kind=v.UPDATE_KIND_DELTA, base=base))
+        assert error.reason is Reason.WEIGHTS_DIRTY
+        with_quorum = await refusal(
+            begin(fleet, kind=v.UPDATE_KIND_DELTA, base=base, options=v.UpdateOptions(quorum=1))
+        )
+        assert with_quorum.reason is Reason.FIELD_INVALID, "nobody is left"
+
+
+async def test_a_checkpoint_that_says_which_digest_it_has_is_held_to_it(
+    make_fleet: Callable, checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="two")
+        assert (await fleet.stub.UpdateWeightsFromDisk(request)).stage_results[0].verified == (
+            common.VERIFICATION_LEVEL_NONE
+        )
+        said = Path(checkpoint("two")) / "digest.txt"
+        said.write_text(digest("two"))
+        operation = await fleet.stub.UpdateWeightsFromDisk(request)
+        assert operation.stage_results[0].verified == common.VERIFICATION_LEVEL_EXPECTED
+        said.write_text(digest("another"))
+        operation = await fleet.stub.UpdateWeightsFromDisk(request)
+        assert (operation.state, operation.stage_results[0].error.reason) == (OPERATION_STATE_FAILED, "DIGEST_MISMATCH")
+
+
+@pytest.mark.parametrize(
+    ("probe", "field"),
+    [
+        (v.Probe(tolerance=1), "options.probe.prompts"),
+        (v.Probe(prompts=[v.ProbePrompt(token_ids=[1, 2], logprobs=[-1])]), "options.probe.tolerance"),
+        (v.Probe(prompts=[v.ProbePrompt(token_ids=[1])], tolerance=1), "options.probe.prompts[0].token_ids"),
+        (v.Probe(prompts=[v.ProbePrompt(token_ids=[1, 2])], tolerance=1), "options.probe.prompts[0].logprobs"),
+        (
+            v.Probe(prompts=[v.ProbePrompt(token_ids=[1, 2], logprobs=[float("nan")])], tolerance=1),
+            "options.probe.prompts[0].logprobs",
+        ),
+        (
+            v.Probe(prompts=[v.ProbePrompt(token_ids=[1, 2], logprobs=[-1])] * 257, tolerance=1),
+            "options.probe.prompts",
+        ),
+    ],
+)
+async def test_a_probe_that_could_not_tell_is_refused(fleet: InProcessFleet, probe: v.Probe, field: str) -> None:
+    error = await refusal(begin(fleet, options=v.UpdateOptions(probe=probe)))
+    assert error.field == field

@@ -1,0 +1,129 @@
+"""Verification with real ranks: what a mismatch names, the levels that a trainer asks for, deltas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.demo import tiny as demo_tiny
+from rlctl.demo.tiny import encode
+from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1 import common_pb2 as common
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+CUT = "model.layers.0.mlp.up_proj.weight"
+WHOLE = "model.norm.weight"
+PROMPTS = [encode("1+2=3"), encode("7+8")]
+
+
+@pytest.fixture(scope="module")
+def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+    with torch_fleet.connect() as fleet:
+        yield fleet
+
+
+def held(fleet: Fleet) -> set[str]:
+    operation = fleet.check_weights()
+    return {rank.check.model_digest for stage in operation.stage_results for rank in stage.rank_results}
+
+
+def levels(result: rlctl.UpdateResult) -> set[int]:
+    return {stage.verified for stage in result.operation.stage_results}
+
+
+@pytest.mark.parametrize("path", ["broadcast", "ipc"])
+def test_a_delta_sends_what_differs_from_its_base_and_proves_all(fleet: Fleet, path: str) -> None:
+    publisher = fleet.publisher("actor", path=path)
+    model = demo_tiny.make(seed=5)
+    with pytest.raises(RlctlError) as caught:
+        publisher.update(model, version="early", base="initial")
+    assert (caught.value.reason, caught.value.field) == (Reason.BASE_MISMATCH, "base")
+    full = publisher.update(model, version=f"base-{path}")
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    delta = publisher.update(model, version=f"delta-{path}", base=f"base-{path}")
+    assert (full.tensors_sent, delta.tensors_sent) == (len(list(model.parameters())), 2)
+    assert 0 < delta.bytes_sent < full.bytes_sent
+    assert held(fleet) == {delta.model_digest} == {rlctl.model_digest(model)}
+    assert levels(delta) == {common.VERIFICATION_LEVEL_EXPECTED}
+    nothing = publisher.update(model, version=f"same-{path}", base=f"delta-{path}")
+    assert (nothing.tensors_sent, nothing.bytes_sent) == (0, 0)
+    assert fleet.status().models[0].latest == nothing.version
+    other = fleet.publisher("actor")
+    other.update(demo_tiny.make(seed=6), version="between")
+    other.close()
+    with pytest.raises(RlctlError) as caught:
+        publisher.update(model, version="late", base=f"same-{path}")
+    assert caught.value.reason is Reason.BASE_MISMATCH
+    assert "'between'" in str(caught.value)
+    publisher.close()
+
+
+@pytest.mark.parametrize("path", ["broadcast", "ipc"])
+def test_each_rank_digests_what_it_takes_in_when_asked_to(fleet: Fleet, path: str) -> None:
+    publisher = fleet.publisher("actor", path=path, bucket_bytes=64 << 10)
+    model = demo_tiny.make(seed=7)
+    assert levels(publisher.update(model, version="received", verify="received")) == {
+        common.VERIFICATION_LEVEL_RECEIVED
+    }
+    part = {name: parameter.detach() * 2 for name, parameter in list(model.named_parameters())[:3]}
+    result = publisher.update(part.items(), version="part", verify="received", partial=True)
+    assert levels(result) == {common.VERIFICATION_LEVEL_RECEIVED}
+    publisher.close()
+
+
+def test_a_probe_is_what_the_engines_compute(fleet: Fleet) -> None:
+    publisher = fleet.publisher("actor")
+    model = demo_tiny.make(seed=8)
+    probe = rlctl.Probe.of(model, PROMPTS, tolerance=1e-4)
+    assert levels(publisher.update(model, version="probed", verify="probe", probe=probe)) == {
+        common.VERIFICATION_LEVEL_PROBE
+    }
+    another = copy.deepcopy(model)
+    with torch.no_grad():
+        another.lm_head.weight.mul_(1.5)
+    with pytest.raises(OperationFailed) as caught:
+        publisher.update(another, version="other", verify="probe", probe=probe)
+    results = caught.value.operation.stage_results
+    assert {result.error.reason for result in results} == {"PROBE_MISMATCH"}
+    assert {result.state for result in results} == {common.STAGE_STATE_DIRTY}
+    publisher.update(model, version="again", verify="probe", probe=probe)
+    publisher.close()
+
+
+def test_a_rank_that_skips_a_tensor_is_named(tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    dropped = {"cut": CUT, "whole": WHOLE}
+    engines = [
+        EngineSpec(slot, str(tiny[1]), tp_size=2, environment={"RLCTL_TORCH_SABOTAGE": f"drop-tensor:{name}@1"})
+        for slot, name in dropped.items()
+    ]
+    model = copy.deepcopy(tiny[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    with LocalFleet(engines, directory=tmp_path / "fleet") as running, running.connect() as fleet:
+        publisher = fleet.publisher("actor")
+        with pytest.raises(OperationFailed) as caught:
+            publisher.update(model, version="skipped")
+        publisher.close()
+        assert fleet.status().models[0].latest.label == "initial"
+    for result in caught.value.operation.stage_results:
+        assert result.error.reason == "DIGEST_MISMATCH"
+        assert dropped[result.slot] in result.error.message
+        assert "rank 1" in result.error.message
+        assert result.error.metadata["tensor"] == dropped[result.slot]
+        assert (result.error.metadata["ranks"], result.error.metadata["differing"]) == ("1", "1")
+        assert [rank.check.difference.part.differs for rank in result.rank_results] == [False, True]
+    assert "cut: " in str(caught.value)
+    assert CUT in str(caught.value)
+    assert "rank 1" in str(caught.value)
