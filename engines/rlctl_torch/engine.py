@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import TCPStore
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
-from rlctl_torch import info
+from rlctl_torch import adapter_updates, info
+from rlctl_torch.adapter_updates import LoadAdapter, PrepareAdapter, Unload
 from rlctl_torch.checker import Check
 from rlctl_torch.commands import Action, CommandStream, rejected
 from rlctl_torch.disk import Disk, FromDisk
@@ -107,7 +108,7 @@ class TorchEngine(Engine):
     async def interrupt(self, update_id: str) -> None:
         """Break a receive of this update."""
         if self._ready and update_id:
-            self._rank.receiver.interrupt(update_id)
+            self._rank.interrupt(update_id)
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:
         """What responses are stamped with from the next token on."""
@@ -185,8 +186,9 @@ class TorchEngine(Engine):
         return await self._ordered(Check(self._rank, request), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.updates.Prepare`."""
-        return await self._ordered(Prepare(self._rank, request, call.update_id), call)
+        """See :class:`rlctl_torch.updates.Prepare` and :class:`rlctl_torch.adapter_updates.PrepareAdapter`."""
+        kind = PrepareAdapter if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER else Prepare
+        return await self._ordered(kind(self._rank, request, call.update_id), call)
 
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
@@ -208,17 +210,25 @@ class TorchEngine(Engine):
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.updates.Commit`."""
-        return await self._ordered(Commit(self._rank, call.update_id), call)
+        return await self._ordered(Commit(self._rank, request, call.update_id), call)
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
         """See :class:`rlctl_torch.updates.Abort`."""
         await self._ordered(Abort(self._rank, call.update_id), call)
 
+    async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.adapter_updates.LoadAdapter`."""
+        return await self._ordered(LoadAdapter(self._rank, request, call.update_id), call)
+
+    async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.adapter_updates.Unload`."""
+        return await self._ordered(Unload(self._rank, request), call)
+
     async def _bounded(self, action: Action, call: Call) -> Message | None:
         """Carry out what takes tensors in; it is interrupted when the time is up."""
         self._check_ready()
         loop = asyncio.get_running_loop()
-        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.receiver.interrupt, call.update_id)
+        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.interrupt, call.update_id)
         try:
             return await self._ordered(action, call)
         finally:
@@ -246,6 +256,11 @@ class TorchEngine(Engine):
         if self._rank.scheduler is None:
             return verbs_pb2.Loads(step=self._loop.step)
         return self._rank.scheduler.loads(self._loop.step)
+
+    async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
+        """What is loaded."""
+        self._check_ready()
+        return adapter_updates.listed(self._rank)
 
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call

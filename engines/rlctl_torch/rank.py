@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import MemoryTag, PauseMode
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, MemoryTag, PauseMode
 from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
 from rlctl.weights.digest import usable_cores
 from rlctl.weights.loading import Loading
 from rlctl.weights.roots import Roots
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.shards import ShardMap, model_digest
-from rlctl.weights.transfer import Receiver
+from rlctl.weights.transfer import Receiver, ReceiveStats
 from rlctl_torch import sabotage
+from rlctl_torch.adapters import Adapters, LoraAdapter
+from rlctl_torch.commands import with_outcome
 from rlctl_torch.groups import Groups
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
 from rlctl_torch.model import Model, build
@@ -63,14 +66,31 @@ class OpenUpdate:
         checkpoint: directory that it was loaded from, or "".
         origin: the one read that wrote every tensor, if there was one.
         report: what was taken in so far.
+        receiver: puts tensors into place.
+        adapter: an adapter update: what it stages, once that is known. Nothing of it is used before the commit.
+        stages_adapter: it is an adapter update, of this name and version.
     """
 
     update_id: str
     loading: Loading
+    receiver: Receiver
     touched: bool = False
     checkpoint: str = ""
     origin: Origin | None = None
     report: verbs_pb2.WeightsReport = field(default_factory=verbs_pb2.WeightsReport)
+    stages_adapter: verbs_pb2.Adapter | None = None
+    adapter: LoraAdapter | None = None
+
+    def take_in(self, ranks: Ranks, receive: Callable[[], ReceiveStats]) -> ReceiveStats:
+        """Let tensors come. Of an adapter, which nothing uses yet, either all ranks have taken them in or none has."""
+        if self.stages_adapter is None:
+            return receive()
+        taken: list[ReceiveStats] = []
+        try:
+            ranks.agree(lambda: taken.append(receive()))
+        except RlctlError as error:
+            raise with_outcome(error, OUTCOME_REJECTED) from error
+        return taken[0]
 
 
 class Rank:
@@ -79,7 +99,8 @@ class Rank:
     Attributes:
         checkpoint: directory of the checkpoint that was loaded last.
         writable: the shard map that updates write through.
-        receiver: takes updates in.
+        receiver: takes updates of the weights in.
+        adapters: LoRA adapters that are loaded.
         segments: reads updates out of memory that is shared with a trainer.
         roots: directories that requests may name paths in.
         origin: what the weights were read from, or None when they came otherwise.
@@ -93,6 +114,7 @@ class Rank:
     cache: KVCache
     writable: ShardMap
     receiver: Receiver
+    adapters: Adapters
 
     def __init__(self, config: EngineConfig, options: Options, ranks: Ranks, groups: Groups) -> None:
         self.config = config
@@ -131,8 +153,10 @@ class Rank:
             dtype=self.options.kv_dtype or self.model.dtype,
             device=self.device,
         )
+        self.adapters = Adapters(self.model)
         if self.ranks.rank == 0:
-            self.scheduler = Scheduler(SlotAllocator(tokens, self.options.max_running), self.options.max_running)
+            slots = SlotAllocator(tokens, self.options.max_running)
+            self.scheduler = Scheduler(slots, self.options.max_running, self.adapters)
         self.writable = sabotage.for_updates(self.model.shards, self.ranks.rank, self.ranks.size)
         self.receiver = Receiver(self.writable)
         digest = self.model_digest()
@@ -168,12 +192,27 @@ class Rank:
 
     def refuse_active(self) -> None:
         """Raise ACTIVE_REQUESTS, with their number and the first ids, when requests wait or run and none is paused."""
-        active = [] if self.scheduler is None or self.paused else self.scheduler.active
-        if active:
-            raise Reason.ACTIVE_REQUESTS.error(
-                f"{len(active)} requests are waiting or running: {', '.join(active[:16])}",
-                metadata={"count": str(len(active)), "rids": ",".join(active[:16])},
-            )
+        refuse([] if self.scheduler is None or self.paused else self.scheduler.active, "are waiting or running")
+
+    def put_adapter(self, adapter: LoraAdapter) -> None:
+        """Load or replace an adapter; every rank at the same step."""
+        if self.scheduler is None:
+            self.adapters.put(adapter)
+        else:
+            self.scheduler.put_adapter(adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Unload an adapter; every rank at the same step. What waits or runs with it ends."""
+        if self.scheduler is None:
+            self.adapters.drop(name)
+        else:
+            self.scheduler.drop_adapter(name)
+
+    def interrupt(self, update_id: str) -> None:
+        """Break a receive of this update. From any thread."""
+        self.receiver.interrupt(update_id)
+        if self.update is not None:
+            self.update.receiver.interrupt(update_id)
 
     def synchronise(self) -> None:
         """Wait until the device has done what was enqueued."""
@@ -193,3 +232,12 @@ class Rank:
                 f"context_length is {self.context_length}, the model's positions end at {longest}",
                 field="options.context_length",
             )
+
+
+def refuse(active: Sequence[str], doing: str) -> None:
+    """Raise ACTIVE_REQUESTS, with their number and the first ids, unless there are none."""
+    if active:
+        raise Reason.ACTIVE_REQUESTS.error(
+            f"{len(active)} requests {doing}: {', '.join(active[:16])}",
+            metadata={"count": str(len(active)), "rids": ",".join(active[:16])},
+        )

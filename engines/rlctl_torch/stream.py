@@ -30,6 +30,7 @@ class Delta:
         version: what the weights were at for these tokens.
         finish: set when the sample has ended.
         retractions: times that it was sent back to waiting, so far.
+        adapter_version: what its adapter was at for these tokens, or "".
     """
 
     index: int
@@ -39,6 +40,7 @@ class Delta:
     version: WeightVersion
     finish: FinishReason | None
     retractions: int
+    adapter_version: str = ""
 
 
 class Stream:
@@ -123,10 +125,12 @@ class Stream:
         sample.output_ids.extend([choice.token for choice in delta.tokens])
         if self._settings.logprobs:
             sample.output_logprobs.extend(_logprob(choice) for choice in delta.tokens)
-        if sample.versions and sample.versions[-1].version == delta.version:
-            sample.versions[-1].end = end
+        span = VersionSpan(version=delta.version, start=delta.start, end=end, adapter_version=delta.adapter_version)
+        last = sample.versions[-1] if sample.versions else None
+        if last is not None and (last.version, last.adapter_version) == (span.version, span.adapter_version):
+            last.end = end
         else:
-            sample.versions.append(VersionSpan(version=delta.version, start=delta.start, end=end))
+            sample.versions.append(span)
 
 
 def wake(streams: Iterable[Stream]) -> None:

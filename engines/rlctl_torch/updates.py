@@ -15,11 +15,13 @@ from google.protobuf.duration_pb2 import Duration
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
+    ADAPTER_POLICY_DROP,
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
+    CommitUpdateRequest,
     PrepareUpdateRequest,
     UpdateKind,
     UpdateWeightsFromDistributedRequest,
@@ -82,7 +84,7 @@ class Prepare:
             rank.update.loading.abandon()
             touched = rank.update.touched
         loading = Loading(rank.model, Load(self._update_id, self._full, self._selector))
-        rank.update = OpenUpdate(self._update_id, loading, touched)
+        rank.update = OpenUpdate(self._update_id, loading, rank.receiver, touched)
         return rank.update.report
 
 
@@ -136,16 +138,22 @@ class FromDistributed(InUpdate):
         rank.ranks.agree(lambda: groups.update({name: rank.groups.get(name) for name, _ in self._stream}))
         rank.ranks.agree(update.loading.prepare)
         try:
-            stats = rank.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
+            stats = update.take_in(rank.ranks, lambda: self._receive(update, groups))
         except RlctlError as error:
             update.touched |= error.outcome != OUTCOME_REJECTED
-            if error.reason is Reason.GROUP_FAILED:
-                # The sources of the others would wait for this rank until their timeout.
-                for name, group in groups.items():
-                    rank.groups.drop(name, group)
             raise
         update.touched = True
         return _add(update.report, stats)
+
+    def _receive(self, update: OpenUpdate, groups: dict[str, WeightGroup]) -> ReceiveStats:
+        try:
+            return update.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
+        except RlctlError as error:
+            if error.reason is Reason.GROUP_FAILED:
+                # The sources of the others would wait for this rank until their timeout.
+                for name, group in groups.items():
+                    self._rank.groups.drop(name, group)
+            raise
 
 
 class FromTensor(InUpdate):
@@ -166,25 +174,31 @@ class FromTensor(InUpdate):
         """Map and check on all ranks, then copy."""
         rank, update = self._rank, self._open()
         checked: list[Reading] = []
-        rank.ranks.agree(lambda: checked.append(rank.segments.check(self._segments, rank.receiver)))
+        rank.ranks.agree(lambda: checked.append(rank.segments.check(self._segments, update.receiver)))
         rank.ranks.agree(update.loading.prepare)
         # From here on another rank may have written, whatever becomes of this one.
         update.touched = True
         try:
-            stats = rank.segments.read(checked[0], rank.receiver)
+            stats = update.take_in(rank.ranks, lambda: rank.segments.read(checked[0], update.receiver))
         except RlctlError as error:
-            raise with_outcome(error, OUTCOME_DIRTY) from error
+            raise with_outcome(error, OUTCOME_REJECTED if update.stages_adapter else OUTCOME_DIRTY) from error
         return _add(update.report, stats)
 
 
 class Commit(InUpdate):
-    """CommitUpdate: the weights are one version again."""
+    """CommitUpdate: the weights are one version again, or an adapter takes its place."""
+
+    def __init__(self, rank: Rank, request: CommitUpdateRequest, update_id: str) -> None:
+        super().__init__(rank, update_id)
+        self._drop_adapters = request.adapters == ADAPTER_POLICY_DROP
 
     def run(self) -> WeightsReport:
         """Check on all ranks that everything was written, then close the update."""
         rank, update = self._rank, self._open()
+        if update.stages_adapter is not None:
+            return self._commit_adapter(update)
         try:
-            rank.ranks.agree(self._check)
+            rank.ranks.agree(lambda: self._check(update))
             rank.ranks.agree(update.loading.finalise)
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY if update.touched else OUTCOME_REJECTED) from error
@@ -196,11 +210,25 @@ class Commit(InUpdate):
             # Only what one read wrote, and nobody else wrote to, can be read again.
             alone = update.origin is not None and update.report.tensors == len(rank.writable.shards)
             rank.read_from(update.origin if alone else None)
+        for name in rank.adapters.loaded if self._drop_adapters else ():
+            rank.drop_adapter(name)
         rank.update = None
         return update.report
 
-    def _check(self) -> None:
-        receiver = self._rank.receiver
+    def _commit_adapter(self, update: OpenUpdate) -> WeightsReport:
+        """Every rank at this step, once all have all of it; until then nothing has changed."""
+        rank = self._rank
+        rank.ranks.agree(lambda: self._check(update))
+        assert update.adapter is not None
+        update.receiver.finish()
+        rank.put_adapter(update.adapter)
+        rank.update = None
+        return update.report
+
+    def _check(self, update: OpenUpdate) -> None:
+        receiver = update.receiver
+        if update.stages_adapter is not None and update.adapter is None:
+            raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was written in this update")
         if receiver.at_risk:
             raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the weights")
         missing = receiver.incomplete()
@@ -225,7 +253,8 @@ class Abort(InUpdate):
         rank = self._rank
         if rank.update is not None:
             rank.update.loading.abandon()
-            if rank.update.touched:
+            rank.update.receiver.finish()
+            if rank.update.touched and rank.update.stages_adapter is None:
                 rank.weights = Weights.MIXED
                 rank.read_from(None)
         rank.receiver.finish()

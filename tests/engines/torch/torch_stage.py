@@ -335,7 +335,7 @@ def merge(messages: Sequence[rollout_pb2.GenerateResponse]) -> rollout_pb2.Gener
             sample.completion_tokens, sample.retractions = delta.completion_tokens, delta.retractions
             for span in delta.versions:
                 last = sample.versions[-1] if sample.versions else None
-                if last is not None and last.version == span.version:
+                if last is not None and (last.version, last.adapter_version) == (span.version, span.adapter_version):
                     assert span.start == last.end
                     last.end = span.end
                 else:
@@ -359,4 +359,7 @@ def _data(name: str) -> type[Message]:
         "CheckWeights": verbs_pb2.CheckReport,
         "PullWeights": verbs_pb2.PullReport,
         "InspectCheckpoint": verbs_pb2.CheckpointReport,
+        "LoadAdapter": verbs_pb2.AdapterList,
+        "UnloadAdapter": verbs_pb2.AdapterList,
+        "ListAdapters": verbs_pb2.AdapterList,
     }.get(name, verbs_pb2.WeightsReport)
