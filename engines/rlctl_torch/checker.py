@@ -101,7 +101,9 @@ class Check:
         return self._rank.adapters.find(name, "adapter")
 
     def _digest_adapter(self) -> CheckReport:
-        shards = self._adapter().shards
+        shards, update = self._adapter().shards, self._rank.update
+        if update is not None and update.adapter is not None and update.adapter.shards is shards:
+            self._rank.ranks.agree(update.check_complete)
         with self._rank.ranks.exchanging() as exchange:
             result = model_digest(shards, exchange)
         return CheckReport(

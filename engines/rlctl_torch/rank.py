@@ -81,6 +81,19 @@ class OpenUpdate:
     stages_adapter: verbs_pb2.Adapter | None = None
     adapter: LoraAdapter | None = None
 
+    def check_complete(self) -> None:
+        """Raise WEIGHTS_INCOMPLETE, or GROUP_FAILED, when what came is not all that it must be."""
+        if self.stages_adapter is not None and self.adapter is None:
+            raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was written in this update")
+        if self.receiver.at_risk:
+            raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the tensors")
+        missing = self.receiver.incomplete()
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise Reason.WEIGHTS_INCOMPLETE.error(
+                f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
+            )
+
     def take_in(self, ranks: Ranks, receive: Callable[[], ReceiveStats]) -> ReceiveStats:
         """Let tensors come. Of an adapter, which nothing uses yet, either all ranks have taken them in or none has."""
         if self.stages_adapter is None:

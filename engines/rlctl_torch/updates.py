@@ -198,7 +198,7 @@ class Commit(InUpdate):
         if update.stages_adapter is not None:
             return self._commit_adapter(update)
         try:
-            rank.ranks.agree(lambda: self._check(update))
+            rank.ranks.agree(update.check_complete)
             rank.ranks.agree(update.loading.finalise)
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY if update.touched else OUTCOME_REJECTED) from error
@@ -218,25 +218,12 @@ class Commit(InUpdate):
     def _commit_adapter(self, update: OpenUpdate) -> WeightsReport:
         """Every rank at this step, once all have all of it; until then nothing has changed."""
         rank = self._rank
-        rank.ranks.agree(lambda: self._check(update))
+        rank.ranks.agree(update.check_complete)
         assert update.adapter is not None
         update.receiver.finish()
         rank.put_adapter(update.adapter)
         rank.update = None
         return update.report
-
-    def _check(self, update: OpenUpdate) -> None:
-        receiver = update.receiver
-        if update.stages_adapter is not None and update.adapter is None:
-            raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was written in this update")
-        if receiver.at_risk:
-            raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the weights")
-        missing = receiver.incomplete()
-        if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise Reason.WEIGHTS_INCOMPLETE.error(
-                f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
-            )
 
 
 class Abort(InUpdate):

@@ -32,6 +32,7 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED, SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, StageResult
 from rlctl.v1.verbs_pb2 import (
+    ADAPTER_POLICY_DROP,
     AFTER_UPDATE_STAY_PAUSED,
     AbortUpdateRequest,
     CheckWeightsRequest,
@@ -96,19 +97,26 @@ class Finish:
 
     async def _complete(self, run: Run, expected_digest: str) -> tuple[list[Slot], str]:
         """Finish, flush and verify the targets: those that confirmed, and the digest that they all have, or ""."""
-        if not self._session.written:
-            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
-        await self._session.ready()
-        await self._session.advance(UPDATE_PHASE_COMMITTING)
+        await self._begin()
         levels = self._session.levels(expected_digest)
         good = self._keep(
             run,
             await self._session.step(
-                CommitUpdateRequest(version=self._session.record.plan.version), self._session.targets
+                CommitUpdateRequest(
+                    version=self._session.record.plan.version,
+                    adapters=self._session.record.request.options.adapters,
+                ),
+                self._session.targets,
             ),
         )
         good = await self._flush(run, good)
         return await self._verify(run, good, levels, expected_digest)
+
+    async def _begin(self) -> None:
+        if not self._session.written:
+            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
+        await self._session.ready()
+        await self._session.advance(UPDATE_PHASE_COMMITTING)
 
     @contextlib.asynccontextmanager
     async def _silencing(self, good: Sequence[Slot]) -> AsyncIterator[None]:
@@ -205,6 +213,10 @@ class Finish:
         record = versions.published(
             self._session.model, version, model_digest=digest, checkpoint=self._session.checkpoint
         )
+        if self._session.record.request.options.adapters == ADAPTER_POLICY_DROP:
+            run.operation.dropped_adapters.extend(adapter.name for adapter in record.adapters)
+            del record.adapters[:]
+        run.operation.adapters.extend(record.adapters)
         changes = [model_put(record)]
         if self._session.full:
             changes += [slot_put(_released(slot.record)) for slot in good]

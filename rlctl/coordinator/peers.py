@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from rlctl.control.commander import SILENCE_S, Commander
 from rlctl.coordinator.roster import ModelState, Roster, Slot
-from rlctl.coordinator.versions import adoptable
+from rlctl.coordinator.versions import adoptable, lacking
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Dialer
 from rlctl.times import duration
@@ -88,6 +88,7 @@ class Peers:
                 lease=duration(lease_s),
                 adopt=model.record.latest if adopt else None,
                 number=slot.grant_number if withheld else 0,
+                adapters=model.record.adapters,
             )
         )
 
@@ -197,7 +198,7 @@ class Peers:
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
-        if first or adoptable(self._roster, slot) or report.update_id or stale:
+        if first or adoptable(self._roster, slot) or report.update_id or stale or lacking(self._roster, slot):
             task = asyncio.create_task(self._take_in(slot))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)

@@ -42,6 +42,7 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_FULL,
     UPDATE_KIND_UNSPECIFIED,
     AbortUpdateRequest,
+    Adapter,
     ContinueGenerationRequest,
     DestroyWeightsUpdateGroupRequest,
     PauseGenerationRequest,
@@ -70,6 +71,7 @@ class Session:
         targets: those of them that have not been lost in an attempt.
         resume: targets that generate again afterwards.
         paused_at: when the first target was paused, on the clock's ``now``; None: no target was told of the update.
+        adapter: the adapter that it is about, beside the weights; None: it is about the weights.
         writing: held by whoever lets the targets take in weights, so that several sources come one after the other.
     """
 
@@ -85,8 +87,10 @@ class Session:
         fanout: Fanout,
         journal: Journal,
         clock: Clock,
+        adapter: Adapter | None = None,
     ) -> None:
         self.record = record
+        self.adapter = adapter
         self.model = model
         self.frozen = tuple(targets)
         self.targets = list(targets)
@@ -169,7 +173,14 @@ class Session:
         running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
         self.resume = {slot.name for slot in awake if slot in running or slot.held}
         self.paused_at = self._clock.now()
-        mode = options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
+        mode = options.pause or PAUSE_MODE_UNSPECIFIED
+        if mode == PAUSE_MODE_UNSPECIFIED and self.adapter is not None:
+            # Requests with other adapters, or none, wait while the update is open and go on where they were.
+            self.resume = set()
+            self._all_applied(await self.step(self._prepare_request(), self.targets))
+            return
+        if mode == PAUSE_MODE_UNSPECIFIED and options.abort_all_requests:
+            mode = PAUSE_MODE_ABORT
         if mode != PAUSE_MODE_UNSPECIFIED:
             self._all_applied(await self._pause(running, mode))
         self._all_applied(await self.step(self._prepare_request(), self.targets))
@@ -178,7 +189,10 @@ class Session:
             self._all_applied(await self._pause(running, PAUSE_MODE_RETRACT))
 
     def _prepare_request(self) -> PrepareUpdateRequest:
+        begin = self.record.request
         return PrepareUpdateRequest(
+            adapter=self.adapter,
+            adapter_config=begin.adapter_config if begin.HasField("adapter_config") else None,
             version=self.record.plan.version,
             kind=self.record.request.kind,
             apply=self.record.request.apply,

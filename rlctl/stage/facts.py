@@ -26,6 +26,7 @@ from rlctl.v1.common_pb2 import (
     WeightVersion,
 )
 from rlctl.v1.results_pb2 import RankResult
+from rlctl.v1.verbs_pb2 import Adapter
 from rlctl.verbs import STATE_PREFIX, Verb
 
 POSSIBLY_DONE = (OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
@@ -52,6 +53,7 @@ class OpenUpdate:
         checkpoint: checkpoint that it loaded, when it came from disk.
         touched: a byte may have been written.
         committed: this stage has finished it; it waits for the version's admission.
+        adapter: what an adapter update leads to: nothing that is served changes before its commit. None: no such.
     """
 
     update_id: str
@@ -61,6 +63,7 @@ class OpenUpdate:
     checkpoint: str = ""
     touched: bool = False
     committed: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -79,6 +82,8 @@ class Facts:
     update: OpenUpdate | None = None
     admitted: tuple[WeightVersion, ...] = ()
     fleet_epoch: int = 0
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    admitted_adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> StageState.ValueType:
@@ -172,8 +177,19 @@ class Facts:
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
                 full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
                 self.update = OpenUpdate(request.header.fence.update_id, request.version, full, self.weights)
+                if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+                    self.update.adapter = request.adapter
+                    self.update.adapter.lora_rank = request.adapter_config.lora_rank
+            case verbs_pb2.LoadAdapterRequest() if applied and self.update is not None:
+                self.update.adapter = next(a for result in results for a in result.adapters.adapters)
+            case verbs_pb2.UnloadAdapterRequest() if possible:
+                self.adapters.pop(request.name, None)
+            case verbs_pb2.CommitUpdateRequest() if self.update is not None and self.update.adapter is not None:
+                self._put_adapter(self.update.adapter, applied=applied, possible=possible)
             case verbs_pb2.CommitUpdateRequest() if applied and self.update is not None:
                 self._committed(self.update, request.version)
+                if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
+                    self.adapters.clear()
             case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
                 # Finished or not: nobody vouches for what was written.
                 if self.update.touched or self.update.committed:
@@ -181,21 +197,31 @@ class Facts:
                 self.update = None
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
                 self._mixed()
-            case verbs_pb2.CheckWeightsRequest() if applied and not request.skip_tensors:
+            case verbs_pb2.CheckWeightsRequest() if applied and not (request.skip_tensors or request.adapter):
                 self._digested(results)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
-        if verb.writes_weights and possible and not finished:
+        beside = self.update is not None and self.update.adapter is not None
+        if verb.writes_weights and possible and not finished and not beside:
             if self.update is not None:
                 self.update.touched = True
             self._mixed()
 
-    def admit(self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None) -> None:
+    @property
+    def servable_adapters(self) -> dict[str, str]:
+        """Version by name of the adapters that may be generated with: held, at the version that is admitted."""
+        held = {name: adapter.version for name, adapter in self.adapters.items()}
+        return {name: version for name, version in held.items() if self.admitted_adapters.get(name) == version}
+
+    def admit(
+        self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None, adapters: Iterable[Adapter] = ()
+    ) -> None:
         """Take in which versions may be served, and optionally which one the weights at hand are."""
         self.admitted = tuple(admitted)
+        self.admitted_adapters = {adapter.name: adapter.version for adapter in adapters}
         if adopt is not None and self.update is None and self.weights is Weights.WHOLE:
             self.version = adopt
         if self.update is not None and self.update.committed and self.at_admitted_version:
@@ -220,6 +246,14 @@ class Facts:
         digests = {result.check.model_digest for result in results if result.check.model_digest}
         if self.weights is Weights.WHOLE and len(digests) == 1:
             self.model_digest = digests.pop()
+
+    def _put_adapter(self, adapter: Adapter, *, applied: bool, possible: bool) -> None:
+        """An adapter's commit: it takes the place of the old one; what ranks may disagree about is held by none."""
+        if applied:
+            self.adapters[adapter.name] = adapter
+            self.update = None
+        elif possible:
+            self.adapters.pop(adapter.name, None)
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
         update.committed = True

@@ -43,18 +43,18 @@ class Generation:
         check(request)
         started = self._clock.now()
         serving = self._serving()
-        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq)
+        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter)
         if request.WhichOneof("prompt") is None:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
         async with contextlib.aclosing(self._engine.generate(request)) as parts:
-            async for part in self._watched(parts, deadline):
+            async for part in self._watched(parts, deadline, request.adapter):
                 part.slot, part.incarnation = serving.slot, serving.incarnation
                 part.elapsed.CopyFrom(duration(self._clock.now() - started))
                 yield part
 
     async def _watched(
-        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float
+        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float, adapter: str
     ) -> AsyncGenerator[GenerateResponse, None]:
         """What the engine says while the stage may serve; an engine that says nothing is not waited for blindly."""
         coming: asyncio.Future[GenerateResponse] | None = None
@@ -65,7 +65,7 @@ class Generation:
                 if left <= 0:
                     raise Reason.DEADLINE_EXCEEDED.error("the time was up before the request ended")
                 await asyncio.wait({coming}, timeout=min(left, LOOK_S))
-                self._serving().refuse_ongoing(self._clock.now())
+                self._serving().refuse_ongoing(self._clock.now(), adapter)
                 if not coming.done():
                     continue
                 done, coming = coming, None
@@ -113,7 +113,8 @@ def _merge_sample(whole: Sample, part: Sample) -> None:
     whole.retractions = part.retractions
     for span in part.versions:
         last = whole.versions[-1] if whole.versions else None
-        if last is not None and last.version == span.version and last.end == span.start:
+        same = last is not None and (last.version, last.adapter_version) == (span.version, span.adapter_version)
+        if last is not None and same and last.end == span.start:
             last.end = span.end
         else:
             whole.versions.add().CopyFrom(span)

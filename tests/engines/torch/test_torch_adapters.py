@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -253,10 +254,11 @@ async def test_what_cannot_be_applied_is_refused_by_name(stage: Stage, math: Mad
     assert await stage.tokens(PROMPT, 3, adapter="math") == greedy(math[1], PROMPT, 3)
 
 
-async def test_paths_outside_of_the_roots_are_refused(stage: Stage, tmp_path: Path) -> None:
-    path = make_adapter(tmp_path / "elsewhere", stage.config.model_path)
-    await stage(opening("math"), update="u5")
-    error = await all_refuse(stage, LoadAdapterRequest(name="math", path=path), update="u5")
+async def test_paths_outside_of_the_roots_are_refused(stage: Stage) -> None:
+    with tempfile.TemporaryDirectory() as elsewhere:
+        path = make_adapter(Path(elsewhere) / "adapter", stage.config.model_path)
+        await stage(opening("math"), update="u5")
+        error = await all_refuse(stage, LoadAdapterRequest(name="math", path=path), update="u5")
     assert (error.reason, error.field) == (Reason.PATH_NOT_ALLOWED, "path")
     nowhere = str(Path(stage.config.model_path).parent / "nowhere")
     error = await all_refuse(stage, LoadAdapterRequest(name="math", path=nowhere), update="u5")

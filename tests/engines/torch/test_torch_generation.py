@@ -246,7 +246,9 @@ async def test_abort_by_id_returns_what_there_is(stage: Stage, gate) -> None:
 
 
 async def test_abort_all_ends_waiting_requests_too(stage: Stage, gate) -> None:
-    tasks = [asyncio.create_task(stage.generate(prompt_of(3, n), max_new_tokens=50, n=3)) for n in range(40)]
+    tasks = [
+        asyncio.create_task(stage.generate(prompt_of(3, n), max_new_tokens=50, n=3, ignore_eos=True)) for n in range(40)
+    ]
     gate.allow(2)
     await until(lambda: gate.steps >= 2)
     (report, *others) = await stage(AbortRequestsRequest(abort_all=True))
