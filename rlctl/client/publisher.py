@@ -159,9 +159,10 @@ class AsyncPublisher:
         base weights and theirs stay. ``adapter_config``: its PEFT config (r, lora_alpha, target_modules, ...).
         ``adapters``: keep or drop those that are loaded when the base weights change; "" keeps. ``pause``: abort,
         retract, in_place, drain, or "" to refuse while requests are active (with ``adapter``: requests that use it);
-        None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``: None empties the caches;
-        False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
-        that each target reaches, or expected, replica, none. ``quorum``: targets that must confirm, 0 for all.
+        None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``:
+        None empties the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``:
+        "" for the highest level that each target reaches, or expected, replica, none. ``quorum``: targets that must
+        confirm, 0 for all.
         ``retries``: times that the sources go through their weights again after a group failed, without the targets
         that are gone. ``partial``: not every parameter is sent.
 

@@ -16,6 +16,7 @@ from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Slot, model_put
 from rlctl.errors import Reason, RlctlError
+from rlctl.outcomes import blame
 from rlctl.ports import Journal
 from rlctl.v1.common_pb2 import (
     EVIDENCE_VERIFIED,
@@ -42,8 +43,6 @@ class FinishAdapter(Finish):
     async def restore(self, run: Run, expected_digest: str) -> None:
         """Verify and put in place what targets lacked of the model's adapters. Raises when one did not confirm."""
         good, _ = await self._complete(run, expected_digest)
-        if len(good) < len(self._session.frozen):
-            raise self._session.short_of_quorum(len(good), self._cause(run))
         for result in await self._put(run, good):
             if result.outcome != OUTCOME_APPLIED:
                 raise self._session.short_of_quorum(0, self._cause(run))
@@ -54,14 +53,16 @@ class FinishAdapter(Finish):
         session = self._session
         await self._begin()
         self._levels = session.levels(expected_digest)
-        wanted = session.record.request.options.verify
-        skip = wanted == VERIFICATION_LEVEL_NONE
-        checked = [] if skip else [slot for slot in session.targets if verification.digests(slot)]
+        # Always: it is small, what is missing shows here, and whoever loads it again must hold the same.
+        checked = [slot for slot in session.targets if verification.digests(slot)]
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
-        wrong = verification.judge(results, self._levels, expected_digest)
+        failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
+        wrong = verification.judge(results, self._levels, expected_digest) | failed
         for slot in session.targets:
             if slot.name in wrong:
                 run.add(_refused(slot, wrong[slot.name]))
+        if wrong and len(session.targets) - len(wrong) < session.quorum:
+            raise next(iter(wrong.values()))
         digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong}
         return [slot for slot in session.targets if slot.name not in wrong], digests.pop() if digests else ""
 

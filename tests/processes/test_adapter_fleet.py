@@ -1,4 +1,4 @@
-"""Adapters through real processes: the command line, the publisher over gloo and shared memory, engines of TP 2 and 1."""
+"""Adapters through real processes: the command line, the publisher over gloo and shared memory, TP 2 and 1."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_command_line_loads_lists_generates_and_unloads(
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     before = fleet.status().models[0]
     path = str(tmp_path / "adapter")
-    loaded = rlctl(torch_fleet, "adapters", "load", "--name", "math", "--path", path, "--request-version", "a-1")
+    loaded = rlctl(torch_fleet, "adapters", "load", "--name", "math", "--path", path, "--version", "a-1")
     assert loaded.returncode == 0, loaded.stderr
     assert "LoadAdapter OK: 2 of 2 stages confirmed" in loaded.stderr
     assert "math@a-1" in loaded.stderr
@@ -115,8 +115,8 @@ def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], 
         assert [(a.name, a.version) for a in result.operation.adapters] == [("math", version)]
         assert result.version == before.latest, "the base weights stay"
         assert generated(fleet, "math") == [(expected(tiny[0], tensors), {version})] * 2
+    missing = dict(list(tensors.items())[1:])
     with pytest.raises(RlctlError) as caught:
-        missing = dict(list(tensors.items())[1:])
         publisher.update(missing.items(), version="short", adapter="math", adapter_config=CONFIG)
     assert caught.value.reason is Reason.WEIGHTS_INCOMPLETE, caught.value
     with pytest.raises(RlctlError) as caught:
