@@ -289,6 +289,8 @@ class Scheduler:
             if extends:
                 batch.outputs.append(offset + end - 1)
             self._under_way.append(_Part(sample, scored, extends))
+        if not any(batch.adapters):
+            batch.adapters.clear()
         if not batch.outputs:
             batch.outputs.append(len(batch.tokens) - 1)
         return batch

@@ -178,8 +178,8 @@ class Facts:
                 full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
                 self.update = OpenUpdate(request.header.fence.update_id, request.version, full, self.weights)
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
-                    self.update.adapter = request.adapter
-                    self.update.adapter.lora_rank = request.adapter_config.lora_rank
+                    self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
+                    self.update.adapter.MergeFrom(request.adapter)
             case verbs_pb2.LoadAdapterRequest() if applied and self.update is not None:
                 self.update.adapter = next(a for result in results for a in result.adapters.adapters)
             case verbs_pb2.UnloadAdapterRequest() if possible:

@@ -34,6 +34,7 @@ CORES = [
     "rlctl/stage/core.py",
     "rlctl/stage/facts.py",
     "rlctl/stage/relay.py",
+    "rlctl/coordinator/adapters.py",
     "rlctl/coordinator/core.py",
     "rlctl/coordinator/fanout.py",
     "rlctl/coordinator/groups.py",

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch_adapters import ALL, load_adapter, make_adapter, merge_adapter
-from torch_models import greedy, prompt_of, reference_logprobs
+from torch_models import dequantise_checkpoint, greedy, prompt_of, quantise_checkpoint, reference_logprobs
 from torch_source import Source, load, prepare
-from torch_stage import Stage, until
+from torch_stage import Follower, Stage, until
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE
@@ -275,3 +275,22 @@ async def test_base_and_adapter_updates_do_not_mix(stage: Stage, math: Made) -> 
     update = await prepare(stage)
     error = await all_refuse(stage, LoadAdapterRequest(name="math", path=math[0]), update=update)
     assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, "name")
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "qwen2-moe", "fp8"])
+async def test_layers_of_every_kind(checkpoints, follower: Follower, tmp_path: Path, family: str) -> None:
+    served = plain = checkpoints("odd" if family == "fp8" else family)
+    if family == "fp8":
+        served = quantise_checkpoint(plain, tmp_path / "codes")
+        plain = dequantise_checkpoint(served, tmp_path / "plain")
+    adapter = make_adapter(tmp_path / "adapter", plain, targets=("q_proj", "o_proj", "down_proj", "gate_proj"))
+    merged = merge_adapter(tmp_path / "merged", plain, adapter)
+    stage = Stage(served, follower)
+    await stage.start()
+    try:
+        await load_adapter(stage, "math", adapter)
+        found = await asyncio.gather(*(stage.tokens(PROMPT, 6, adapter=name) for name in ("", "math")))
+        assert found == [greedy(plain, PROMPT, 6), greedy(merged, PROMPT, 6)]
+        assert found[0] != found[1]
+    finally:
+        await stage.stop()

@@ -29,7 +29,7 @@ def lora_tensors(base: str, targets: Sequence[str], rank: int, seed: int) -> dic
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(Path(base) / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module.rpartition(".")[2] in targets:
+        if name.endswith(".weight") and module.rpartition(".")[2] in targets and ".experts." not in name:
             out, into = weight.shape
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, into, generator=generator) * 0.3
