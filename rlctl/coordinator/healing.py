@@ -119,7 +119,7 @@ class Healer:
         everyone = self._roster.slots.values()
         slots = slots or [slot for slot in everyone if _needs_heal(slot) or self._lacks_adapters(slot)]
         if not slots:
-            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY, quarantined or without an adapter")
+            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
         for slot in slots:
             if _needs_heal(slot) or not self._lacks_adapters(slot):
                 self._source(slot, request.checkpoint)
@@ -131,7 +131,7 @@ class Healer:
             failure: RlctlError | None = None
             for slot in slots:
                 try:
-                    if _needs_heal(slot):
+                    if _needs_heal(slot) or not self._lacks_adapters(slot):
                         source = self._source(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
                         await self._one(run, slot, session, self._carry_out(session, run, source))

@@ -181,7 +181,8 @@ class Facts:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
                     self.update.adapter.MergeFrom(request.adapter)
             case verbs_pb2.LoadAdapterRequest() if applied and self.update is not None:
-                self.update.adapter = next(a for result in results for a in result.adapters.adapters)
+                told = (adapter for result in results for adapter in result.adapters.adapters)
+                self.update.adapter = next(told, self.update.adapter)
             case verbs_pb2.UnloadAdapterRequest() if possible:
                 self.adapters.pop(request.name, None)
             case verbs_pb2.CommitUpdateRequest() if self.update is not None and self.update.adapter is not None:
