@@ -7,6 +7,7 @@ that the targets are told to put it in its place. One that fails to is without t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
@@ -116,6 +117,7 @@ async def unload(
     fanout: Fanout,
     peers: Peers,
     journal: Journal,
+    publishing: asyncio.Lock,
 ) -> None:
     """Unload an adapter at its holders. Once one of them may have, the model has it no more, and no stage serves it."""
     results = await fanout.run(
@@ -123,9 +125,10 @@ async def unload(
     )
     kept = all(r.outcome not in versions.POSSIBLY_DONE and r.error.reason != _NOT_FOUND for r in results)
     if not kept:
-        record = versions.without_adapter(model, request.name)
-        await journal.write([model_put(record)])
-        model.record = record
+        async with publishing:
+            record = versions.without_adapter(model, request.name)
+            await journal.write([model_put(record)])
+            model.record = record
         peers.grant_model(record.name)
     run.operation.adapters.extend(model.record.adapters)
 

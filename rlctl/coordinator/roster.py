@@ -44,9 +44,10 @@ class Slot:
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
-        grant_number: number of the newest grant whose receipt it was asked to confirm.
+        grant_number: number of the grant whose receipt it was last asked to confirm.
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
+        unhealable: why it needs a heal and can get none, or "".
     """
 
     record: SlotRecord
@@ -56,6 +57,7 @@ class Slot:
     grant_number: int = 0
     restoring: bool = False
     late: bool = True
+    unhealable: str = ""
 
     @property
     def held(self) -> bool:
@@ -107,7 +109,8 @@ class Slot:
         """Why generation may not go there, or ""."""
         state = self.state
         if state != common_pb2.STAGE_STATE_READY:
-            return StageState.Name(state).removeprefix("STAGE_STATE_")
+            name = StageState.Name(state).removeprefix("STAGE_STATE_")
+            return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
         if not self.record.enabled:
             return "disabled"
         if self.quarantine is not None:
@@ -146,8 +149,10 @@ class Roster:
         self.models: dict[str, ModelState] = {}
         self.epoch = 0
         self._revision = 0
-        self._watchers: set[asyncio.Queue[None]] = set()
+        self._watchers: dict[asyncio.Queue[None], None] = {}
         self._closed = False
+        self.publishing = asyncio.Lock()
+        """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
         self._writing = asyncio.Lock()
         """Held while slot records are written, so that two changes of one do not undo each other."""
 
@@ -163,6 +168,12 @@ class Roster:
 
     async def register(self, registration: StageRegistration) -> Slot:
         """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
+        async with self._writing:
+            slot = await self._register(registration)
+        self.changed()
+        return slot
+
+    async def _register(self, registration: StageRegistration) -> Slot:
         slot = self.slots.get(registration.slot)
         if slot is not None and slot.record.registration.boot_id == registration.boot_id:
             record = SlotRecord()
@@ -175,17 +186,18 @@ class Roster:
                 incarnation=slot.record.incarnation + 1 if slot else 1,
                 enabled=slot.record.enabled if slot else True,
             )
-        model = self.models.get(registration.model)
-        if model is None:
-            model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
-        await self._journal.write([slot_put(record), model_put(model.record)])
+        changes = [slot_put(record)]
+        model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
+        if registration.model not in self.models:
+            # One that is there is left alone: what is being published of it now would be undone.
+            changes.append(model_put(model.record))
+        await self._journal.write(changes)
         self.models.setdefault(registration.model, model)
         if slot is None or slot.record.incarnation != record.incarnation:
             lease_until = slot.lease_until if slot else float("-inf")
             slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
         else:
             slot.record = record
-        self.changed()
         return slot
 
     async def change(self, slots: Collection[Slot], mutate: Callable[[SlotRecord], object]) -> None:
@@ -310,7 +322,7 @@ class Roster:
     async def watch(self, model: str = "") -> AsyncGenerator[FleetEvent, None]:
         """A snapshot, then what changes. Bursts are merged."""
         queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
-        self._watchers.add(queue)
+        self._watchers[queue] = None
         seen: dict[str, bytes] = {}
         try:
             fleet = self.fleet(model)
@@ -322,7 +334,7 @@ class Roster:
                 if changed.models or changed.stages:
                     yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
         finally:
-            self._watchers.discard(queue)
+            del self._watchers[queue]
 
     def _model(self, model: ModelState) -> Model:
         return Model(
@@ -351,6 +363,7 @@ class Roster:
             not_routable=obstacle,
             quarantine=slot.quarantine,
             last_heard=duration(heard) if heard is not None else None,
+            unhealable=bool(slot.unhealable),
         )
 
 
