@@ -70,7 +70,7 @@ OWNER = "healing"
 AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
 """Pauses between tries to heal a stage: something else may hold it, or an update was begun and refused."""
 
-GRACE_S = 20.0
+GRACE_S = 60.0
 """How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed."""
 
 MAKE_WAY_S = 5.0
@@ -162,11 +162,14 @@ class Healer:
             slot.unhealable = ""
             return False
         if slot.state == STAGE_STATE_STALE and slot.late:
-            return not adoptable(self._roster, slot)  # it holds the version already; the next grant says so
+            return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
         if not _needs_heal(slot) and slot not in self._spoilt:
             return True
         since = self._spoilt.setdefault(slot, self._clock.now())
         return self._clock.now() - since >= GRACE_S
+
+    def _is_admitted(self, slot: Slot) -> bool:
+        return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
 
     def look(self, slot: Slot) -> None:
         """Heal a stage that came late or was spoilt, if that is the policy and there is a source; otherwise say that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
@@ -169,50 +169,63 @@ class Roster:
     async def register(self, registration: StageRegistration) -> Slot:
         """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
         async with self._writing:
-            slot = await self._register(registration)
+            slot = self.slots.get(registration.slot)
+            same = slot is not None and slot.record.registration.boot_id == registration.boot_id
+            record = SlotRecord(incarnation=slot.record.incarnation + 1 if slot else 1, enabled=True)
+            if slot is not None:
+                record.enabled = slot.record.enabled
+            if slot is not None and same:
+                record.CopyFrom(slot.record)
+            _fill(record, registration)
+            changes = [slot_put(record)]
+            model = self.models.get(registration.model)
+            if model is None:
+                model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
+                changes.append(model_put(model.record))
+            await self._journal.write(changes)
+            self.models.setdefault(registration.model, model)
+            if slot is None or not same:
+                lease_until = slot.lease_until if slot else float("-inf")
+                slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
+            else:
+                _fill(slot.record, registration)
         self.changed()
         return slot
 
-    async def _register(self, registration: StageRegistration) -> Slot:
-        slot = self.slots.get(registration.slot)
-        if slot is not None and slot.record.registration.boot_id == registration.boot_id:
-            record = SlotRecord()
-            record.CopyFrom(slot.record)
-            record.registration.CopyFrom(registration)
-            record.retired = False
-        else:
-            record = SlotRecord(
-                registration=registration,
-                incarnation=slot.record.incarnation + 1 if slot else 1,
-                enabled=slot.record.enabled if slot else True,
-            )
-        changes = [slot_put(record)]
-        model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
-        if registration.model not in self.models:
-            # One that is there is left alone: what is being published of it now would be undone.
-            changes.append(model_put(model.record))
-        await self._journal.write(changes)
-        self.models.setdefault(registration.model, model)
-        if slot is None or slot.record.incarnation != record.incarnation:
-            lease_until = slot.lease_until if slot else float("-inf")
-            slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
-        else:
-            slot.record = record
-        return slot
+    async def change(
+        self,
+        slots: Collection[Slot],
+        mutate: Callable[[SlotRecord], object],
+        write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
+    ) -> None:
+        """Change the records of slots, durably first. ``write`` puts them into the journal, with what goes with them.
 
-    async def change(self, slots: Collection[Slot], mutate: Callable[[SlotRecord], object]) -> None:
-        """Change the records of slots, durably first."""
+        One that something else fills by now is left alone.
+        """
         async with self._writing:
+            present = [slot for slot in slots if self.slots.get(slot.name) is slot]
             changed = []
-            for slot in slots:
+            for slot in present:
                 record = SlotRecord()
                 record.CopyFrom(slot.record)
                 mutate(record)
                 changed.append(slot_put(record))
-            await self._journal.write(changed)
-            for slot in slots:
+            await (write or self._journal.write)(changed)
+            for slot in present:
                 mutate(slot.record)
         self.changed()
+
+    async def lift_quarantine(
+        self, slots: Collection[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
+    ) -> None:
+        """End the quarantines that slots have now, as :meth:`change` does; one that comes meanwhile stays."""
+        known = {slot.name: slot.record.quarantine.SerializeToString() for slot in slots}
+
+        def lift(record: SlotRecord) -> None:
+            if record.quarantine.SerializeToString() == known[record.registration.slot]:
+                record.ClearField("quarantine")
+
+        await self.change(slots, lift, write)
 
     async def quarantine(self, causes: Mapping[Slot, ErrorDetail]) -> None:
         """Take stages out of routing until a full update or a heal has been applied to them.
@@ -224,8 +237,7 @@ class Roster:
             slot.record.quarantine.CopyFrom(cause)
         if present:
             self.changed()
-            async with self._writing:
-                await self._journal.write([slot_put(slot.record) for slot in present])
+            await self.change(present, lambda _: None)
 
     def slot(self, name: str, field_path: str = "slot") -> Slot:
         """The slot of this name. Raises STAGE_NOT_FOUND."""
@@ -365,6 +377,11 @@ class Roster:
             last_heard=duration(heard) if heard is not None else None,
             unhealable=bool(slot.unhealable),
         )
+
+
+def _fill(record: SlotRecord, registration: StageRegistration) -> None:
+    record.registration.CopyFrom(registration)
+    record.retired = False
 
 
 def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:

@@ -15,7 +15,8 @@ from rlctl.errors import Reason
 from rlctl.ports import Clock
 from rlctl.stage.core import Serving
 from rlctl.times import duration
-from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse, Sample
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse, Sample, VersionSpan
 
 LOOK_S = 0.5
 """How often the stage's state is looked at while the engine says nothing."""
@@ -113,8 +114,13 @@ def _merge_sample(whole: Sample, part: Sample) -> None:
     whole.retractions = part.retractions
     for span in part.versions:
         last = whole.versions[-1] if whole.versions else None
-        same = last is not None and (last.version, last.adapter_version) == (span.version, span.adapter_version)
+        same = last is not None and _of(last) == _of(span)
         if last is not None and same and last.end == span.start:
             last.end = span.end
         else:
             whole.versions.add().CopyFrom(span)
+
+
+def _of(span: VersionSpan) -> tuple[WeightVersion, WeightVersion, str]:
+    """What a stretch of output was generated with."""
+    return span.version, span.kv_version, span.adapter_version

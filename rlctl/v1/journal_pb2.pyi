@@ -138,6 +138,7 @@ class ModelRecord(_message.Message):
     RESERVED_SEQUENCE_FIELD_NUMBER: _builtins.int
     TRAINER_INCARNATION_FIELD_NUMBER: _builtins.int
     GROUP_GENERATION_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -158,6 +159,10 @@ class ModelRecord(_message.Message):
         """Version published last."""
 
     @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups that stages may still be members of. Those that an update does not use are left at its beginning."""
+
+    @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Its adapters."""
 
@@ -172,11 +177,12 @@ class ModelRecord(_message.Message):
         reserved_sequence: _builtins.int = ...,
         trainer_incarnation: _builtins.int = ...,
         group_generation: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.str] | None = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "group_generation", b"group_generation", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -335,7 +335,8 @@ def merge(messages: Sequence[rollout_pb2.GenerateResponse]) -> rollout_pb2.Gener
             sample.completion_tokens, sample.retractions = delta.completion_tokens, delta.retractions
             for span in delta.versions:
                 last = sample.versions[-1] if sample.versions else None
-                if last is not None and (last.version, last.adapter_version) == (span.version, span.adapter_version):
+                parts = [(s.version, s.kv_version, s.adapter_version) for s in (last, span) if s is not None]
+                if len(parts) == 2 and parts[0] == parts[1]:
                     assert span.start == last.end
                     last.end = span.end
                 else:
