@@ -24,6 +24,7 @@ from rlctl.weights.digest import RankDigest, rank_digest
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.shards import ShardMap, model_digest
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl_torch.adapters import LoraAdapter
 from rlctl_torch.beside import Later
 from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.shadow import Shadow
@@ -48,6 +49,12 @@ class Check:
         rank = self._rank
         if MEMORY_TAG_WEIGHTS in rank.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
+        if self._request.adapter:
+            if self._action != CHECK_ACTION_CHECKSUM:
+                raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
+            if self._request.shadow:
+                raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
+            self._adapter()
         if self._action == CHECK_ACTION_RESET_TENSORS:
             rank.refuse_during_update()
             rank.refuse_active()
@@ -67,6 +74,8 @@ class Check:
         if self._request.shadow:
             shadow = self._shadow()
             return Later(lambda: self._digest_shadow(shadow))
+        if self._request.adapter:
+            return self._digest_adapter()
         started = time.perf_counter()
         rank, request = self._rank, self._request
         if self._action == CHECK_ACTION_RESET_TENSORS:
@@ -117,6 +126,28 @@ class Check:
                 metadata={"expected": request.expected_digest, "found": report.model_digest},
             )
         return report
+
+    def _adapter(self) -> LoraAdapter:
+        """The adapter that is meant. Raises ADAPTER_NOT_FOUND."""
+        update, name = self._rank.update, self._request.adapter
+        if update is not None and update.adapter is not None and update.adapter.info.name == name:
+            return update.adapter
+        return self._rank.adapters.find(name, "adapter")
+
+    def _digest_adapter(self) -> CheckReport:
+        started = time.perf_counter()
+        shards, update = self._adapter().shards, self._rank.update
+        if update is not None and update.adapter is not None and update.adapter.shards is shards:
+            self._rank.ranks.agree(update.check_complete)
+        with self._rank.ranks.exchanging() as exchange:
+            result = model_digest(shards, exchange)
+        report = CheckReport(
+            action=self._action,
+            tensor_count=len(shards.shards),
+            model_digest=result.digest,
+            inconsistent=result.inconsistent,
+        )
+        return self._ended(report, started)
 
     def _digest_model(self, report: CheckReport, local: RankDigest) -> None:
         shards = self._rank.model.shards.shards

@@ -161,7 +161,8 @@ class Leading:
         plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
         try:
             async with self._renewing(plan):
-                wire = fit(self._model, offers, await self._get_reference(plan), partial)
+                reference = [] if request.adapter else await self._get_reference(plan)
+                wire = fit(self._model, offers, reference, partial)
                 while True:
                     try:
                         sent = await self._send(source, wire, plan, request, deadline)

@@ -246,7 +246,9 @@ async def test_abort_by_id_returns_what_there_is(stage: Stage, gate) -> None:
 
 
 async def test_abort_all_ends_waiting_requests_too(stage: Stage, gate) -> None:
-    tasks = [asyncio.create_task(stage.generate(prompt_of(3, n), max_new_tokens=50, n=3)) for n in range(40)]
+    tasks = [
+        asyncio.create_task(stage.generate(prompt_of(3, n), max_new_tokens=50, n=3, ignore_eos=True)) for n in range(40)
+    ]
     gate.allow(2)
     await until(lambda: gate.steps >= 2)
     (report, *others) = await stage(AbortRequestsRequest(abort_all=True))
@@ -284,7 +286,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_runs(stage: Stag
     error = await refused(stage, top_p=2.0)
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "sampling_params.top_p")
     error = await refused(stage, adapter="lora")
-    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "adapter")
+    assert (error.reason, error.field) == (Reason.ADAPTER_NOT_FOUND, "adapter")
     error = await refused(stage, engine_fields={"unheard_of": 1})
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "engine_fields")
     error = await refused(stage, [5, 320])
