@@ -25,6 +25,7 @@ from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PROMPTS = 256
 BACKENDS = ("gloo", "nccl")
+MOST_ADAPTER_NAME = 256
 
 M = TypeVar("M", bound=Message)
 _RULES: dict[type[Message], Callable[..., None]] = {}
@@ -310,10 +311,37 @@ def _register(request: coordinator_pb2.RegisterStageRequest) -> None:
         raise _invalid(f"ranks are {ranks}; they must run from 0, in order", "registration.layout.workers")
 
 
+@_rule(verbs_pb2.LoadAdapterRequest)
+def _load_adapter(request: verbs_pb2.LoadAdapterRequest) -> None:
+    _adapter_name(request.name, "name")
+    _required(request.path, "path")
+
+
+@_rule(verbs_pb2.UnloadAdapterRequest)
+def _unload_adapter(request: verbs_pb2.UnloadAdapterRequest) -> None:
+    _adapter_name(request.name, "name")
+
+
+def _adapter_name(name: str, field: str) -> None:
+    _required(name, field)
+    if len(name) > MOST_ADAPTER_NAME or not name.isprintable():
+        raise _invalid(f"{field} is no printable name of at most {MOST_ADAPTER_NAME} characters", field)
+
+
 @_rule(update_pb2.BeginWeightUpdateRequest)
 def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
     _required(request.model, "model")
     _required(request.version, "version")
+    if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+        _adapter_name(request.adapter, "adapter")
+        if not request.HasField("adapter_config"):
+            raise Reason.FIELD_REQUIRED.error(
+                "what are the adapter's tensors?",
+                field="adapter_config",
+                next_step="One that lies on disk is loaded with LoadAdapter.",
+            )
+    elif request.adapter or request.HasField("adapter_config"):
+        raise Reason.FIELD_CONFLICT.error("an adapter is named, but the update is not of kind ADAPTER", field="kind")
     target = request.header.target
     if target.slots or target.stages or target.model not in ("", request.model):
         raise _invalid("an update reaches every stage of its model; leave the target empty", "header.target")

@@ -82,8 +82,8 @@ class Verb:
         return common_pb2.StageState.Name(state).removeprefix(STATE_PREFIX) in self.states
 
 
-def _read(name: str, *, cli: str, data: str, states: frozenset[str] = ANY, implemented: bool = True) -> Verb:
-    return Verb(name, states, mutating=False, ordered=False, waits=False, cli=cli, data=data, implemented=implemented)
+def _read(name: str, *, cli: str, data: str, states: frozenset[str] = ANY) -> Verb:
+    return Verb(name, states, mutating=False, ordered=False, waits=False, cli=cli, data=data)
 
 
 _ROWS = (
@@ -142,23 +142,9 @@ _ROWS = (
         cli="weights checksum",
         data="check",
     ),
-    Verb(
-        "LoadAdapter",
-        frozenset({"STALE", "READY", "PAUSED"}),
-        120,
-        implemented=False,
-        cli="adapters load",
-        data="adapters",
-    ),
-    Verb(
-        "UnloadAdapter",
-        frozenset({"STALE", "READY", "PAUSED"}),
-        60,
-        implemented=False,
-        cli="adapters unload",
-        data="adapters",
-    ),
-    _read("ListAdapters", cli="adapters list", data="adapters", states=JOINED, implemented=False),
+    Verb("LoadAdapter", frozenset({"UPDATING"}), 120, in_update=True, cli="adapters load", data="adapters"),
+    Verb("UnloadAdapter", frozenset({"STALE", "READY", "PAUSED"}), 60, cli="adapters unload", data="adapters"),
+    _read("ListAdapters", cli="adapters list", data="adapters", states=JOINED),
     Verb(
         "PrepareUpdate",
         frozenset({"STALE", "READY", "PAUSED", "ASLEEP", "DIRTY", "UPDATING"}),

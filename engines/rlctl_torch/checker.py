@@ -28,6 +28,7 @@ from rlctl.weights.digest import RankDigest, Stop, rank_digest
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.shards import ShardMap, agree_to_go_on, model_digest
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl_torch.adapters import LoraAdapter
 from rlctl_torch.beside import Later
 from rlctl_torch.probing import log_probabilities, refuse_prompts
 from rlctl_torch.rank import Rank, Weights
@@ -64,6 +65,12 @@ class Check:
         rank = self._rank
         if MEMORY_TAG_WEIGHTS in rank.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to digest")
+        if self._request.adapter:
+            if self._action != CHECK_ACTION_CHECKSUM:
+                raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
+            if self._request.shadow:
+                raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
+            self._adapter()
         if self._action == CHECK_ACTION_RESET_TENSORS:
             rank.refuse_during_update()
             rank.refuse_active()
@@ -85,6 +92,8 @@ class Check:
         rank = self._rank
         if self._action == CHECK_ACTION_PROBE:
             return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
+        if self._request.adapter:
+            return self._digest_adapter()
         if self._action == CHECK_ACTION_RESET_TENSORS:
             rank.beside.stop(Reason.WEIGHTS_DIRTY.error("the weights were scrambled meanwhile"))
             scramble(rank)
@@ -120,11 +129,25 @@ class Check:
             raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {self._update_id or '(none)'} is open at this rank")
         return update.shadow
 
+    def _adapter(self) -> LoraAdapter:
+        """The adapter that is meant. Raises ADAPTER_NOT_FOUND."""
+        update, name = self._rank.update, self._request.adapter
+        if update is not None and update.adapter is not None and update.adapter.info.name == name:
+            return update.adapter
+        return self._rank.adapters.find(name, "adapter")
+
+    def _digest_adapter(self) -> CheckReport:
+        shards, update = self._adapter().shards, self._rank.update
+        if update is not None and update.adapter is not None and update.adapter.shards is shards:
+            self._rank.ranks.agree(update.check_complete)
+        digesting = _Digesting(self._rank, self._request, self._action, self._rank.ranks, shards)
+        return digesting.run()
+
 
 class _Digesting:
     """Digests of what a rank holds at the step at which this is made; told to stop before the weights change.
 
-    ``shadow``: the shard map of a shadow copy, which is digested as a model only; None: what serves.
+    ``shadow``: the shard map of a shadow copy or an adapter, which is digested as a model only; None: what serves.
     """
 
     def __init__(

@@ -126,6 +126,8 @@ class FromDisk(InUpdate):
         opened: list[_Load] = []
 
         def check() -> None:
+            if update.stages_adapter is not None:
+                raise Reason.FIELD_CONFLICT.error("the open update is of an adapter, not of the base weights")
             opened.append(_open_load(rank, request.model_path, request.load_format, request.target_modules))
             self._check_kind(opened[0].names)
 

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import TCPStore
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
-from rlctl_torch import info
+from rlctl_torch import adapter_updates, info
+from rlctl_torch.adapter_updates import LoadAdapter, PrepareAdapter, Unload
 from rlctl_torch.checker import Check
 from rlctl_torch.commands import Action, CommandStream, rejected
 from rlctl_torch.disk import Disk, FromDisk
@@ -188,8 +189,9 @@ class TorchEngine(Engine):
         return await self._ordered(Check(self._rank, request, call.update_id, self._ends(call)), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
-        """See :class:`rlctl_torch.updates.Prepare`."""
-        return await self._ordered(Prepare(self._rank, request, call.update_id), call)
+        """See :class:`rlctl_torch.updates.Prepare` and :class:`rlctl_torch.adapter_updates.PrepareAdapter`."""
+        kind = PrepareAdapter if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER else Prepare
+        return await self._ordered(kind(self._rank, request, call.update_id), call)
 
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
@@ -215,11 +217,19 @@ class TorchEngine(Engine):
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.updates.Commit`."""
-        return await self._ordered(Commit(self._rank, call.update_id), call)
+        return await self._ordered(Commit(self._rank, request, call.update_id), call)
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
         """See :class:`rlctl_torch.updates.Abort`."""
         await self._ordered(Abort(self._rank, call.update_id), call)
+
+    async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.adapter_updates.LoadAdapter`."""
+        return await self._ordered(LoadAdapter(self._rank, request, call.update_id), call)
+
+    async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.adapter_updates.Unload`."""
+        return await self._ordered(Unload(self._rank, request), call)
 
     async def _bounded(self, action: Action, call: Call) -> Message | None:
         """Carry out what takes tensors in; it is interrupted when the time is up."""
@@ -257,6 +267,11 @@ class TorchEngine(Engine):
         if self._rank.scheduler is None:
             return verbs_pb2.Loads(step=self._loop.step)
         return self._rank.scheduler.loads(self._loop.step)
+
+    async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
+        """What is loaded."""
+        self._check_ready()
+        return adapter_updates.listed(self._rank)
 
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call

@@ -28,7 +28,7 @@ class Intake:
     def submit(self, request: GenerateRequest, scheduler: Scheduler) -> Stream:
         """Queue a request and return its output to be.
 
-        Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, PROMPT_TOO_LONG, RID_IN_USE.
+        Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, PROMPT_TOO_LONG, ADAPTER_NOT_FOUND, RID_IN_USE.
         """
         rank = self._rank
         settings = check(
@@ -39,7 +39,16 @@ class Intake:
         seed = self._random.getrandbits(64) if settings.seed is None else settings.seed
         stream = Stream(request.rid or uuid.uuid4().hex, settings, prompt, echo_prompt=request.HasField("text"))
         samples = [
-            Sample(stream, index, prompt, settings, seed, longest=rank.longest, text=self._text(settings))
+            Sample(
+                stream,
+                index,
+                prompt,
+                settings,
+                seed,
+                longest=rank.longest,
+                text=self._text(settings),
+                adapter=request.adapter,
+            )
             for index in range(settings.n)
         ]
         scheduler.submit(stream, samples)

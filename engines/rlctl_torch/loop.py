@@ -149,7 +149,8 @@ class StepLoop:
             self._execute(order)
         if plan.batch is not None:
             scheduler = self._rank.scheduler
-            logits = run(self._rank.model, self._rank.cache, plan.batch, all_logits=scheduler is not None)
+            rank = self._rank
+            logits = run(rank.model, rank.cache, rank.adapters, plan.batch, all_logits=scheduler is not None)
             if scheduler is not None:
                 scheduler.process(logits)
             self._rank.last_step = time.perf_counter()

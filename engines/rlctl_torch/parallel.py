@@ -8,7 +8,7 @@ needs what it computes. Experts that lie in three-dimensional parameters are :mo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import torch
@@ -35,26 +35,38 @@ _STYLES: dict[str, Style] = {
 """The plan's styles that this engine knows, and how it cuts for them."""
 
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer that holds some input columns; the partial results are summed, the bias added once."""
+class CutLinear(nn.Linear):
+    """A linear layer whose results the ranks put together.
+
+    Attributes:
+        adapt: what adds to this rank's own result before that, given the input and the result.
+    """
 
     ranks: Ranks
+    adapt: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def own(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What this rank computes."""
+        out = nn.functional.linear(input, self.weight, bias)
+        return out if self.adapt is None else self.adapt(input, out)
+
+
+class RowParallelLinear(CutLinear):
+    """A linear layer that holds some input columns; the partial results are summed, the bias added once."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., in / size]`` to ``[..., out]``, the same on every rank."""
-        out = nn.functional.linear(input, self.weight)
+        out = self.own(input, None)
         self.ranks.sum_in_place(out)
         return out if self.bias is None else out + self.bias
 
 
-class GatheredLinear(nn.Linear):
+class GatheredLinear(CutLinear):
     """A linear layer that holds some output rows and gathers the others' results."""
-
-    ranks: Ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``, the same on every rank."""
-        return self.ranks.gather_columns(nn.functional.linear(input, self.weight, self.bias))
+        return self.ranks.gather_columns(self.own(input, self.bias))
 
 
 def styles_of(model: nn.Module, plan: dict[str, str]) -> dict[str, Style]:
@@ -130,7 +142,7 @@ def _part(layer: nn.Linear, style: Style, ranks: Ranks) -> nn.Linear:
     else:
         outputs //= ranks.size
     part = kind(inputs, outputs, bias=layer.bias is not None, device="meta", dtype=layer.weight.dtype)
-    if isinstance(part, RowParallelLinear | GatheredLinear):
+    if isinstance(part, CutLinear):
         part.ranks = ranks
     return part
 

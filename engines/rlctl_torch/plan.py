@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
@@ -33,6 +33,7 @@ class Batch:
         tokens: token ids, one sequence after the other.
         slots: KV slot of every token.
         outputs: indices into ``tokens`` whose logits are wanted, ascending, never empty.
+        adapters: number of the adapter, per sequence; 0: none. Empty: none has any.
     """
 
     rows: list[int]
@@ -41,6 +42,7 @@ class Batch:
     tokens: list[int]
     slots: list[int]
     outputs: list[int]
+    adapters: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ def encode(plan: Plan) -> bytes:
     """The plan's bytes, length first."""
     if plan.batch is not None:
         b = plan.batch
-        counts = [len(b.rows), len(b.tokens), len(b.outputs)]
-        body = array.array("q", [*counts, *b.rows, *b.starts, *b.lengths, *b.tokens, *b.slots, *b.outputs]).tobytes()
+        counts = [len(b.rows), len(b.tokens), len(b.outputs), len(b.adapters)]
+        parts = (counts, b.rows, b.starts, b.lengths, b.tokens, b.slots, b.outputs, b.adapters)
+        body = array.array("q", [value for part in parts for value in part]).tobytes()
         kind = _BATCH
     elif plan.orders:
         body = json.dumps([_order_to_json(order) for order in plan.orders]).encode()
@@ -87,12 +90,12 @@ def decode(data: bytes) -> Plan:
     body = data[24:length]
     if kind == _BATCH:
         values = array.array("q", body).tolist()
-        sequences, tokens, outputs = values[:3]
-        parts, at = [], 3
-        for size in (sequences, sequences, sequences, tokens, tokens, outputs):
-            parts.append(values[at : at + size])
+        sequences, tokens, outputs, adapters = values[:4]
+        lists, at = [], 4
+        for size in (sequences, sequences, sequences, tokens, tokens, outputs, adapters):
+            lists.append(values[at : at + size])
             at += size
-        return Plan(step, batch=Batch(*parts))
+        return Plan(step, batch=Batch(*lists))
     if kind == _COMMANDS:
         return Plan(step, orders=tuple(_order_from_json(entry) for entry in json.loads(body)))
     return Plan(step, stop=kind == _STOP)

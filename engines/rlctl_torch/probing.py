@@ -43,7 +43,7 @@ def log_probabilities(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbeP
         tokens = list(prompt.token_ids)
         places = range(len(tokens))
         batch = Batch([0], [0], [len(tokens)], tokens, [1 + place for place in places], list(places)[:-1])
-        logits = run(rank.model, cache, batch, all_logits=True)
+        logits = run(rank.model, cache, rank.adapters, batch, all_logits=True)
         of_next = torch.tensor(tokens[1:], device=logits.device)[:, None]
         chosen = torch.log_softmax(logits.float(), dim=-1).gather(1, of_next)[:, 0]
         found.append(ProbePrompt(token_ids=tokens, logprobs=chosen.tolist()))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from rlctl.engine import EngineConfig
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import MemoryTag, PauseMode
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, MemoryTag, PauseMode
 from rlctl.weights.announced import Announced
 from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
 from rlctl.weights.digest import usable_cores
@@ -18,9 +19,11 @@ from rlctl.weights.loading import Loading
 from rlctl.weights.roots import Roots
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.shards import ShardMap, model_digest
-from rlctl.weights.transfer import Receiver
+from rlctl.weights.transfer import Receiver, ReceiveStats
 from rlctl_torch import sabotage
+from rlctl_torch.adapters import Adapters, LoraAdapter
 from rlctl_torch.beside import Beside
+from rlctl_torch.commands import with_outcome
 from rlctl_torch.groups import Groups
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
 from rlctl_torch.model import Model, build
@@ -70,6 +73,9 @@ class OpenUpdate:
         checkpoint: directory that it was loaded from, or "".
         origin: the one read that wrote every tensor, if there was one.
         report: what was taken in so far.
+        receiver: puts tensors into place.
+        adapter: an adapter update: what it stages, once that is known. Nothing of it is used before the commit.
+        stages_adapter: it is an adapter update, of this name and version.
     """
 
     update_id: str
@@ -82,6 +88,32 @@ class OpenUpdate:
     checkpoint: str = ""
     origin: Origin | None = None
     report: verbs_pb2.WeightsReport = field(default_factory=verbs_pb2.WeightsReport)
+    stages_adapter: verbs_pb2.Adapter | None = None
+    adapter: LoraAdapter | None = None
+
+    def check_complete(self) -> None:
+        """Raise WEIGHTS_INCOMPLETE, or GROUP_FAILED, when what came is not all that it must be."""
+        if self.stages_adapter is not None and self.adapter is None:
+            raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was written in this update")
+        if self.receiver.at_risk:
+            raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the tensors")
+        missing = self.receiver.incomplete()
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise Reason.WEIGHTS_INCOMPLETE.error(
+                f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
+            )
+
+    def take_in(self, receive: Callable[[], ReceiveStats]) -> ReceiveStats:
+        """Let tensors come. Of an adapter, which nothing uses yet, either all ranks have taken them in or none has."""
+        if self.stages_adapter is None:
+            return receive()
+        taken: list[ReceiveStats] = []
+        try:
+            self.council.agree(lambda: taken.append(receive()))
+        except RlctlError as error:
+            raise with_outcome(error, OUTCOME_REJECTED) from error
+        return taken[0]
 
 
 class Rank:
@@ -90,8 +122,9 @@ class Rank:
     Attributes:
         checkpoint: directory of the checkpoint that was loaded last.
         writable: the shard map that updates write through.
-        receiver: takes updates in.
+        receiver: takes updates of the weights in.
         announced: what they announce; for the admin loop.
+        adapters: LoRA adapters that are loaded.
         segments: reads updates out of memory that is shared with a trainer.
         roots: directories that requests may name paths in.
         origin: what the weights were read from, or None when they came otherwise.
@@ -107,6 +140,7 @@ class Rank:
     cache: KVCache
     writable: ShardMap
     receiver: Receiver
+    adapters: Adapters
 
     def __init__(self, config: EngineConfig, options: Options, ranks: Ranks, groups: Groups) -> None:
         self.config = config
@@ -148,8 +182,10 @@ class Rank:
             dtype=self.options.kv_dtype or self.model.dtype,
             device=self.device,
         )
+        self.adapters = Adapters(self.model)
         if self.ranks.rank == 0:
-            self.scheduler = Scheduler(SlotAllocator(tokens, self.options.max_running), self.options.max_running)
+            slots = SlotAllocator(tokens, self.options.max_running)
+            self.scheduler = Scheduler(slots, self.options.max_running, self.adapters)
         self.writable = sabotage.for_updates(self.model.shards, self.ranks.rank, self.ranks.size)
         self.receiver = Receiver(self.writable)
         digest = self.model_digest()
@@ -169,7 +205,7 @@ class Rank:
 
     @property
     def in_place(self) -> bool:
-        """Whether an update is open that writes into the weights themselves."""
+        """Whether an update is open that no request runs beside: one that is not staged."""
         return self.update is not None and self.update.shadow is None
 
     @property
@@ -201,12 +237,21 @@ class Rank:
 
     def refuse_active(self) -> None:
         """Raise ACTIVE_REQUESTS, with their number and the first ids, when requests wait or run and none is paused."""
-        active = [] if self.scheduler is None or self.paused else self.scheduler.active
-        if active:
-            raise Reason.ACTIVE_REQUESTS.error(
-                f"{len(active)} requests are waiting or running: {', '.join(active[:16])}",
-                metadata={"count": str(len(active)), "rids": ",".join(active[:16])},
-            )
+        refuse([] if self.scheduler is None or self.paused else self.scheduler.active, "are waiting or running")
+
+    def put_adapter(self, adapter: LoraAdapter) -> None:
+        """Load or replace an adapter; every rank at the same step."""
+        if self.scheduler is None:
+            self.adapters.put(adapter)
+        else:
+            self.scheduler.put_adapter(adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Unload an adapter; every rank at the same step. What waits or runs with it ends."""
+        if self.scheduler is None:
+            self.adapters.drop(name)
+        else:
+            self.scheduler.drop_adapter(name)
 
     def synchronise(self) -> None:
         """Wait until the device has done what was enqueued."""
@@ -226,3 +271,12 @@ class Rank:
                 f"context_length is {self.context_length}, the model's positions end at {longest}",
                 field="options.context_length",
             )
+
+
+def refuse(active: Sequence[str], doing: str) -> None:
+    """Raise ACTIVE_REQUESTS, with their number and the first ids, unless there are none."""
+    if active:
+        raise Reason.ACTIVE_REQUESTS.error(
+            f"{len(active)} requests {doing}: {', '.join(active[:16])}",
+            metadata={"count": str(len(active)), "rids": ",".join(active[:16])},
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rlctl_torch.adapters import Adapters
 from rlctl_torch.attention import AttentionBatch, attending
 from rlctl_torch.kv_cache import KVCache
 from rlctl_torch.model import Model
@@ -11,7 +12,7 @@ from rlctl_torch.plan import Batch
 
 
 @torch.inference_mode()
-def run(model: Model, cache: KVCache, batch: Batch, *, all_logits: bool) -> torch.Tensor:
+def run(model: Model, cache: KVCache, adapters: Adapters, batch: Batch, *, all_logits: bool) -> torch.Tensor:
     """Compute the batch: writes its KV entries and returns logits.
 
     Returns ``[outputs, vocabulary]`` in the weights' dtype. Without ``all_logits`` (a follower whose logits nobody
@@ -23,7 +24,7 @@ def run(model: Model, cache: KVCache, batch: Batch, *, all_logits: bool) -> torc
     first = torch.tensor(batch.starts, device=device) - (lengths.cumsum(0) - lengths)
     positions = torch.arange(len(batch.tokens), device=device) + torch.repeat_interleave(first, lengths)
     outputs = batch.outputs if all_logits or not model.whole_head else batch.outputs[:1]
-    with attending(AttentionBatch(batch, positions, cache)):
+    with attending(AttentionBatch(batch, positions, cache)), adapters.applying(batch):
         result = model.module(
             input_ids=tokens[None],
             position_ids=positions[None],

@@ -26,6 +26,7 @@ class Sample:
         retractions: times that it was sent back to waiting.
         ended: nothing more comes.
         scores: log probabilities of the prompt's tokens found so far, of the sample that scores the prompt.
+        adapter: name of its adapter, or "".
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Sample:
         *,
         longest: int,
         text: TextStream | None,
+        adapter: str = "",
     ) -> None:
         self.stream = stream
+        self.adapter = adapter
         self.index = index
         self.settings = settings
         self.seed = seed
@@ -99,7 +102,7 @@ class Sample:
         if self.next_score is None:
             self.stream.put_scores(self.scores)
 
-    def extend(self, choice: Choice, version: WeightVersion) -> None:
+    def extend(self, choice: Choice, version: WeightVersion, adapter_version: str = "") -> None:
         """Take in a sampled token and tell the stream; ends the sample when it stops or is complete."""
         start = self.position
         if self.settings.penalised:
@@ -118,7 +121,7 @@ class Sample:
                 finish = FinishReason(type=FINISH_TYPE_STOP, matched_string=stop)
             elif self.complete:
                 finish = FinishReason(type=FINISH_TYPE_LENGTH)
-        self._tell([choice], text, start, version, finish)
+        self._tell([choice], text, start, version, finish, adapter_version)
 
     def end(self, version: WeightVersion, *, aborted: str = "") -> None:
         """End without a further token: aborted, saying why, or because nothing more was asked for."""
@@ -129,10 +132,18 @@ class Sample:
         return ("", None) if self._text is None else self._text.add(token, may_stop=may_stop)
 
     def _tell(
-        self, tokens: list[Choice], text: str, start: int, version: WeightVersion, finish: FinishReason | None
+        self,
+        tokens: list[Choice],
+        text: str,
+        start: int,
+        version: WeightVersion,
+        finish: FinishReason | None,
+        adapter_version: str = "",
     ) -> None:
         if finish is not None:
             self.ended = True
             if self._text is not None and finish.WhichOneof("matched") != "matched_string":
                 text += self._text.finish()
-        self.stream.put(Delta(self.index, tokens, text, start, version, self.kv_version, finish, self.retractions))
+        self.stream.put(
+            Delta(self.index, tokens, text, start, version, self.kv_version, finish, self.retractions, adapter_version)
+        )

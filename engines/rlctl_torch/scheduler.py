@@ -18,6 +18,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.verbs_pb2 import Loads
 from rlctl_torch import sampling
+from rlctl_torch.adapters import WITHOUT, Adapters, LoraAdapter
 from rlctl_torch.kv_cache import SlotAllocator
 from rlctl_torch.plan import Batch
 from rlctl_torch.samples import Sample
@@ -41,8 +42,9 @@ class _Part:
 class Scheduler:
     """Waiting and running samples."""
 
-    def __init__(self, slots: SlotAllocator, max_running: int) -> None:
+    def __init__(self, slots: SlotAllocator, max_running: int, adapters: Adapters) -> None:
         self._slots = slots
+        self._adapters = adapters
         self._max_running = max_running
         self._lock = threading.Lock()
         self._requests: dict[str, list[Sample]] = {}
@@ -58,10 +60,12 @@ class Scheduler:
     # From any thread.
 
     def submit(self, stream: Stream, samples: list[Sample]) -> None:
-        """Queue a request. Raises RID_IN_USE, or why the engine no longer works."""
+        """Queue a request. Raises RID_IN_USE, ADAPTER_NOT_FOUND, or why the engine no longer works."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
+            for name in {sample.adapter for sample in samples if sample.adapter}:
+                self._adapters.find(name, "adapter")
             if stream.rid in self._requests:
                 raise Reason.RID_IN_USE.error(f"a request {stream.rid!r} is running", field="rid")
             self._requests[stream.rid] = list(samples)
@@ -147,6 +151,30 @@ class Scheduler:
         with self._lock:
             return list(self._requests)
 
+    def using(self, adapter: str) -> list[str]:
+        """Ids of the requests that wait or run with an adapter."""
+        with self._lock:
+            return self._using(adapter)
+
+    def _using(self, adapter: str) -> list[str]:
+        return [rid for rid, samples in self._requests.items() if samples[0].adapter == adapter]
+
+    def put_adapter(self, adapter: LoraAdapter) -> None:
+        """Load or replace an adapter. What runs with the old one goes back to waiting: none of its KV entries is used
+        with another.
+        """
+        with self._lock:
+            for sample in reversed([s for s in self._running if s.adapter == adapter.info.name]):
+                self._retract(sample)
+            self._adapters.put(adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Unload an adapter; what waits or runs with it ends."""
+        with self._lock:
+            streams = self._abort(self._using(name), f"adapter {name!r} was unloaded")
+            self._adapters.drop(name)
+        wake(streams)
+
     @property
     def idle(self) -> bool:
         """Whether no request waits or runs."""
@@ -203,7 +231,8 @@ class Scheduler:
                 sample.take_scores(found)
             for (_, sample), choice in zip(extended, choices, strict=True):
                 if not sample.doomed:
-                    sample.extend(choice, self._version)
+                    adapter = self._adapters.loaded[sample.adapter].info.version if sample.adapter else ""
+                    sample.extend(choice, self._version, adapter)
                     self._generated += 1
             for part in parts:
                 sample = part.sample
@@ -250,6 +279,7 @@ class Scheduler:
             batch.rows.append(sample.row)
             batch.starts.append(start)
             batch.lengths.append(count)
+            batch.adapters.append(self._adapters.loaded[sample.adapter].number if sample.adapter else WITHOUT)
             batch.tokens.extend(sample.tokens[start:end])
             batch.slots.extend(slots)
             sample.slots.extend(slots)
@@ -261,6 +291,8 @@ class Scheduler:
             if extends:
                 batch.outputs.append(offset + end - 1)
             self._under_way.append(_Part(sample, scored, extends))
+        if not any(batch.adapters):
+            batch.adapters.clear()
         if not batch.outputs:
             batch.outputs.append(len(batch.tokens) - 1)
         return batch
@@ -270,7 +302,7 @@ class Scheduler:
         sample.retractions += 1
         self._waiting.appendleft(sample)
 
-    def _abort(self, rids: Iterable[str]) -> list[Stream]:
+    def _abort(self, rids: Iterable[str], why: str = ABORTED) -> list[Stream]:
         under_way = {id(part.sample) for part in self._under_way}
         streams = []
         for rid in rids:
@@ -278,9 +310,9 @@ class Scheduler:
             streams.append(samples[0].stream)
             for sample in list(samples):
                 if id(sample) in under_way:
-                    sample.doomed = ABORTED
+                    sample.doomed = why
                 else:
-                    self._end(sample, ABORTED)
+                    self._end(sample, why)
         return streams
 
     def _end(self, sample: Sample, aborted: str) -> None:

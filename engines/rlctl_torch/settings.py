@@ -64,10 +64,8 @@ class Settings:
 def check(request: GenerateRequest, *, vocab_size: int, eos: frozenset[int], tokenizer: bool) -> Settings:
     """The settings of a request.
 
-    Raises FIELD_INVALID with the field's path, UNSUPPORTED for an adapter and for stop strings without a tokenizer.
+    Raises FIELD_INVALID with the field's path, UNSUPPORTED for stop strings without a tokenizer.
     """
-    if request.adapter:
-        raise Reason.UNSUPPORTED.error("the torch engine has no adapters", field="adapter")
     if request.engine_fields.fields:
         raise _invalid(f"the torch engine has no fields {', '.join(request.engine_fields.fields)}", "engine_fields")
     params = request.sampling_params

@@ -31,6 +31,7 @@ class Delta:
         kv_version: what they were at for the oldest KV entries that these tokens attend to.
         finish: set when the sample has ended.
         retractions: times that it was sent back to waiting, so far.
+        adapter_version: what its adapter was at for these tokens, or "".
     """
 
     index: int
@@ -41,6 +42,7 @@ class Delta:
     kv_version: WeightVersion
     finish: FinishReason | None
     retractions: int
+    adapter_version: str = ""
 
 
 class Stream:
@@ -125,11 +127,15 @@ class Stream:
         sample.output_ids.extend([choice.token for choice in delta.tokens])
         if self._settings.logprobs:
             sample.output_logprobs.extend(_logprob(choice) for choice in delta.tokens)
-        span = VersionSpan(version=delta.version, start=delta.start, end=end)
+        span = VersionSpan(version=delta.version, start=delta.start, end=end, adapter_version=delta.adapter_version)
         if delta.kv_version != delta.version:
             span.kv_version.CopyFrom(delta.kv_version)
         last = sample.versions[-1] if sample.versions else None
-        if last is not None and (last.version, last.kv_version) == (span.version, span.kv_version):
+        if last is not None and (last.version, last.kv_version, last.adapter_version) == (
+            span.version,
+            span.kv_version,
+            span.adapter_version,
+        ):
             last.end = end
         else:
             sample.versions.append(span)

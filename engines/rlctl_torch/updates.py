@@ -17,11 +17,13 @@ from google.protobuf.duration_pb2 import Duration
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
+    ADAPTER_POLICY_DROP,
     APPLY_MODE_STAGED,
     UPDATE_KIND_DELTA,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
+    CommitUpdateRequest,
     PrepareUpdateRequest,
     UpdateKind,
     UpdateWeightsFromDistributedRequest,
@@ -198,16 +200,22 @@ class FromDistributed(InUpdate):
         update.council.agree(lambda: groups.update({name: rank.groups.get(name) for name, _ in self._stream}))
         update.council.agree(update.loading.prepare)
         try:
-            stats = update.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
+            stats = update.take_in(lambda: self._from_groups(update, groups))
         except RlctlError as error:
             update.touched |= error.outcome != OUTCOME_REJECTED
-            if error.reason is Reason.GROUP_FAILED:
-                # The sources of the others would wait for this rank until their timeout.
-                for name, group in groups.items():
-                    rank.groups.drop(name, group)
             raise
         update.touched = True
         return _add(update.report, stats)
+
+    def _from_groups(self, update: OpenUpdate, groups: dict[str, WeightGroup]) -> ReceiveStats:
+        try:
+            return update.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
+        except RlctlError as error:
+            if error.reason is Reason.GROUP_FAILED:
+                # The sources of the others would wait for this rank until their timeout.
+                for name, group in groups.items():
+                    self._rank.groups.drop(name, group)
+            raise
 
 
 class FromTensor(InUpdate):
@@ -236,9 +244,10 @@ class FromTensor(InUpdate):
         # From here on another rank may have written, whatever becomes of this one.
         update.touched = True
         try:
-            stats = rank.segments.read(checked[0], update.receiver, gently=update.shadow is not None)
+            gently = update.shadow is not None
+            stats = update.take_in(lambda: rank.segments.read(checked[0], update.receiver, gently=gently))
         except RlctlError as error:
-            raise with_outcome(error, OUTCOME_DIRTY) from error
+            raise with_outcome(error, OUTCOME_DIRTY if update.stages_adapter is None else OUTCOME_REJECTED) from error
         return _add(update.report, stats)
 
 
@@ -258,7 +267,7 @@ class Seal(InUpdate):
     def _seal(self, update: OpenUpdate) -> WeightsReport:
         assert update.shadow is not None
         if not update.shadow.sealed:
-            update.council.agree(lambda: _refuse_incomplete(update.receiver))
+            update.council.agree(update.check_complete)
             # Where a delta differs in nothing from its base, nothing has come: the copy is the base.
             update.council.agree(update.loading.prepare)
             update.council.agree(update.loading.finalise)
@@ -268,7 +277,11 @@ class Seal(InUpdate):
 
 
 class Commit(InUpdate):
-    """CommitUpdate: the weights are one version again."""
+    """CommitUpdate: the weights are one version again, or an adapter takes its place."""
+
+    def __init__(self, rank: Rank, request: CommitUpdateRequest, update_id: str) -> None:
+        super().__init__(rank, update_id)
+        self._drop_adapters = request.adapters == ADAPTER_POLICY_DROP
 
     def admit(self) -> bool:
         """Refuse a swap under requests, which would go on with KV entries of other weights."""
@@ -279,6 +292,8 @@ class Commit(InUpdate):
     def run(self) -> WeightsReport:
         """Check on all ranks that everything was written, then close the update."""
         rank, update = self._rank, self._open()
+        if update.stages_adapter is not None:
+            return self._commit_adapter(update)
         if update.shadow is None:
             self._complete(update)
             update.report.received_digest = update.receiver.received_digest
@@ -291,13 +306,15 @@ class Commit(InUpdate):
             # Only what one read wrote, and nobody else wrote to, can be read again.
             alone = update.origin is not None and update.report.tensors == len(rank.writable.shards)
             rank.read_from(update.origin if alone else None)
+        for name in rank.adapters.loaded if self._drop_adapters else ():
+            rank.drop_adapter(name)
         rank.update = None
         return update.report
 
     def _complete(self, update: OpenUpdate) -> None:
         rank = self._rank
         try:
-            rank.ranks.agree(lambda: _refuse_incomplete(update.receiver))
+            rank.ranks.agree(update.check_complete)
             rank.ranks.agree(update.loading.finalise)
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY if update.touched else OUTCOME_REJECTED) from error
@@ -317,17 +334,15 @@ class Commit(InUpdate):
             add_seconds(update.report.swap, time.perf_counter() - rank.last_step)
         rank.beside.let_go(former)
 
-
-def _refuse_incomplete(receiver: Receiver) -> None:
-    """Raise unless everything was written that must be, and stays as it is."""
-    if receiver.at_risk:
-        raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the weights")
-    missing = receiver.incomplete()
-    if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise Reason.WEIGHTS_INCOMPLETE.error(
-            f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
-        )
+    def _commit_adapter(self, update: OpenUpdate) -> WeightsReport:
+        """Every rank at this step, once all have all of it; until then nothing has changed."""
+        rank = self._rank
+        rank.ranks.agree(update.check_complete)
+        assert update.adapter is not None
+        update.receiver.finish()
+        rank.put_adapter(update.adapter)
+        rank.update = None
+        return update.report
 
 
 class Abort(InUpdate):
@@ -344,7 +359,7 @@ class Abort(InUpdate):
         rank = self._rank
         if rank.update is not None:
             _abandon(rank, rank.update)
-            if rank.update.touched and rank.in_place:
+            if rank.update.touched and rank.in_place and rank.update.stages_adapter is None:
                 rank.weights = Weights.MIXED
                 rank.read_from(None)
             rank.update.receiver.finish()

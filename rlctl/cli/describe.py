@@ -62,6 +62,8 @@ def _tables(operation: Operation) -> list[Table]:
                 ("Update", operation.update_id),
                 ("Version", text.version(operation.weight_version)),
                 ("Model digest", operation.model_digest),
+                ("Adapters", text.adapters(operation.adapters)),
+                ("Adapters dropped", ", ".join(operation.dropped_adapters)),
                 ("Paused", text.duration(operation.pause_time) if operation.HasField("pause_time") else ""),
                 ("Accepted", text.moment(operation.create_time)),
                 ("Ended", text.moment(operation.done_time)),

@@ -28,6 +28,7 @@ _ADVICE |= {"ASLEEP": "rlctl memory resume", "disabled": "rlctl enable"}
 
 _OWN = (
     "--model",
+    "--adapter",
     "--rid",
     "--stream",
     "--logprobs",
@@ -66,6 +67,7 @@ def _run(
     prompts: tuple[str, ...],
     input_ids: tuple[list[int], ...],
     model: str,
+    adapter: str,
     rid: str,
     logprobs: bool,
     top_logprobs_num: int,
@@ -84,6 +86,7 @@ def _run(
     wanted: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
     wanted |= {
         "model": model,
+        "adapter": adapter,
         "return_logprob": logprobs or bool(top_logprobs_num),
         "top_logprobs_num": top_logprobs_num,
         "min_version_seq": min_version_seq,
@@ -171,9 +174,18 @@ def _part_view(part: GenerateResponse) -> View:
 
 def _about(response: GenerateResponse, sample: Sample) -> str:
     """Who served it, at which version, how long it is and why it ended."""
-    versions = text.joined(dict.fromkeys(text.version(span.version) for span in sample.versions))
+    versions = _versions(sample)
     facts = [response.slot, versions, f"{sample.completion_tokens} tokens", _finish(sample)]
     return ", ".join(fact for fact in facts if fact)
+
+
+def _versions(sample: Sample) -> str:
+    """Versions of the weights, and of the adapter beside them: step-42#7+a-3."""
+    shown = (
+        text.version(span.version) + (f"+{span.adapter_version}" if span.adapter_version else "")
+        for span in sample.versions
+    )
+    return text.joined(dict.fromkeys(shown))
 
 
 def _finish(sample: Sample) -> str:
@@ -186,7 +198,7 @@ def _wide(responses: Sequence[GenerateResponse]) -> Table:
             response.rid,
             response.slot,
             str(sample.index),
-            text.joined(dict.fromkeys(text.version(span.version) for span in sample.versions)),
+            _versions(sample),
             str(response.prompt_tokens),
             str(sample.completion_tokens),
             _finish(sample),
@@ -219,6 +231,7 @@ generate = Command(
             ["--input-ids"], type=TokenIdsType(), multiple=True, help="A prompt as token ids, 1,15,7 say.  [repeatable]"
         ),
         click.Option(["--model"], default="", metavar="NAME", help="Model to generate with.  [default: any]"),
+        click.Option(["--adapter"], default="", metavar="NAME", help="LoRA adapter of the model.  [default: none]"),
         click.Option(["--rid"], default="", metavar="ID", help="Request id of your choice, for `rlctl abort --rid`."),
         click.Option(["--stream"], is_flag=True, help="Print what is new as it comes."),
         click.Option(["--logprobs"], is_flag=True, help="Print the log probability of every output token."),

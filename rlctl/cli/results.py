@@ -52,6 +52,10 @@ def summary(operation: Operation) -> str:
         parts.append(f"version {text.version(operation.weight_version)}")
     if update and operation.HasField("pause_time"):
         parts.append(f"paused {text.duration(operation.pause_time)}")
+    if operation.adapters:
+        parts.append(f"adapters {text.adapters(operation.adapters)}")
+    if operation.dropped_adapters:
+        parts.append(f"adapters dropped: {', '.join(operation.dropped_adapters)}")
     if operation.replayed:
         parts.append("record of an earlier call")
     if operation.state == OPERATION_STATE_RUNNING:

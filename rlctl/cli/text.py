@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.client.enums import short_name
 from rlctl.times import seconds
 from rlctl.v1.common_pb2 import ErrorDetail, WeightVersion
+from rlctl.v1.verbs_pb2 import Adapter
 
 
 def name_of(enum: EnumDescriptor, value: int) -> str:
@@ -53,6 +54,11 @@ def version(value: WeightVersion) -> str:
     return f"{value.label}#{value.sequence}" if value.sequence else value.label
 
 
+def adapters(values: Iterable[Adapter]) -> str:
+    """Names and versions: math@a-1,code@a-3."""
+    return joined(f"{value.name}@{value.version}" if value.version else value.name for value in values)
+
+
 def error(detail: ErrorDetail) -> str:
     """Reason and cause on one line."""
     return f"{detail.reason}: {' '.join(detail.message.split())}" if detail.reason else ""
@@ -88,6 +94,8 @@ def _value(descriptor: FieldDescriptor, value: Any) -> str:
             return moment(value)
         case WeightVersion():
             return version(value)
+        case Adapter():
+            return adapters([value])
         case ErrorDetail():
             return error(value)
         case Message():

@@ -145,6 +145,35 @@ class AsyncAdmin:
         )
         return await self.call(request, **targets)
 
+    # Adapters.
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        version: str = "",
+        pinned: bool = False,
+        abort_requests: bool = False,
+        **targets: Unpack[Targets],
+    ) -> Operation:
+        """Let every stage of a model read a LoRA adapter in PEFT's format, or replace the one of that name.
+
+        ``path`` is as the engines see it. ``abort_requests``: end what runs with the old one instead of refusing.
+        """
+        request = verbs_pb2.LoadAdapterRequest(
+            name=name, path=path, version=version, pinned=pinned, abort_requests=abort_requests
+        )
+        return await self.call(request, **targets)
+
+    async def unload_adapter(self, name: str, *, abort_requests: bool = False, **targets: Unpack[Targets]) -> Operation:
+        """Unload an adapter at every stage of a model. Raises ADAPTER_NOT_FOUND."""
+        return await self.call(verbs_pb2.UnloadAdapterRequest(name=name, abort_requests=abort_requests), **targets)
+
+    async def list_adapters(self, **targets: Unpack[Targets]) -> Operation:
+        """The adapters that every rank holds."""
+        return await self.call(verbs_pb2.ListAdaptersRequest(), **targets)
+
     # The fleet and its operations.
 
     async def status(self, model: str = "") -> Fleet:

@@ -45,6 +45,7 @@ class Generating(Sampling, total=False):
     """What :meth:`AsyncFleet.generate` takes beside the prompt."""
 
     model: str
+    adapter: str
     rid: str
     return_logprob: bool
     logprob_start_len: int
@@ -102,6 +103,7 @@ class AsyncFleet(AsyncAdmin):
         prompt: str | Sequence[int],
         *,
         model: str = "",
+        adapter: str = "",
         rid: str = "",
         return_logprob: bool = False,
         logprob_start_len: int | None = None,
@@ -112,13 +114,14 @@ class AsyncFleet(AsyncAdmin):
     ) -> GenerateResponse:
         """Generate on a routable stage. ``sampling`` are the fields of SamplingParams: max_new_tokens, n, stop, ...
 
-        ``prompt`` is text or token ids. Raises MODEL_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within
-        ``timeout_s``.
+        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. Raises MODEL_NOT_FOUND,
+        ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within ``timeout_s``.
         """
         request = build_request(
             prompt,
             sampling,
             model=model,
+            adapter=adapter,
             rid=rid,
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
@@ -146,6 +149,7 @@ class AsyncFleet(AsyncAdmin):
         prompt: str | Sequence[int],
         *,
         model: str = "",
+        adapter: str = "",
         rid: str = "",
         return_logprob: bool = False,
         logprob_start_len: int | None = None,
@@ -159,6 +163,7 @@ class AsyncFleet(AsyncAdmin):
             prompt,
             sampling,
             model=model,
+            adapter=adapter,
             rid=rid,
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,

@@ -40,13 +40,15 @@ class FleetView:
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
-    def routable(self, model: str) -> list[Stage]:
-        """The stages that generation may go to now, in slot order."""
-        return [
+    def routable(self, model: str, adapter: str = "") -> list[Stage]:
+        """The stages that generation may go to now, in slot order; those with the adapter, if there are any."""
+        stages = [
             stage
             for _, stage in sorted(self._stages.items())
             if stage.routable and model in ("", stage.registration.model)
         ]
+        holders = [stage for stage in stages if adapter in {held.name for held in stage.report.adapters}]
+        return holders or stages
 
     def lacks(self, model: str) -> bool:
         """Whether the coordinator has told of its models, and this was not among them."""
@@ -104,7 +106,7 @@ class Generator:
 
         Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and what the stage refuses with.
         """
-        async for stub, remaining in self._attempts(request.model, timeout_s):
+        async for stub, remaining in self._attempts(request, timeout_s):
             try:
                 response: GenerateResponse = await stub.Generate(
                     request, timeout=remaining, metadata=bearer(self._token)
@@ -117,7 +119,7 @@ class Generator:
 
     async def stream(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[GenerateResponse, None]:
         """What is new, as it comes. Once something came, a failure is raised, not repeated elsewhere."""
-        async for stub, remaining in self._attempts(request.model, timeout_s):
+        async for stub, remaining in self._attempts(request, timeout_s):
             begun = False
             call = stub.GenerateStream(request, timeout=remaining, metadata=bearer(self._token))
             try:
@@ -141,8 +143,9 @@ class Generator:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _attempts(self, model: str, timeout_s: float) -> AsyncGenerator[tuple[Any, float], None]:
+    async def _attempts(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[tuple[Any, float], None]:
         """(stub, time left) of one routable stage after another, until the time is up."""
+        model, adapter = request.model, request.adapter
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         first = True
@@ -150,7 +153,7 @@ class Generator:
             if self._view.lacks(model):
                 # The view may lag behind; the coordinator says MODEL_NOT_FOUND if that is not so.
                 await self._connection.call("GetFleet", GetFleetRequest(model=model), remaining)
-            stages = self._view.routable(model)
+            stages = self._view.routable(model, adapter)
             if not stages or not first:
                 try:
                     async with asyncio.timeout(min(remaining, AGAIN_S if stages else TELL_S)):
@@ -158,7 +161,7 @@ class Generator:
                 except TimeoutError:
                     if not stages:
                         self._tell(self._view.obstacles(model))
-                stages = self._view.routable(model)
+                stages = self._view.routable(model, adapter)
             if stages:
                 first = False
                 self._told = None

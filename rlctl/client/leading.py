@@ -182,7 +182,8 @@ class Leading:
         plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
         try:
             async with self._renewing(plan):
-                wire = fit(self._model, offers, await self._get_reference(plan), partial)
+                reference = [] if request.adapter else await self._get_reference(plan)
+                wire = fit(self._model, offers, reference, partial)
                 digests: dict[str, str] = {}
                 if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
                     digests = await self._digest(

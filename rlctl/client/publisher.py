@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,11 @@ from rlctl.v1.update_pb2 import (
     RolloutStrategy,
     Trainer,
 )
+from rlctl.weights import lora
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.ordering import trainer_stream
 from rlctl.weights.source import WeightSource, as_source
+from rlctl.weights.tensors import dtype_name
 
 if TYPE_CHECKING:
     from rlctl.client.admin import AsyncAdmin
@@ -64,9 +66,10 @@ class UpdateResult:
     """A published update.
 
     Attributes:
-        version: label and sequence that the fleet serves now.
+        version: label and sequence that the fleet serves now; of the base weights, when an adapter was updated.
         operation: the operation with a result for every rank of every target.
-        model_digest: hex digest of the full weights that every verified target holds; "" when none was verified.
+        model_digest: hex digest of the full weights that every verified target holds; "" when none was verified, and
+            for an adapter, whose digest stands in the operation.
         bytes_sent: bytes that left this source.
         tensors_sent: tensors that left it; of a delta those that differ from its base.
         transfer_s: from the first tensor to the last byte sent, seconds.
@@ -143,7 +146,10 @@ class AsyncPublisher:
         *,
         version: str,
         checkpoint: str = "",
-        pause: str = "retract",
+        adapter: str = "",
+        adapter_config: Mapping[str, Any] | None = None,
+        adapters: str = "",
+        pause: str | None = None,
         abort_all_requests: bool = False,
         flush: bool | None = None,
         after: str = "resume",
@@ -162,12 +168,16 @@ class AsyncPublisher:
         """Make ``weights`` the version that the fleet serves.
 
         ``weights``: a module, an iterable of (checkpoint name, full tensor), or a WeightSource. ``checkpoint``: the
-        engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``pause``:
-        abort, retract, in_place, drain, or "" to refuse while requests are active. ``flush``: None empties the caches;
-        False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
-        that each target reaches, or expected, replica, received, probe, none. ``probe``: what level probe compares.
-        ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the sources go through their weights
-        again after a group failed, without the targets that are gone. ``partial``: not every parameter is sent.
+        engines read this directory instead, as they see it, and ``weights`` only say what it must contain. ``adapter``:
+        the weights are those of the LoRA adapter of this name, under PEFT's names, and ``version`` is its version; the
+        base weights and theirs stay. ``adapter_config``: its PEFT config (r, lora_alpha, target_modules, ...).
+        ``adapters``: keep or drop those that are loaded when the base weights change; "" keeps. ``pause``: abort,
+        retract, in_place, drain, or "" to refuse while requests are active (with ``adapter``: requests that use it);
+        None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``: None empties
+        the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the
+        highest level that each target reaches, or expected, replica, received, probe, none. ``probe``: what level probe
+        compares. ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the sources go through their
+        weights again after a group failed, without the targets that are gone. ``partial``: not every parameter is sent.
         ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
         from it are sent, after a pass that digests all. ``apply``: in_place, under the pause, or staged: into a second
         copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets
@@ -184,7 +194,6 @@ class AsyncPublisher:
         if base and (partial or checkpoint):
             other = "partial" if partial else "checkpoint"
             raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
-        kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
         if progress is None:
             progress = self._next(stream)
         self._progress = progress
@@ -192,6 +201,19 @@ class AsyncPublisher:
         limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
             source = as_source(weights)
+            kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
+            kind = verbs_pb2.UPDATE_KIND_DELTA if base else kind
+            config: verbs_pb2.AdapterConfig | None = None
+            if adapter or adapter_config is not None:
+                kind, config = verbs_pb2.UPDATE_KIND_ADAPTER, _adapter_config(source, adapter, adapter_config)
+                if checkpoint or partial or base:
+                    raise Reason.FIELD_CONFLICT.error(
+                        "an adapter comes whole and from tensors",
+                        field="checkpoint" if checkpoint else "partial" if partial else "base",
+                        next_step="One that lies on disk is loaded with load_adapter.",
+                    )
+            if pause is None:
+                pause = "in_place" if adapter else "retract"
             async with limit:
                 await self._meet()
                 if self._lead is not None:
@@ -203,8 +225,10 @@ class AsyncPublisher:
                         model=self._model,
                         version=version,
                         path=self._path,
-                        kind=verbs_pb2.UPDATE_KIND_DELTA if base else kind,
+                        kind=kind,
                         base=WeightVersion(label=base) if base else None,
+                        adapter=adapter,
+                        adapter_config=config,
                         options=verbs_pb2.UpdateOptions(
                             pause=_number(common_pb2.PauseMode, pause, "pause"),
                             abort_all_requests=abort_all_requests,
@@ -213,6 +237,7 @@ class AsyncPublisher:
                             verify=_number(common_pb2.VerificationLevel, verify, "verify"),
                             quorum=quorum,
                             probe=None if probe is None else probe.to_proto(),
+                            adapters=_number(verbs_pb2.AdapterPolicy, adapters, "adapters"),
                         ),
                         apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
                         rollout=rollout,
@@ -355,6 +380,19 @@ def model_digest(weights: Weights) -> str:
     for name, tensor in as_source(weights).tensors():
         digest.add(name, tensor)
     return digest.digest()
+
+
+def _adapter_config(source: WeightSource, adapter: str, config: Mapping[str, Any] | None) -> verbs_pb2.AdapterConfig:
+    """What the engines are told of an adapter's tensors. Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED."""
+    if not adapter:
+        raise Reason.FIELD_REQUIRED.error("an adapter has a name", field="adapter")
+    if config is None:
+        raise Reason.FIELD_REQUIRED.error("what are the adapter's tensors?", field="adapter_config")
+    dtypes = {meta.dtype for meta in source.metas()}
+    if len(dtypes) != 1:
+        shown = ", ".join(sorted(map(str, dtypes))) or "none"
+        raise Reason.FIELD_INVALID.error(f"an adapter's tensors are of one dtype; these are: {shown}", field="weights")
+    return lora.from_peft(config, field="adapter_config", dtype=dtype_name(dtypes.pop()))
 
 
 def _number(enum: Any, name: str, field: str) -> Any:

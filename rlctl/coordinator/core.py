@@ -38,6 +38,8 @@ from rlctl.v1.update_pb2 import (
 )
 from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -116,6 +118,9 @@ class Coordinator:
             known = self.operations.known(_header(request).request_id, request) is not None
             run = await self.updates.from_disk(request, timeout_s)
             return await self._answer(run, replayed=known, wait=not request.is_async)
+        if isinstance(request, LoadAdapterRequest) and not _header(request).validate_only:
+            known = self.operations.known(_header(request).request_id, request) is not None
+            return await self._answer(await self.updates.load_adapter(request, timeout_s), replayed=known)
         if not verb.mutates(request) or _header(request).validate_only:
             return await self._ask(verb, request, timeout_s)
         known_run = self.operations.known(_header(request).request_id, request)
@@ -163,6 +168,8 @@ class Coordinator:
                     await self.updates.join_group(request, targets, run, timeout_s)
                 case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
                     await self.updates.receive(request, run, timeout_s)
+                case UnloadAdapterRequest():
+                    await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(
@@ -195,6 +202,8 @@ class Coordinator:
             targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
         elif header.fence.update_id:
             targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+        elif isinstance(request, UnloadAdapterRequest):
+            targets, excluded = self.updates.adapter_holders(request)
         else:
             targets, excluded = self.roster.select(header.target)
         missing = [unsupported(slot, verb.name) for slot in targets]

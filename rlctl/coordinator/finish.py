@@ -35,6 +35,7 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, StageResult
 from rlctl.v1.verbs_pb2 import (
+    ADAPTER_POLICY_DROP,
     AFTER_UPDATE_STAY_PAUSED,
     UPDATE_KIND_DELTA,
     AbortUpdateRequest,
@@ -137,8 +138,9 @@ class Finish:
                     session.file(run, result, stopped)
             await self._publish(run, good, digest)
             versions.close(session.model)
-            for slot in self._roster.slots.values():
-                slot.late = slot.late or (slot.model == session.model.record.name and slot not in good)
+            if session.adapter is None:
+                for slot in self._roster.slots.values():
+                    slot.late = slot.late or (slot.model == session.model.record.name and slot not in good)
 
     async def _serve(self, run: Run, good: Sequence[Slot]) -> None:
         """Wait until targets that hold the published version serve it, and let them generate."""
@@ -207,7 +209,8 @@ class Finish:
         if session.staged:
             paused = await session.pause(slots)
             slots = self._keep(run, slots, [r for r in paused if r.outcome != OUTCOME_APPLIED])
-        commit = CommitUpdateRequest(version=session.record.plan.version)
+        options = session.record.request.options
+        commit = CommitUpdateRequest(version=session.record.plan.version, adapters=options.adapters)
         # A flush where the commit has failed costs entries that could have been kept, and nothing else.
         committed, *flushed = await session.in_order(session.step(commit, slots), *self._flushing(slots))
         good = self._flushed(run, self._keep(run, slots, committed), flushed)
@@ -324,6 +327,10 @@ class Finish:
             return
         version = session.record.plan.version
         record = versions.published(session.model, version, model_digest=digest, checkpoint=session.checkpoint)
+        dropped: list[str] = []
+        if session.record.request.options.adapters == ADAPTER_POLICY_DROP:
+            dropped = [adapter.name for adapter in record.adapters]
+            del record.adapters[:]
 
         async def write(released: Sequence[Put]) -> None:
             await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record), *released)
@@ -333,6 +340,8 @@ class Finish:
         self._roster.changed()
         run.operation.weight_version.CopyFrom(version)
         run.operation.model_digest = digest
+        run.operation.adapters.extend(record.adapters)
+        run.operation.dropped_adapters.extend(dropped)
 
     async def _await_admission(self, good: Sequence[Slot]) -> None:
         """Wait until the stages say that they have been admitted: whoever reads the fleet next sees it.

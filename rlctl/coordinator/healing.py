@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rlctl.coordinator.adapters import FinishAdapter
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.from_peer import FromPeer, alike, refuse_failed
@@ -22,7 +24,7 @@ from rlctl.coordinator.planning import in_progress
 from rlctl.coordinator.roster import ModelState, Roster, Slot, unsupported
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected
-from rlctl.coordinator.versions import adoptable
+from rlctl.coordinator.versions import adoptable, lacking
 from rlctl.errors import Conflict, Reason, RlctlError
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
@@ -40,7 +42,11 @@ from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse
 from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_ADAPTER,
+    UPDATE_KIND_FULL,
+    Adapter,
     CheckWeightsRequest,
+    LoadAdapterRequest,
     UpdateOptions,
     UpdateWeightsFromDiskRequest,
 )
@@ -104,11 +110,13 @@ class Healer:
         if known is not None:
             return known
         slots = [self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
-        slots = slots or [slot for slot in self._roster.slots.values() if _needs_heal(slot)]
+        everyone = self._roster.slots.values()
+        slots = slots or [slot for slot in everyone if _needs_heal(slot) or self._lacks_adapters(slot)]
         if not slots:
-            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined")
+            raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
         for slot in slots:
-            self._source(slot, request.checkpoint)
+            if _needs_heal(slot) or not self._lacks_adapters(slot):
+                self._source(slot, request.checkpoint)
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
         deadline = self._clock.now() + (timeout_s or HEAL_S)
@@ -117,7 +125,13 @@ class Healer:
             failure: RlctlError | None = None
             for slot in slots:
                 try:
-                    await self._one(run, slot, self._source(slot, request.checkpoint), deadline)
+                    if _needs_heal(slot) or not self._lacks_adapters(slot):
+                        source = self._source(slot, request.checkpoint)
+                        session = self._session(run, slot, deadline)
+                        await self._one(run, slot, session, self._carry_out(session, run, source))
+                    for adapter in lacking(self._roster, slot):
+                        session = self._session(run, slot, deadline, adapter)
+                        await self._one(run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
                     if not any(result.slot == slot.name for result in run.operation.stage_results):
@@ -130,13 +144,17 @@ class Healer:
         )
 
     def _is_due(self, slot: Slot) -> bool:
-        """Whether a stage is to be healed now: at once when it came late, after a while when something spoilt it."""
-        if not _needs_heal(slot):
+        """Whether a stage is to be healed now: at once when it came late or lacks an adapter, after a while when
+        something spoilt it or it was tried in vain.
+        """
+        if not _needs_heal(slot) and not self._lacks_adapters(slot):
             self._spoilt.pop(slot, None)
             slot.unhealable = ""
             return False
         if slot.state == STAGE_STATE_STALE and slot.late:
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
+        if not _needs_heal(slot) and slot not in self._spoilt:
+            return True
         since = self._spoilt.setdefault(slot, self._clock.now())
         return self._clock.now() - since >= GRACE_S
 
@@ -152,7 +170,8 @@ class Healer:
         if slot.model in self._running or slot in self._looking or self._roster.models[slot.model].update_id:
             return
         try:
-            self._source(slot, "")
+            if _needs_heal(slot):
+                self._source(slot, "")
             slot.unhealable = ""
         except RlctlError as error:
             if slot.unhealable != error.message:
@@ -197,15 +216,21 @@ class Healer:
                 if not isinstance(error, Conflict):
                     break
             await asyncio.sleep(pause)
-            if not _needs_heal(slot) or self._roster.slots.get(slot.name) is not slot:
+            done = not _needs_heal(slot) and not self._lacks_adapters(slot)
+            if done or self._roster.slots.get(slot.name) is not slot:
                 break
         if _needs_heal(slot):
             self._spoilt[slot] = self._clock.now()
             slot.late = False  # from now on it is tried once in a while
+        elif self._lacks_adapters(slot):
+            self._spoilt[slot] = self._clock.now()
         # Another one may have waited for its turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:
                 self.look(other)
+
+    def _lacks_adapters(self, slot: Slot) -> bool:
+        return slot.state in _SOUND and bool(lacking(self._roster, slot))
 
     def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
         """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
@@ -245,18 +270,18 @@ class Healer:
             and peer.quarantine is None
         ]
 
-    async def _one(self, run: Run, slot: Slot, source: str | Slot, deadline: float) -> None:
+    async def _one(self, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
         if model.update_id:
+            steps.close()
             raise in_progress(model)
-        session = self._session(model, slot, run.operation.operation_id, deadline)
         model.update_id, model.update_owner = session.update_id, f"{OWNER} {slot.name}"
-        running = _Running(session, run, asyncio.create_task(self._carry_out(session, run, source)))
+        running = _Running(session, run, asyncio.create_task(steps))
         self._running[slot.model] = running
         self._roster.changed()
         try:
             await asyncio.gather(running.work)
-            slot.late = False
+            slot.late = slot.late and session.adapter is not None
         except BaseException as error:  # noqa: BLE001 - the stage must not be left in an open update
             cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
             typed = error if isinstance(error, RlctlError) else cancelled
@@ -269,13 +294,19 @@ class Healer:
             model.update_id = model.update_owner = ""
             self._roster.changed()
 
-    def _session(self, model: ModelState, slot: Slot, operation_id: str, deadline: float) -> Session:
-        plan = BeginWeightUpdateResponse(update_id=f"{operation_id}{HEAL_MARK}{slot.name}", version=model.record.latest)
+    def _session(self, run: Run, slot: Slot, deadline: float, adapter: Adapter | None = None) -> Session:
+        model = self._roster.models[slot.model]
+        update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
         options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
+        if adapter is not None:
+            update_id += f"/{adapter.name}"
+            options = UpdateOptions()
+        plan = BeginWeightUpdateResponse(update_id=update_id, version=model.record.latest)
         begin = BeginWeightUpdateRequest(
             header=RequestHeader(target=Target(slots=[slot.name])),
             model=slot.model,
             version=model.record.latest.label,
+            kind=UPDATE_KIND_FULL if adapter is None else UPDATE_KIND_ADAPTER,
             options=options,
         )
         return Session(
@@ -288,6 +319,16 @@ class Healer:
             fanout=self._fanout,
             journal=self._journal,
             clock=self._clock,
+            adapter=adapter,
+        )
+
+    async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
+        """Let a stage read an adapter of its model again. It must be what was loaded before."""
+        await session.ready()
+        read = LoadAdapterRequest(name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned)
+        self._file(run, await session.step(read, session.targets))
+        await FinishAdapter(session, self._roster, self._peers, self._clock).restore(
+            run, Expected(digest=adapter.digest)
         )
 
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:

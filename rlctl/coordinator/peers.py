@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from rlctl.control.commander import Commander
 from rlctl.coordinator.roster import ModelState, Roster, Slot
-from rlctl.coordinator.versions import adoptable
+from rlctl.coordinator.versions import adoptable, lacking
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Dialer, Journal
 from rlctl.times import duration
@@ -102,6 +102,7 @@ class Peers:
                 number=number,
                 echo=commander.echo,
                 confirm=withheld,
+                adapters=model.record.adapters,
             )
         )
 
@@ -219,7 +220,7 @@ class Peers:
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
         held = report.update_id or report.paused_by_update
-        if first or adoptable(self._roster, slot) or held or stale:
+        if first or adoptable(self._roster, slot) or held or stale or lacking(self._roster, slot):
             task = asyncio.create_task(self._take_in(slot))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)

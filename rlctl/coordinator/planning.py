@@ -84,11 +84,7 @@ class Planner:
             header=self._roster.header(),
             update_id=request.header.request_id or self._clock.new_id(),
             fencing_token=self._roster.epoch << 32 | self._tokens,
-            version=WeightVersion(
-                label=request.version,
-                sequence=versions.reserved(model, 0).reserved_sequence,
-                trainer_incarnation=request.trainer.incarnation,
-            ),
+            version=_version(request, model),
             targets=[
                 UpdateTarget(
                     slot=slot.name,
@@ -132,6 +128,19 @@ class Planner:
         record.groups.extend(name for name in used if name not in record.groups)
         return abandoned
 
+    def only_model(self, target: Target) -> str:
+        """The model whose adapters are meant. Raises FIELD_REQUIRED when several could be, FIELD_INVALID for a target
+        that is less than a model: adapters are a model's.
+        """
+        if target.slots or target.stages:
+            raise Reason.FIELD_INVALID.error(
+                "adapters are loaded and unloaded at every stage of a model; name no others", field="header.target"
+            )
+        if not target.model and len(self._roster.models) != 1:
+            known = ", ".join(sorted(self._roster.models)) or "none"
+            raise Reason.FIELD_REQUIRED.error(f"name the model; there are: {known}", field="header.target.model")
+        return self._roster.model(target.model or next(iter(self._roster.models)), "header.target.model").record.name
+
     def only_updatable(self, target: Target) -> str:
         """The model that an update without a name is meant for. Raises FIELD_REQUIRED when several could be."""
         if target.model:
@@ -151,7 +160,7 @@ class Planner:
             )
         if model.update_id:
             raise in_progress(model)
-        if not model.record.updatable:
+        if not model.record.updatable and request.kind != UPDATE_KIND_ADAPTER:
             raise Reason.MODEL_FROZEN.error(f"{request.model} is frozen: it receives no weights", field="model")
         if request.trainer.incarnation < model.record.trainer_incarnation:
             raise Reason.TRAINER_FENCED.error(
@@ -161,13 +170,13 @@ class Planner:
             )
         if request.kind == UPDATE_KIND_DELTA:
             _refuse_base(request.base, model.record.latest)
-        later = {
-            "kind": request.kind == UPDATE_KIND_ADAPTER,
-        }
-        for name, asked in later.items():
-            if asked:
-                raise Reason.NOT_IMPLEMENTED.error(f"this value of {name} is in the contract only, so far", field=name)
         staged, options = request.apply == APPLY_MODE_STAGED, request.options
+        if request.kind == UPDATE_KIND_ADAPTER and (staged or request.rollout.max_unavailable):
+            raise Reason.FIELD_CONFLICT.error(
+                "an adapter comes beside the one that it replaces, and takes its place everywhere at once",
+                field="apply" if staged else "rollout.max_unavailable",
+                next_step="Leave it out.",
+            )
         if staged and not options.pause and not options.abort_all_requests:
             raise Reason.FIELD_REQUIRED.error(
                 "requests run until a staged update is swapped; say what becomes of them then",
@@ -201,7 +210,10 @@ class Planner:
                 "other; offer gloo or shared memory",
                 field="transports",
             )
-        missing = unsupported(slot, _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed"))
+        writes = _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed")
+        missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
+        if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
+            missing = unsupported(slot, writes)
         if missing is not None:
             return Reason.UNSUPPORTED.error(f"{slot.name} holds weights of {request.model}: {missing.message}")
         gone = slot.dead_ranks()
@@ -235,6 +247,17 @@ def in_progress(model: ModelState) -> RlctlError:
     return Reason.UPDATE_IN_PROGRESS.error(
         f"{model.update_owner} is updating {model.record.name} (update {model.update_id})",
         metadata={"holder": model.update_id, "owner": model.update_owner},
+    )
+
+
+def _version(request: BeginWeightUpdateRequest, model: ModelState) -> WeightVersion:
+    """Where an update leads: the next version, or with an adapter beside it the one that there is."""
+    if request.kind == UPDATE_KIND_ADAPTER:
+        return model.record.latest
+    return WeightVersion(
+        label=request.version,
+        sequence=versions.reserved(model, 0).reserved_sequence,
+        trainer_incarnation=request.trainer.incarnation,
     )
 
 

@@ -359,6 +359,7 @@ class Roster:
             update_owner=model.update_owner,
             trainer_incarnation=model.record.trainer_incarnation,
             checkpoint=model.record.checkpoint,
+            adapters=model.record.adapters,
         )
 
     def _stage(self, slot: Slot) -> Stage:

@@ -45,6 +45,7 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_FULL,
     UPDATE_KIND_UNSPECIFIED,
     AbortUpdateRequest,
+    Adapter,
     CommitUpdateRequest,
     ContinueGenerationRequest,
     DestroyWeightsUpdateGroupRequest,
@@ -76,6 +77,7 @@ class Session:
         targets: those of them that have not been lost in an attempt.
         resume: targets that generate again afterwards.
         paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
+        adapter: the adapter that it is about, beside the weights; None: it is about the weights.
         unprepared: what those answered that could not be paused or prepared.
         writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
             the other. No target takes weights in by two verbs: those with different ones do not wait for each other.
@@ -93,8 +95,10 @@ class Session:
         fanout: Fanout,
         journal: Journal,
         clock: Clock,
+        adapter: Adapter | None = None,
     ) -> None:
         self.record = record
+        self.adapter = adapter
         self.model = model
         self.frozen = tuple(targets)
         self.targets = list(targets)
@@ -191,6 +195,11 @@ class Session:
         if self.staged:
             self._all_applied(_flat(await self.in_order(*self._prepares())))
             return
+        if self.adapter is not None and self._pause_mode == PAUSE_MODE_UNSPECIFIED:
+            # Requests with other adapters, or none, wait while the update is open and go on where they were.
+            self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
+            self._all_applied(_flat(await self.in_order(*self._prepares())))
+            return
         running = self._generating(self.targets)
         if self._pause_mode != PAUSE_MODE_UNSPECIFIED:
             # Each stage carries them out in this order. Where the pause is refused nothing is lost by the other one: it
@@ -220,14 +229,16 @@ class Session:
     @property
     def _pause_mode(self) -> common_pb2.PauseMode.ValueType:
         options = self.record.request.options
-        return options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
+        # Of an adapter, the requests that are aborted are those that use it, by the stages themselves.
+        abort = options.abort_all_requests and self.adapter is None
+        return options.pause or (PAUSE_MODE_ABORT if abort else PAUSE_MODE_UNSPECIFIED)
 
     def _prepares(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
         """The steps that prepare the targets: those that digest what comes are told apart from the others."""
         options, transports = self.record.request.options, self._transports
         apart: dict[bool, list[Slot]] = {False: [], True: []}
         for slot in self.targets:
-            digests = verification.digests_what_comes(
+            digests = self.adapter is None and verification.digests_what_comes(
                 options, slot, transports[slot.name], self.targets, staged=self.staged
             )
             apart[digests].append(slot)
@@ -238,8 +249,11 @@ class Session:
         ]
 
     def _prepare_request(self, *, digest_received: bool) -> PrepareUpdateRequest:
+        begin = self.record.request
         return PrepareUpdateRequest(
             digest_received=digest_received,
+            adapter=self.adapter,
+            adapter_config=begin.adapter_config if begin.HasField("adapter_config") else None,
             version=self.record.plan.version,
             kind=self.record.request.kind,
             apply=self.record.request.apply,

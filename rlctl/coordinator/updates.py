@@ -7,7 +7,8 @@ import contextlib
 
 from google.protobuf.message import Message
 
-from rlctl.coordinator import versions
+from rlctl.coordinator import adapters, versions
+from rlctl.coordinator.adapters import FinishAdapter
 from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
@@ -24,9 +25,10 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Delete, Journal
 from rlctl.times import duration, seconds
-from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, UpdateRecord
+from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.update_pb2 import (
     DATA_PATH_DISK,
     BeginWeightUpdateRequest,
@@ -40,13 +42,21 @@ from rlctl.v1.update_pb2 import (
     Trainer,
 )
 from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_ADAPTER,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
+    Adapter,
     InitWeightsUpdateGroupRequest,
     InspectCheckpointRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UpdateOptions,
     UpdateWeightsFromDiskRequest,
 )
 from rlctl.verbs import Verb
+
+FromDisk = UpdateWeightsFromDiskRequest | LoadAdapterRequest
+"""Updates in one call, whose targets read from disk."""
 
 UPDATE_S = 600.0
 
@@ -97,7 +107,8 @@ class Updates:
                 return self._get(known.operation.update_id).session.record.plan
             if not request.header.validate_only:
                 await self._healer.make_way(request.model)
-            session = self._plan(request, timeout_s)
+            adapter = Adapter(name=request.adapter, version=request.version, lora_rank=request.adapter_config.lora_rank)
+            session = self._plan(request, timeout_s, adapter if request.adapter else None)
             if request.header.validate_only:
                 return session.record.plan
             await self._start(session, request, "WeightUpdate")
@@ -146,6 +157,30 @@ class Updates:
         opened.lease_until = self._clock.now() + opened.lease_ttl_s
         return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
 
+    async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
+        """A whole adapter update in one call: every stage of the model reads it from disk."""
+        model = self._planner.only_model(request.header.target)
+        version = request.version or f"disk-{self._clock.new_id()[:8]}"
+        incarnation = self._roster.model(model).record.trainer_incarnation
+        begin = BeginWeightUpdateRequest(
+            header=request.header,
+            model=model,
+            version=version,
+            path=DATA_PATH_DISK,
+            kind=UPDATE_KIND_ADAPTER,
+            adapter=request.name,
+            options=UpdateOptions(abort_all_requests=request.abort_requests),
+            trainer=Trainer(name="adapters", incarnation=incarnation),
+        )
+        adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
+        async with self._beginning:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return known
+            await self._healer.make_way(model)
+            session = self._plan(begin, timeout_s, adapter)
+            return await self._start(session, request, "LoadAdapter", disk=request)
+
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
         """A whole update in one call: every target reads a checkpoint."""
         target = request.header.target
@@ -186,6 +221,28 @@ class Updates:
     ) -> None:
         """Join every rank of the targets into a group."""
         await self._attempts.join_group(request, targets, run, timeout_s)
+
+    def adapter_holders(self, request: UnloadAdapterRequest) -> tuple[list[Slot], list[ExcludedStage]]:
+        """The stages that an adapter is unloaded at, and those that are not there. Raises ADAPTER_NOT_FOUND."""
+        model = self._roster.model(self._planner.only_model(request.header.target))
+        slots, excluded = self._roster.select(Target(model=model.record.name))
+        return adapters.holders(request, model, slots), excluded
+
+    async def unload_adapter(
+        self, request: UnloadAdapterRequest, targets: list[Slot], run: Run, timeout_s: float
+    ) -> None:
+        """Unload an adapter; the model has it no more once a stage may have."""
+        await adapters.unload(
+            request,
+            self._roster.models[targets[0].model],
+            targets,
+            run,
+            self._clock.now() + timeout_s,
+            fanout=self._fanout,
+            peers=self._peers,
+            journal=self._journal,
+            publishing=self._roster.publishing,
+        )
 
     async def receive(self, request: Write, run: Run, timeout_s: float) -> None:
         """Let the targets of an update take in what its sources send."""
@@ -232,7 +289,9 @@ class Updates:
         for opened in list(self._open.values()):
             opened.decide(verdict=Reason.CANCELLED.error("the coordinator is shutting down"))
 
-    def _plan(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> Session:
+    def _plan(
+        self, request: BeginWeightUpdateRequest, timeout_s: float | None, adapter: Adapter | None = None
+    ) -> Session:
         try:
             plan, targets = self._planner.plan(request)
         except RlctlError:
@@ -248,6 +307,7 @@ class Updates:
             fanout=self._fanout,
             journal=self._journal,
             clock=self._clock,
+            adapter=adapter,
         )
 
     async def _start(
@@ -256,14 +316,15 @@ class Updates:
         request: Message,
         verb: str,
         *,
-        disk: UpdateWeightsFromDiskRequest | None = None,
+        disk: FromDisk | None = None,
     ) -> Run:
         """Accept a planned update; from here on its own task sees to its end."""
         begin, plan, model = session.record.request, session.record.plan, session.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
+        after = versions.fenced if session.adapter is not None else versions.reserved
         async with self._roster.publishing:
             abandoned = self._planner.add_groups(plan, begin, session.targets)
-            record = versions.reserved(model, begin.trainer.incarnation)
+            record = after(model, begin.trainer.incarnation)
             await self._journal.write([model_put(record), session.put()])
             model.record = record
         started = asyncio.Event()
@@ -291,14 +352,15 @@ class Updates:
         started.set()
         return run
 
-    async def _see_through(self, opened: OpenUpdate, disk: UpdateWeightsFromDiskRequest | None) -> None:
+    async def _see_through(self, opened: OpenUpdate, disk: FromDisk | None) -> None:
         session, run = opened.session, opened.run
+        finish = Finish if session.adapter is None else FinishAdapter
         try:
             await session.leave_groups(opened.abandoned)
             if disk is not None:
                 await self._read_checkpoint(opened, disk)
             await self._decision(opened)
-            await Finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
+            await finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
         except BaseException as error:
             if session.record.phase != UPDATE_PHASE_PUBLISHED:
                 typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
@@ -332,14 +394,16 @@ class Updates:
         if opened.verdict is not None:
             raise opened.verdict
 
-    async def _read_checkpoint(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> None:
+    async def _read_checkpoint(self, opened: OpenUpdate, request: FromDisk) -> None:
         """Let every target read; an abort meanwhile does not wait for them."""
         session = opened.session
-        digest = await self._inspect(opened, request)
+        digest = ""
+        if isinstance(request, UpdateWeightsFromDiskRequest):
+            digest = await self._inspect(opened, request)
         await session.ready()
-        sent = UpdateWeightsFromDiskRequest()
-        sent.CopyFrom(request)
-        if all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets):
+        sent = type(request).FromString(request.SerializeToString())
+        compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets)
+        if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:
             sent.expected_digest = digest  # what turns out to be something else is rolled back
         reading = asyncio.create_task(session.step(sent, session.targets))
         aborted = asyncio.create_task(opened.decided.wait())

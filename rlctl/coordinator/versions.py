@@ -8,8 +8,12 @@ from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.journal_pb2 import ModelRecord
+from rlctl.v1.verbs_pb2 import Adapter
 
 FIRST_LABEL = "initial"
+
+POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN)
+"""Outcomes after which an effect must be assumed where assuming it is the safe side."""
 
 
 def first_version(model: ModelState, slot: Slot) -> ModelRecord | None:
@@ -61,11 +65,43 @@ def published(model: ModelState, version: WeightVersion, *, model_digest: str, c
 
 def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
     """The record after reserving the next sequence for an update, which keeps it from being used twice."""
+    record = fenced(model, trainer_incarnation)
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence) + 1
+    return record
+
+
+def fenced(model: ModelState, trainer_incarnation: int) -> ModelRecord:
+    """The record after an update of this trainer was accepted: earlier incarnations are over."""
     record = ModelRecord()
     record.CopyFrom(model.record)
-    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence) + 1
     record.trainer_incarnation = trainer_incarnation
     return record
+
+
+def with_adapter(model: ModelState, adapter: Adapter) -> ModelRecord:
+    """The record with an adapter in the place of the one of its name."""
+    record = without_adapter(model, adapter.name)
+    record.adapters.append(adapter)
+    record.adapters.sort(key=lambda other: other.name)
+    return record
+
+
+def without_adapter(model: ModelState, name: str) -> ModelRecord:
+    """The record without the adapter of this name."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    del record.adapters[:]
+    record.adapters.extend(adapter for adapter in model.record.adapters if adapter.name != name)
+    return record
+
+
+def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
+    """Adapters of the model that a stage does not hold at their version and that can be read from disk again."""
+    if slot.report is None:
+        return []
+    held = {adapter.name: adapter.version for adapter in slot.report.adapters}
+    adapters = roster.models[slot.model].record.adapters
+    return [adapter for adapter in adapters if adapter.path and held.get(adapter.name) != adapter.version]
 
 
 _UNUSABLE = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
@@ -52,6 +52,9 @@ class Serving:
         version: what the weights are at.
         lease_until: until when it may serve, on the clock's ``now``.
         obstacle: why it must not be routed to though it answers, or None.
+        adapters: version by name of the adapters that may be generated with.
+        held: names of the adapters that the ranks hold.
+        awaited: names of the adapters that the fleet serves, here or elsewhere.
     """
 
     slot: str
@@ -61,8 +64,11 @@ class Serving:
     version: WeightVersion
     lease_until: float
     obstacle: RlctlError | None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
+    awaited: frozenset[str] = frozenset()
 
-    def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0) -> None:
+    def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise why nothing is generated now, or return."""
         if model and model != self.model:
             raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
@@ -77,8 +83,18 @@ class Serving:
                 f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
                 field="min_version_seq",
             )
+        if adapter and adapter not in self.adapters:
+            self._refuse_adapter(adapter)
 
-    def refuse_ongoing(self, now: float) -> None:
+    def _refuse_adapter(self, adapter: str) -> None:
+        if adapter in self.held and adapter in self.awaited:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds adapter {adapter!r} at another version")
+        there = ", ".join(sorted(self.adapters)) or "none"
+        raise Reason.ADAPTER_NOT_FOUND.error(
+            f"{self.slot} serves no adapter {adapter!r}; it serves: {there}", field="adapter"
+        )
+
+    def refuse_ongoing(self, now: float, adapter: str = "") -> None:
         """Raise STAGE_NOT_SERVING when nothing more may be told of what is being generated.
 
         What was generated before a pause may still be told; what comes from weights that nobody vouches for, or that
@@ -89,6 +105,8 @@ class Serving:
         if self.state in _OUT_OF_SERVICE:
             name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
+        if adapter and adapter not in self.adapters and self.state != common_pb2.STAGE_STATE_UPDATING:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")
         self._refuse_without_lease(now)
 
     def _refuse_without_lease(self, now: float) -> None:
@@ -185,7 +203,7 @@ class Stage:
         if grant.confirm:
             self._confirmed_grant = grant.number
         adopt = grant.adopt if grant.HasField("adopt") else None
-        self.facts.admit(grant.admitted, adopt)
+        self.facts.admit(grant.admitted, adopt, grant.adapters)
         if adopt is not None and self.facts.version == adopt:
             self._engine.set_version(adopt)
         lease_s = seconds(grant.lease)
@@ -254,6 +272,7 @@ class Stage:
             grant_number=self._confirmed_grant,
             update_staged=facts.update is not None and facts.update.aside,
             update_prepared=facts.update is not None and facts.update.prepared,
+            adapters=[adapter for _, adapter in sorted(facts.adapters.items())],
         )
 
     def _serving(self) -> Serving:
@@ -265,6 +284,9 @@ class Stage:
             self.facts.version,
             self._lease_until,
             self._obstacle,
+            self.facts.servable_adapters,
+            frozenset(self.facts.adapters),
+            frozenset(self.facts.admitted_adapters),
         )
 
     def _changed(self, *, tell: bool = True) -> None:
@@ -310,7 +332,7 @@ class Stage:
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         self.facts.settle(verb, request, outcome, results)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
-            self._engine.set_version(request.version)
+            self._engine.set_version(self.facts.version)
         self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
 

@@ -26,6 +26,7 @@ from rlctl.v1.common_pb2 import (
     WeightVersion,
 )
 from rlctl.v1.results_pb2 import RankResult
+from rlctl.v1.verbs_pb2 import Adapter
 from rlctl.verbs import STATE_PREFIX, Verb
 
 POSSIBLY_DONE = (OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
@@ -55,6 +56,7 @@ class OpenUpdate:
         staged: it fills a shadow copy.
         prepared: that copy is complete.
         digest: model digest of that copy, hex, once somebody has computed it.
+        adapter: what an adapter update leads to: nothing that is served changes before its commit. None: no such.
     """
 
     update_id: str
@@ -67,6 +69,7 @@ class OpenUpdate:
     staged: bool = False
     prepared: bool = False
     digest: str = ""
+    adapter: Adapter | None = None
 
     @property
     def aside(self) -> bool:
@@ -90,6 +93,8 @@ class Facts:
     update: OpenUpdate | None = None
     admitted: tuple[WeightVersion, ...] = ()
     fleet_epoch: int = 0
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    admitted_adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> StageState.ValueType:
@@ -212,12 +217,24 @@ class Facts:
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id
                 self.update = OpenUpdate(update_id, request.version, full, self.weights, staged=staged)
+                if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+                    self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
+                    self.update.adapter.MergeFrom(request.adapter)
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is not None:
                 self.update.prepared, self.update.digest, self.update.checkpoint = False, "", ""
             case verbs_pb2.SealUpdateRequest() if applied and self.update is not None:
                 self.update.prepared = True
+            case verbs_pb2.LoadAdapterRequest() if applied and self.update is not None:
+                told = (adapter for result in results for adapter in result.adapters.adapters)
+                self.update.adapter = next(told, self.update.adapter)
+            case verbs_pb2.UnloadAdapterRequest() if possible:
+                self.adapters.pop(request.name, None)
+            case verbs_pb2.CommitUpdateRequest() if self.update is not None and self.update.adapter is not None:
+                self._put_adapter(self.update.adapter, applied=applied, possible=possible)
             case verbs_pb2.CommitUpdateRequest() if applied and self.update is not None:
                 self._committed(self.update, request.version)
+                if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
+                    self.adapters.clear()
             case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
                 # Finished or not: nobody vouches for what was written.
                 if self.update.touched or self.update.committed:
@@ -225,15 +242,16 @@ class Facts:
                 self.update = None
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
                 self._mixed()
-            case verbs_pb2.CheckWeightsRequest() if applied and not request.skip_tensors:
+            case verbs_pb2.CheckWeightsRequest() if applied and not (request.skip_tensors or request.adapter):
                 self._digested(results, shadow=request.shadow)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
+        beside = self.update is not None and self.update.adapter is not None
         # A write of a staged update reaches what serves only if the engine itself says that it has gone wrong so far.
-        spared = self.is_aside(verb, request) and outcome != OUTCOME_DIRTY
+        spared = beside or (self.is_aside(verb, request) and outcome != OUTCOME_DIRTY)
         if verb.writes_weights and possible and not finished and not spared:
             if self.update is not None:
                 self.update.touched = True
@@ -246,9 +264,18 @@ class Facts:
         staging = self.update is not None and self.update.aside
         return staging and verb.in_update and not _ends_update(request)
 
-    def admit(self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None) -> None:
+    @property
+    def servable_adapters(self) -> dict[str, str]:
+        """Version by name of the adapters that may be generated with: held, at the version that is admitted."""
+        held = {name: adapter.version for name, adapter in self.adapters.items()}
+        return {name: version for name, version in held.items() if self.admitted_adapters.get(name) == version}
+
+    def admit(
+        self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None, adapters: Iterable[Adapter] = ()
+    ) -> None:
         """Take in which versions may be served, and optionally which one the weights at hand are."""
         self.admitted = tuple(admitted)
+        self.admitted_adapters = {adapter.name: adapter.version for adapter in adapters}
         if adopt is not None and self.update is None and self.weights is Weights.WHOLE:
             self.version = adopt
         if self.update is not None and self.update.committed and self.at_admitted_version:
@@ -275,6 +302,14 @@ class Facts:
             self.update.digest = digests.pop() if len(digests) == 1 else ""
         elif not shadow and self.weights is Weights.WHOLE and len(digests) == 1:
             self.model_digest = digests.pop()
+
+    def _put_adapter(self, adapter: Adapter, *, applied: bool, possible: bool) -> None:
+        """An adapter's commit: it takes the place of the old one; what ranks may disagree about is held by none."""
+        if applied:
+            self.adapters[adapter.name] = adapter
+            self.update = None
+        elif possible:
+            self.adapters.pop(adapter.name, None)
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
         update.committed = True

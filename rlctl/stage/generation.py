@@ -15,7 +15,8 @@ from rlctl.errors import Reason
 from rlctl.ports import Clock
 from rlctl.stage.core import Serving
 from rlctl.times import duration
-from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse, Sample
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse, Sample, VersionSpan
 
 LOOK_S = 0.5
 """How often the stage's state is looked at while the engine says nothing."""
@@ -43,18 +44,18 @@ class Generation:
         check(request)
         started = self._clock.now()
         serving = self._serving()
-        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq)
+        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter)
         if request.WhichOneof("prompt") is None:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
         async with contextlib.aclosing(self._engine.generate(request)) as parts:
-            async for part in self._watched(parts, deadline):
+            async for part in self._watched(parts, deadline, request.adapter):
                 part.slot, part.incarnation = serving.slot, serving.incarnation
                 part.elapsed.CopyFrom(duration(self._clock.now() - started))
                 yield part
 
     async def _watched(
-        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float
+        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float, adapter: str
     ) -> AsyncGenerator[GenerateResponse, None]:
         """What the engine says while the stage may serve; an engine that says nothing is not waited for blindly."""
         coming: asyncio.Future[GenerateResponse] | None = None
@@ -65,7 +66,7 @@ class Generation:
                 if left <= 0:
                     raise Reason.DEADLINE_EXCEEDED.error("the time was up before the request ended")
                 await asyncio.wait({coming}, timeout=min(left, LOOK_S))
-                self._serving().refuse_ongoing(self._clock.now())
+                self._serving().refuse_ongoing(self._clock.now(), adapter)
                 if not coming.done():
                     continue
                 done, coming = coming, None
@@ -113,8 +114,13 @@ def _merge_sample(whole: Sample, part: Sample) -> None:
     whole.retractions = part.retractions
     for span in part.versions:
         last = whole.versions[-1] if whole.versions else None
-        same = last is not None and (last.version, last.kv_version) == (span.version, span.kv_version)
+        same = last is not None and _of(last) == _of(span)
         if last is not None and same and last.end == span.start:
             last.end = span.end
         else:
             whole.versions.add().CopyFrom(span)
+
+
+def _of(span: VersionSpan) -> tuple[WeightVersion, WeightVersion, str]:
+    """What a stretch of output was generated with."""
+    return span.version, span.kv_version, span.adapter_version

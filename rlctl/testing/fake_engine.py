@@ -119,6 +119,10 @@ class FakeEngine(Engine):
         self._full = True
         self._groups: set[str] = set()
         self._interrupted = asyncio.Event()
+        self.adapters: dict[str, verbs.Adapter] = {}
+        self.adapter_weights: dict[str, str] = {}
+        self._staged: tuple[verbs.Adapter, str] | None = None
+        self._with_adapter: dict[str, str] = {}
 
     def setup(self) -> dict[str, str]:
         """Rank 0 makes the step stream."""
@@ -264,6 +268,11 @@ class FakeEngine(Engine):
     async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Open an update."""
         await self._begin("prepare_update", call)
+        if request.kind == verbs.UPDATE_KIND_ADAPTER:
+            if request.abort_all_requests or self._paused is None:
+                self._end_users(request.adapter.name, end=request.abort_all_requests)
+            self._update, self._staged = call.update_id, (request.adapter, "")
+            return verbs.WeightsReport()
         staged = request.apply == verbs.APPLY_MODE_STAGED
         if not staged and not request.abort_all_requests:
             self._refuse_active()
@@ -321,6 +330,9 @@ class FakeEngine(Engine):
             raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
         await self._begin("update_weights_from_distributed", call)
         names = [name for bucket in request.buckets for name in bucket.names]
+        if self._staged is not None:
+            self._staged = (self._staged[0], ",".join(names))
+            return verbs.WeightsReport(tensors=len(names))
         if "stuck" in names:
             self._written = self._shadow is None
             self._interrupted.clear()
@@ -336,8 +348,14 @@ class FakeEngine(Engine):
         self, request: verbs.CommitUpdateRequest, call: Call
     ) -> verbs.WeightsReport | list[RankResult]:
         """Close an update."""
-        del request
         await self._begin("commit_update", call)
+        if self._staged is not None:
+            adapter, text = self._staged
+            if not text:
+                raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+            self.adapters[adapter.name], self.adapter_weights[adapter.name] = adapter, text
+            self._update, self._staged = "", None
+            return verbs.WeightsReport(tensors=1)
         if not self._written and self._full:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         if self._shadow is not None:
@@ -345,6 +363,8 @@ class FakeEngine(Engine):
             if not self._sealed:
                 raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed")
             self.weights, self._shadow = self._shadow, None
+        if request.adapters == verbs.ADAPTER_POLICY_DROP:
+            self.adapters.clear()
         self._update = ""
         report = self._completed()
         if self._opaque:
@@ -375,7 +395,38 @@ class FakeEngine(Engine):
         """Drop an update."""
         del request
         await self._begin("abort_update", call)
-        self._update, self._shadow = "", None
+        self._update, self._shadow, self._staged = "", None, None
+
+    async def load_adapter(self, request: verbs.LoadAdapterRequest, call: Call) -> verbs.AdapterList:
+        """Read an adapter, a text like the weights."""
+        text = _read(request.path, "path")
+        await self._begin("load_adapter", call)
+        assert self._staged is not None
+        self._staged = (self._staged[0], text)
+        return verbs.AdapterList(adapters=[self._staged[0]])
+
+    async def unload_adapter(self, request: verbs.UnloadAdapterRequest, call: Call) -> verbs.AdapterList:
+        """Forget an adapter."""
+        if request.name not in self.adapters:
+            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.name!r} is loaded", field="name")
+        self._end_users(request.name, end=request.abort_requests)
+        await self._begin("unload_adapter", call)
+        del self.adapters[request.name]
+        return self._listed()
+
+    async def list_adapters(self, request: verbs.ListAdaptersRequest, call: Call) -> verbs.AdapterList:
+        """What is loaded."""
+        del request, call
+        return self._listed()
+
+    def _listed(self) -> verbs.AdapterList:
+        return verbs.AdapterList(adapters=[adapter for _, adapter in sorted(self.adapters.items())])
+
+    def _end_users(self, name: str, *, end: bool) -> None:
+        users = [rid for rid, adapter in self._with_adapter.items() if adapter == name]
+        if users and not end:
+            raise Reason.ACTIVE_REQUESTS.error(f"{len(users)} requests run with adapter {name!r}")
+        self._abort(users)
 
     async def check_weights(self, request: verbs.CheckWeightsRequest, call: Call) -> verbs.CheckReport:
         """Digest the text."""
@@ -390,7 +441,8 @@ class FakeEngine(Engine):
             return verbs.CheckReport(action=request.action, probed=computed if self.config.rank == 0 else ())
         if self._opaque:
             raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
-        digest = _digest(self._shadow or "" if request.shadow else self.weights)
+        text = self._adapter_text(request.adapter) if request.adapter else self.weights
+        digest = _digest(self._shadow or "" if request.shadow else text)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
             self._snapshot = digest
         report = verbs.CheckReport(action=request.action, tensor_count=1, rank_digest=digest, model_digest=digest)
@@ -405,9 +457,18 @@ class FakeEngine(Engine):
             report.difference.CopyFrom(verbs.TensorDifference(count=1, first="weights", part=part, tensors=1))
         return report
 
+    def _adapter_text(self, name: str) -> str:
+        if self._staged is not None and self._staged[0].name == name:
+            return self._staged[1]
+        return self.adapter_weights[name]
+
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
         """Number the tokens, at the set pace."""
         rid = request.rid or f"fake-{next(_ids)}"
+        if request.adapter:
+            if request.adapter not in self.adapters:
+                raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.adapter!r} is loaded", field="adapter")
+            self._with_adapter[rid] = request.adapter
         ended = self._running[rid] = asyncio.Event()
         params = request.sampling_params
         wanted = params.max_new_tokens if params.HasField("max_new_tokens") else 128
@@ -420,23 +481,25 @@ class FakeEngine(Engine):
                     kind = rollout.FINISH_TYPE_ABORT
                 elif count == wanted:
                     kind = rollout.FINISH_TYPE_LENGTH
-                yield self._part(rid, count, kind)
+                adapter = self.adapters.get(request.adapter, verbs.Adapter()).version
+                yield self._part(rid, count, kind, adapter)
                 if kind:
                     return
                 await asyncio.sleep(self._pace)
         finally:
             self._running.pop(rid, None)
+            self._with_adapter.pop(rid, None)
             if not self._running:
                 self._idle.set()
 
-    def _part(self, rid: str, count: int, kind: rollout.FinishType.ValueType) -> rollout.GenerateResponse:
+    def _part(self, rid: str, count: int, kind: rollout.FinishType.ValueType, adapter: str) -> rollout.GenerateResponse:
         sample = rollout.Sample(index=0, completion_tokens=count + (not kind))
         if kind:
             sample.finish_reason.type = kind
         else:
             sample.output_ids.append(count)
             sample.text = f"{count} "
-            sample.versions.add(version=self._version, start=count, end=count + 1)
+            sample.versions.add(version=self._version, start=count, end=count + 1, adapter_version=adapter)
         return rollout.GenerateResponse(rid=rid, prompt_tokens=1, samples=[sample])
 
     async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
@@ -462,11 +525,11 @@ async def _first(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-def _read(model_path: str) -> str:
+def _read(path: str, field: str = "model_path") -> str:
     try:
-        return (Path(model_path) / "weights.txt").read_text()
+        return (Path(path) / "weights.txt").read_text()
     except OSError as error:
-        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{model_path}: {error.strerror}", field="model_path") from None
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path}: {error.strerror}", field=field) from None
 
 
 def logprobs(weights: str, tokens: Sequence[int]) -> list[float]:

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from rlctl.v1 import common_pb2 as _common_pb2
 from rlctl.v1 import fleet_pb2 as _fleet_pb2
 from rlctl.v1 import results_pb2 as _results_pb2
+from rlctl.v1 import verbs_pb2 as _verbs_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -356,6 +357,7 @@ class ServingGrant(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     CONFIRM_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     fleet_epoch: _builtins.int
     """Epoch of the granting coordinator."""
     number: _builtins.int
@@ -376,6 +378,10 @@ class ServingGrant(_message.Message):
     def adopt(self) -> _common_pb2.WeightVersion:
         """The stage's weights, loaded from a checkpoint or healed, are this version. Unset: no change."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
+        """Adapters of the stage's model that may be served. Name and version are compared."""
+
     def __init__(
         self,
         *,
@@ -386,10 +392,11 @@ class ServingGrant(_message.Message):
         number: _builtins.int = ...,
         echo: _builtins.int = ...,
         confirm: _builtins.bool = ...,
+        adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "adopt", b"adopt", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "adopt", b"adopt", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -442,12 +442,13 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter, or replaces one of the same name.
+        """Loads a LoRA adapter from disk, or replaces one of the same name: a whole update in one call, to all stages of the model.
 
-        Effect: generation may name it.
+        Effect: generation may name it. The base weights and their version stay; requests without it wait a moment and go on. Refused while
+        requests run with the adapter that it replaces, unless generation is paused or abort_requests is set.
         Idempotency: with the same request_id, yes.
         States: STALE, READY, PAUSED.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+        Partial failure: nothing is replaced anywhere unless every target has read the same adapter; one that fails after that does not serve it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -458,7 +459,7 @@ class CoordinatorServiceServicer(object):
     def UnloadAdapter(self, request, context):
         """Unloads an adapter.
 
-        Effect: generation may no longer name it.
+        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
         Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.

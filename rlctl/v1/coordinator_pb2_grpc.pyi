@@ -192,19 +192,20 @@ class CoordinatorServiceStub:
     Deadline: 120 s.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.Operation]
-    """Loads a LoRA adapter, or replaces one of the same name.
+    """Loads a LoRA adapter from disk, or replaces one of the same name: a whole update in one call, to all stages of the model.
 
-    Effect: generation may name it.
+    Effect: generation may name it. The base weights and their version stay; requests without it wait a moment and go on. Refused while
+    requests run with the adapter that it replaces, unless generation is paused or abort_requests is set.
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED.
-    Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+    Partial failure: nothing is replaced anywhere unless every target has read the same adapter; one that fails after that does not serve it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.Operation]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it.
+    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
     Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
     States: STALE, READY, PAUSED.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -562,19 +563,20 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Deadline: 120 s.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.Operation]  # type: ignore[assignment]
-    """Loads a LoRA adapter, or replaces one of the same name.
+    """Loads a LoRA adapter from disk, or replaces one of the same name: a whole update in one call, to all stages of the model.
 
-    Effect: generation may name it.
+    Effect: generation may name it. The base weights and their version stay; requests without it wait a moment and go on. Refused while
+    requests run with the adapter that it replaces, unless generation is paused or abort_requests is set.
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED.
-    Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+    Partial failure: nothing is replaced anywhere unless every target has read the same adapter; one that fails after that does not serve it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it.
+    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
     Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
     States: STALE, READY, PAUSED.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -1025,12 +1027,13 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
-        """Loads a LoRA adapter, or replaces one of the same name.
+        """Loads a LoRA adapter from disk, or replaces one of the same name: a whole update in one call, to all stages of the model.
 
-        Effect: generation may name it.
+        Effect: generation may name it. The base weights and their version stay; requests without it wait a moment and go on. Refused while
+        requests run with the adapter that it replaces, unless generation is paused or abort_requests is set.
         Idempotency: with the same request_id, yes.
         States: STALE, READY, PAUSED.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+        Partial failure: nothing is replaced anywhere unless every target has read the same adapter; one that fails after that does not serve it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
         """
@@ -1043,7 +1046,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Unloads an adapter.
 
-        Effect: generation may no longer name it.
+        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
         Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.

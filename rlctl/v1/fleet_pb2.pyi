@@ -274,6 +274,7 @@ class StageReport(_message.Message):
     UPDATE_COMMITTED_FIELD_NUMBER: _builtins.int
     PAUSED_BY_UPDATE_FIELD_NUMBER: _builtins.int
     GRANT_NUMBER_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     UPDATE_STAGED_FIELD_NUMBER: _builtins.int
     UPDATE_PREPARED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
@@ -322,6 +323,10 @@ class StageReport(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """Its ranks."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
+        """Adapters that every rank of it holds."""
+
     def __init__(
         self,
         *,
@@ -342,12 +347,13 @@ class StageReport(_message.Message):
         update_committed: _builtins.bool = ...,
         paused_by_update: _builtins.str = ...,
         grant_number: _builtins.int = ...,
+        adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         update_staged: _builtins.bool = ...,
         update_prepared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,6 +526,7 @@ class Model(_message.Message):
     UPDATE_OWNER_FIELD_NUMBER: _builtins.int
     TRAINER_INCARNATION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     updatable: _builtins.bool
@@ -542,6 +549,10 @@ class Model(_message.Message):
     def admitted(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightVersion]:
         """Versions that may be served now; more than one while an update rolls."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
+        """Adapters that may be served, at these versions."""
+
     def __init__(
         self,
         *,
@@ -554,10 +565,11 @@ class Model(_message.Message):
         update_owner: _builtins.str = ...,
         trainer_incarnation: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
+        adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_owner", b"update_owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_owner", b"update_owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from rlctl.v1 import common_pb2 as _common_pb2
 from rlctl.v1 import fleet_pb2 as _fleet_pb2
 from rlctl.v1 import results_pb2 as _results_pb2
 from rlctl.v1 import update_pb2 as _update_pb2
+from rlctl.v1 import verbs_pb2 as _verbs_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -138,6 +139,7 @@ class ModelRecord(_message.Message):
     TRAINER_INCARNATION_FIELD_NUMBER: _builtins.int
     GROUP_GENERATION_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     updatable: _builtins.bool
@@ -160,6 +162,10 @@ class ModelRecord(_message.Message):
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups that stages may still be members of. Those that an update does not use are left at its beginning."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
+        """Its adapters."""
+
     def __init__(
         self,
         *,
@@ -172,10 +178,11 @@ class ModelRecord(_message.Message):
         trainer_incarnation: _builtins.int = ...,
         group_generation: _builtins.int = ...,
         groups: _abc.Iterable[_builtins.str] | None = ...,
+        adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -316,6 +316,8 @@ class Operation(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     PAUSE_TIME_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    DROPPED_ADAPTERS_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """The request_id that made it."""
     verb: _builtins.str
@@ -368,6 +370,14 @@ class Operation(_message.Message):
     def pause_time(self) -> _duration_pb2.Duration:
         """Weight updates: from the first target's pause to the last one's resume, as the coordinator saw it. Rolling: of the batch that took longest."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
+        """Adapter verbs and weight updates: the model's adapters afterwards."""
+
+    @_builtins.property
+    def dropped_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Weight updates: names of the adapters that did not survive, as asked for."""
+
     def __init__(
         self,
         *,
@@ -388,10 +398,12 @@ class Operation(_message.Message):
         model: _builtins.str = ...,
         model_digest: _builtins.str = ...,
         pause_time: _duration_pb2.Duration | None = ...,
+        adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
+        dropped_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -346,10 +346,13 @@ class VersionSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     KV_VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """First output token."""
     end: _builtins.int
     """One past the last."""
+    adapter_version: _builtins.str
+    """Version of the request's adapter; empty: it was generated without one."""
     @_builtins.property
     def version(self) -> _common_pb2.WeightVersion:
         """The version."""
@@ -367,10 +370,11 @@ class VersionSpan(_message.Message):
         start: _builtins.int = ...,
         end: _builtins.int = ...,
         kv_version: _common_pb2.WeightVersion | None = ...,
+        adapter_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_version", b"kv_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kv_version", b"kv_version", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_version", b"adapter_version", "end", b"end", "kv_version", b"kv_version", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

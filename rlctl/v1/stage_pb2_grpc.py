@@ -402,11 +402,11 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter, or replaces one of the same name.
+        """Reads a LoRA adapter into the open adapter update.
 
-        Effect: generation may name it.
+        Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED.
+        States: UPDATING.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
@@ -418,7 +418,7 @@ class StageServiceServicer(object):
     def UnloadAdapter(self, request, context):
         """Unloads an adapter.
 
-        Effect: generation may no longer name it.
+        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
         Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

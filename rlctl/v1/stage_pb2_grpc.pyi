@@ -199,11 +199,11 @@ class StageServiceStub:
     Deadline: 120 s.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.StageResult]
-    """Loads a LoRA adapter, or replaces one of the same name.
+    """Reads a LoRA adapter into the open adapter update.
 
-    Effect: generation may name it.
+    Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED.
+    States: UPDATING.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -211,7 +211,7 @@ class StageServiceStub:
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.StageResult]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it.
+    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
     Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
     States: STALE, READY, PAUSED.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -470,11 +470,11 @@ class StageServiceAsyncStub(StageServiceStub):
     Deadline: 120 s.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.StageResult]  # type: ignore[assignment]
-    """Loads a LoRA adapter, or replaces one of the same name.
+    """Reads a LoRA adapter into the open adapter update.
 
-    Effect: generation may name it.
+    Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED.
+    States: UPDATING.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -482,7 +482,7 @@ class StageServiceAsyncStub(StageServiceStub):
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.StageResult]  # type: ignore[assignment]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it.
+    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
     Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
     States: STALE, READY, PAUSED.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -840,11 +840,11 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
-        """Loads a LoRA adapter, or replaces one of the same name.
+        """Reads a LoRA adapter into the open adapter update.
 
-        Effect: generation may name it.
+        Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED.
+        States: UPDATING.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
@@ -858,7 +858,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
         """Unloads an adapter.
 
-        Effect: generation may no longer name it.
+        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
         Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

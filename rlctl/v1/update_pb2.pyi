@@ -125,6 +125,7 @@ class BeginWeightUpdateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model to update. Required."""
     version: _builtins.str
@@ -173,6 +174,10 @@ class BeginWeightUpdateRequest(_message.Message):
     def host_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hosts on which every source can share memory with ranks, as WorkerCoordinates.host_id has them. Path IPC reaches the targets whose ranks are all there, AUTO takes it for those."""
 
+    @_builtins.property
+    def adapter_config(self) -> _verbs_pb2.AdapterConfig:
+        """Adapter updates from tensors: what they are."""
+
     def __init__(
         self,
         *,
@@ -192,10 +197,11 @@ class BeginWeightUpdateRequest(_message.Message):
         adapter: _builtins.str = ...,
         transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         host_ids: _abc.Iterable[_builtins.str] | None = ...,
+        adapter_config: _verbs_pb2.AdapterConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1460,6 +1460,7 @@ class CheckWeightsRequest(_message.Message):
     PER_TENSOR_FIELD_NUMBER: _builtins.int
     SKIP_TENSORS_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
@@ -1473,6 +1474,8 @@ class CheckWeightsRequest(_message.Message):
     """List every tensor's digest in the answer."""
     selector: _common_pb2.WeightSelector.ValueType
     """Which of the engine's models."""
+    adapter: _builtins.str
+    """Digest this adapter instead of the weights: as the open update has staged it, or as it is loaded. Empty: the weights."""
     shadow: _builtins.bool
     """Digest the shadow copy of the staged update that the fence names, beside generation, instead of the weights that serve. CHECKSUM only."""
     fingerprints: _builtins.bytes
@@ -1499,13 +1502,14 @@ class CheckWeightsRequest(_message.Message):
         per_tensor: _builtins.bool = ...,
         skip_tensors: _abc.Iterable[_builtins.str] | None = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
+        adapter: _builtins.str = ...,
         shadow: _builtins.bool = ...,
         fingerprints: _builtins.bytes = ...,
         prompts: _abc.Iterable[Global___ProbePrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "header", b"header", "model_digest", b"model_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "adapter", b"adapter", "expected_digest", b"expected_digest", "fingerprints", b"fingerprints", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "prompts", b"prompts", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model_digest: _TypeAlias = _typing.Literal["model_digest"]  # noqa: Y015
     _WhichOneofArgType__model_digest: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest"]  # noqa: Y015
@@ -1728,7 +1732,7 @@ Global___CheckReport: _TypeAlias = CheckReport  # noqa: Y015
 
 @_typing.final
 class LoadAdapterRequest(_message.Message):
-    """Loads a LoRA adapter, or replaces one of the same name."""
+    """Loads a LoRA adapter in PEFT's format, or replaces one of the same name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1737,14 +1741,17 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name that generation requests use."""
+    """Name that generation requests use. Required."""
     path: _builtins.str
-    """Directory of the adapter, when it comes from disk."""
+    """Directory of the adapter, as the ranks see it, below a directory that the engine may read. Required."""
     version: _builtins.str
-    """Label of the adapter's version."""
+    """Label of the adapter's version. Empty: made from the operation's id."""
     pinned: _builtins.bool
     """Never evict it."""
+    abort_requests: _builtins.bool
+    """End the requests that run with the adapter of this name first instead of refusing."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1757,10 +1764,11 @@ class LoadAdapterRequest(_message.Message):
         path: _builtins.str = ...,
         version: _builtins.str = ...,
         pinned: _builtins.bool = ...,
+        abort_requests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "header", b"header", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1774,8 +1782,11 @@ class UnloadAdapterRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
+    abort_requests: _builtins.bool
+    """End the requests that run with it first instead of refusing."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1785,10 +1796,11 @@ class UnloadAdapterRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         name: _builtins.str = ...,
+        abort_requests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "header", b"header", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1829,6 +1841,7 @@ class Adapter(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     LORA_RANK_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     version: _builtins.str
@@ -1839,6 +1852,8 @@ class Adapter(_message.Message):
     """Rank of its matrices."""
     pinned: _builtins.bool
     """Never evicted."""
+    digest: _builtins.str
+    """Digest of its full tensors under their names, hex: what a stage that loads it again must hold. Empty: not known."""
     def __init__(
         self,
         *,
@@ -1847,14 +1862,55 @@ class Adapter(_message.Message):
         path: _builtins.str = ...,
         lora_rank: _builtins.int = ...,
         pinned: _builtins.bool = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class AdapterConfig(_message.Message):
+    """What the tensors of a LoRA adapter are. Their names are PEFT's: "base_model.model.{module}.lora_A.weight" [lora_rank, in] and "...lora_B.weight" [out, lora_rank]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_RANK_FIELD_NUMBER: _builtins.int
+    LORA_ALPHA_FIELD_NUMBER: _builtins.int
+    TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    RSLORA_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    lora_rank: _builtins.int
+    """Rank of its matrices."""
+    lora_alpha: _builtins.float
+    """The product is scaled by this over lora_rank, or over its square root with rslora."""
+    rslora: _builtins.bool
+    """Scale by the square root."""
+    dtype: _builtins.str
+    """Dtype of its tensors, "torch.float32" say."""
+    @_builtins.property
+    def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Modules that it adds to: whole names, or the last words of them ("q_proj")."""
+
+    def __init__(
+        self,
+        *,
+        lora_rank: _builtins.int = ...,
+        lora_alpha: _builtins.float = ...,
+        target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        rslora: _builtins.bool = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "lora_alpha", b"lora_alpha", "lora_rank", b"lora_rank", "rslora", b"rslora", "target_modules", b"target_modules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterConfig: _TypeAlias = AdapterConfig  # noqa: Y015
 
 @_typing.final
 class AdapterList(_message.Message):
@@ -2054,6 +2110,8 @@ class PrepareUpdateRequest(_message.Message):
     NUM_SOURCES_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
     DIGEST_RECEIVED_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
     kind: Global___UpdateKind.ValueType
     """Full, partial, delta or adapter."""
     apply: Global___ApplyMode.ValueType
@@ -2074,6 +2132,14 @@ class PrepareUpdateRequest(_message.Message):
     def version(self) -> _common_pb2.WeightVersion:
         """Version that the update leads to."""
 
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """Adapter updates: name, version and, when it comes from disk, path of the adapter. It is staged beside the one of that name, if there is one."""
+
+    @_builtins.property
+    def adapter_config(self) -> Global___AdapterConfig:
+        """Adapter updates from tensors: what they are. Unset: LoadAdapter reads it from disk."""
+
     def __init__(
         self,
         *,
@@ -2085,10 +2151,12 @@ class PrepareUpdateRequest(_message.Message):
         num_sources: _builtins.int = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
         digest_received: _builtins.bool = ...,
+        adapter: Global___Adapter | None = ...,
+        adapter_config: Global___AdapterConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "header", b"header", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "apply", b"apply", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "selector", b"selector", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "selector", b"selector", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2128,6 +2196,9 @@ class CommitUpdateRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    adapters: Global___AdapterPolicy.ValueType
+    """Base updates: whether the loaded adapters survive. Default KEEP."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -2141,10 +2212,11 @@ class CommitUpdateRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         version: _common_pb2.WeightVersion | None = ...,
+        adapters: Global___AdapterPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "header", b"header", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

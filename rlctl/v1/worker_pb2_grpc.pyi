@@ -198,11 +198,11 @@ class WorkerServiceStub:
     Deadline: 120 s.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.RankResult]
-    """Loads a LoRA adapter, or replaces one of the same name.
+    """Reads a LoRA adapter into the open adapter update.
 
-    Effect: generation may name it.
+    Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED.
+    States: UPDATING.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -210,7 +210,7 @@ class WorkerServiceStub:
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.RankResult]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it.
+    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
     Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
     States: STALE, READY, PAUSED.
     Partial failure: none: one rank answers for itself.
@@ -468,11 +468,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Deadline: 120 s.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.LoadAdapterRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Loads a LoRA adapter, or replaces one of the same name.
+    """Reads a LoRA adapter into the open adapter update.
 
-    Effect: generation may name it.
+    Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED.
+    States: UPDATING.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -480,7 +480,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UnloadAdapterRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Unloads an adapter.
 
-    Effect: generation may no longer name it.
+    Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
     Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
     States: STALE, READY, PAUSED.
     Partial failure: none: one rank answers for itself.
@@ -837,11 +837,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Loads a LoRA adapter, or replaces one of the same name.
+        """Reads a LoRA adapter into the open adapter update.
 
-        Effect: generation may name it.
+        Effect: none on what is served; the update's commit puts it in place of the adapter of that name.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED.
+        States: UPDATING.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
@@ -855,7 +855,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Unloads an adapter.
 
-        Effect: generation may no longer name it.
+        Effect: generation may no longer name it. Refused while requests run with it, unless abort_requests is set.
         Idempotency: with the same request_id, yes; one that is not loaded is refused with ADAPTER_NOT_FOUND, without effect.
         States: STALE, READY, PAUSED.
         Partial failure: none: one rank answers for itself.

@@ -174,8 +174,8 @@ def open_checkpoint(path: str, *, field: str = "model_path") -> Checkpoint:
     return Checkpoint(path, config, open_files(path, field=field), field=field)
 
 
-def read_config(path: str, *, field: str = "model_path") -> dict[str, Any]:
-    """Contents of a checkpoint's ``config.json``. Raises CHECKPOINT_NOT_FOUND."""
+def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> dict[str, Any]:
+    """Contents of a checkpoint's ``config.json``, or of what has its place. Raises CHECKPOINT_NOT_FOUND."""
     directory = Path(path)
     try:
         found = directory.is_dir()
@@ -183,7 +183,7 @@ def read_config(path: str, *, field: str = "model_path") -> dict[str, Any]:
         raise _not_found(directory, f"it cannot be looked at: {error}", field) from error
     if not found:
         raise _not_found(directory, "there is no such directory", field)
-    return _read_json(directory / CONFIG, field)
+    return _read_json(directory / name, field)
 
 
 def open_files(path: str, *, field: str = "model_path") -> list[TensorFile]:

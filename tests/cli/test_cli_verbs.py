@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing.fake_engine import FAULTS, FakeEngine
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY
+from rlctl.verbs import VERBS
 
 
 def lines(out: str) -> list[list[str]]:
@@ -150,8 +152,11 @@ def test_errors_are_json_on_stderr_with_json_output(rlctl: LiveFleet) -> None:
     assert usage.error["reason"] == "USAGE"
 
 
-def test_a_verb_that_is_not_written_yet_answers_unimplemented(rlctl: LiveFleet) -> None:
-    ran = rlctl("adapters", "list", "-o", "json")
+def test_a_verb_that_is_not_written_yet_answers_unimplemented(
+    rlctl: LiveFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VERBS, "GetLoads", dataclasses.replace(VERBS["GetLoads"], implemented=False))
+    ran = rlctl("loads", "-o", "json")
     assert ran.code == 1
     assert ran.error["reason"] == "NOT_IMPLEMENTED"
     assert ran.error["status"] == "UNIMPLEMENTED"

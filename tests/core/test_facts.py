@@ -155,6 +155,43 @@ def test_only_a_full_update_clears_dirty(ready: Facts) -> None:
     assert state(ready) == "READY"
 
 
+def stage_adapter(facts: Facts, label: str) -> None:
+    """An adapter update up to its commit."""
+    told = v.Adapter(name="math", version=label)
+    apply(facts, v.PrepareUpdateRequest(kind=v.UPDATE_KIND_ADAPTER, adapter=told), update_id="u")
+    apply(facts, v.LoadAdapterRequest(name="math", path="p", version=label), update_id="u")
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+def test_an_adapter_is_served_at_the_version_that_is_admitted(ready: Facts, outcome: int) -> None:
+    stage_adapter(ready, "a-1")
+    assert state(ready) == "UPDATING"
+    apply(ready, v.CommitUpdateRequest(), update_id="u")
+    assert (state(ready), ready.version) == ("READY", version(1)), "the weights are what they were"
+    assert ready.servable_adapters == {}
+    ready.admit([version(1)], None, [v.Adapter(name="math", version="a-1")])
+    assert ready.servable_adapters == {"math": "a-1"}
+    stage_adapter(ready, "a-2")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), outcome, update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert (state(ready), ready.servable_adapters) == ("READY", {"math": "a-1"}), "it was staged beside"
+    stage_adapter(ready, "a-2")
+    apply(ready, v.CommitUpdateRequest(), outcome, update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert (state(ready), ready.servable_adapters) == ("READY", {}), "ranks may disagree about it"
+
+
+def test_a_base_update_drops_adapters_when_it_says_so(ready: Facts) -> None:
+    stage_adapter(ready, "a-1")
+    apply(ready, v.CommitUpdateRequest(), update_id="u")
+    update(ready, 2)
+    ready.admit([version(2)], None)
+    assert list(ready.adapters) == ["math"]
+    apply(ready, v.PrepareUpdateRequest(version=version(3)), update_id="u")
+    apply(ready, v.CommitUpdateRequest(version=version(3), adapters=v.ADAPTER_POLICY_DROP), update_id="u")
+    assert not ready.adapters
+
+
 def test_weights_that_were_released_are_stale_when_resumed(ready: Facts) -> None:
     apply(ready, v.PauseGenerationRequest())
     apply(ready, v.ReleaseMemoryRequest(), released=(MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS))

@@ -44,6 +44,7 @@ CORES = [
     "rlctl/stage/core.py",
     "rlctl/stage/facts.py",
     "rlctl/stage/relay.py",
+    "rlctl/coordinator/adapters.py",
     "rlctl/coordinator/attempts.py",
     "rlctl/coordinator/core.py",
     "rlctl/coordinator/fanout.py",

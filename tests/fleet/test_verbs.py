@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import grpc
 import grpc.aio
@@ -37,6 +38,7 @@ from rlctl.v1.results_pb2 import (
     OPERATION_STATE_UNKNOWN,
 )
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
+from rlctl.verbs import VERBS
 
 
 def header(*slots: str, timeout_s: float = 0.0, **more: object) -> RequestHeader:
@@ -114,12 +116,12 @@ async def test_bad_requests_reach_no_engine(fleet: InProcessFleet) -> None:
     assert fleet.stage("a").routable
 
 
-async def test_a_verb_without_code_is_unimplemented_never_success(fleet: InProcessFleet) -> None:
-    for method, request in (
-        ("LoadAdapter", v.LoadAdapterRequest(name="x")),
-        ("ListAdapters", v.ListAdaptersRequest()),
-    ):
-        error = await refusal(getattr(fleet.stub, method)(request))
+async def test_a_verb_without_code_is_unimplemented_never_success(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, request in (("FlushCache", v.FlushCacheRequest()), ("GetLoads", v.GetLoadsRequest())):
+        monkeypatch.setitem(VERBS, name, dataclasses.replace(VERBS[name], implemented=False))
+        error = await refusal(getattr(fleet.stub, name)(request))
         assert error.reason is Reason.NOT_IMPLEMENTED
 
 

@@ -286,7 +286,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_runs(stage: Stag
     error = await refused(stage, top_p=2.0)
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "sampling_params.top_p")
     error = await refused(stage, adapter="lora")
-    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "adapter")
+    assert (error.reason, error.field) == (Reason.ADAPTER_NOT_FOUND, "adapter")
     error = await refused(stage, engine_fields={"unheard_of": 1})
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "engine_fields")
     error = await refused(stage, [5, 320])

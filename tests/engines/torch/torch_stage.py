@@ -336,7 +336,8 @@ def merge(messages: Sequence[rollout_pb2.GenerateResponse]) -> rollout_pb2.Gener
             sample.completion_tokens, sample.retractions = delta.completion_tokens, delta.retractions
             for span in delta.versions:
                 last = sample.versions[-1] if sample.versions else None
-                if last is not None and (last.version, last.kv_version) == (span.version, span.kv_version):
+                parts = [(s.version, s.kv_version, s.adapter_version) for s in (last, span) if s is not None]
+                if len(parts) == 2 and parts[0] == parts[1]:
                     assert span.start == last.end
                     last.end = span.end
                 else:
@@ -360,4 +361,7 @@ def _data(name: str) -> type[Message]:
         "CheckWeights": verbs_pb2.CheckReport,
         "PullWeights": verbs_pb2.PullReport,
         "InspectCheckpoint": verbs_pb2.CheckpointReport,
+        "LoadAdapter": verbs_pb2.AdapterList,
+        "UnloadAdapter": verbs_pb2.AdapterList,
+        "ListAdapters": verbs_pb2.AdapterList,
     }.get(name, verbs_pb2.WeightsReport)

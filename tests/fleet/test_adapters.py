@@ -1,0 +1,351 @@
+"""Adapters as objects of a model: at every stage or at none, one version at a time, there again after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from updating import commit, digest, join, refusal, version_of, write
+
+from rlctl.engine import Call
+from rlctl.errors import Reason
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.transport.channel import open_channel
+from rlctl.transport.status import from_grpc
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN, RequestHeader, Target
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+    OPERATION_STATE_UNKNOWN,
+    Operation,
+)
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+
+Checkpoint = Callable[[str], str]
+
+
+def engines(fleet: InProcessFleet) -> list[FakeEngine]:
+    """Every rank's engine."""
+    stages = [stage._engine for stage in fleet.stages.values()]
+    return stages + [worker._follower._engine for worker in fleet.workers.values()]  # type: ignore[return-value]
+
+
+def held(fleet: InProcessFleet) -> list[dict[str, tuple[str, str]]]:
+    """What every rank really holds: version and contents by name."""
+    return [
+        {name: (adapter.version, engine.adapter_weights[name]) for name, adapter in engine.adapters.items()}
+        for engine in engines(fleet)
+    ]
+
+
+def recorded(fleet: InProcessFleet) -> list[tuple[str, str]]:
+    """What the model has, by the coordinator's word."""
+    adapters = fleet.server.coordinator.roster.models["actor"].record.adapters
+    return [(adapter.name, adapter.version) for adapter in adapters]
+
+
+async def load(fleet: InProcessFleet, path: str, version: str = "a-1", **fields: object) -> Operation:
+    return await fleet.stub.LoadAdapter(v.LoadAdapterRequest(name="math", path=path, version=version, **fields))
+
+
+async def generate(fleet: InProcessFleet, slot: str, adapter: str = "math", tokens: int = 2) -> rollout.Sample:
+    """One sample from one stage."""
+    address = fleet.stage(slot).registration.rollout_address
+    async with open_channel(address) as channel:
+        answer = await RolloutServiceStub(channel).Generate(_request(adapter, tokens))
+    return answer.samples[0]
+
+
+def _request(adapter: str, tokens: int) -> rollout.GenerateRequest:
+    params = rollout.SamplingParams(max_new_tokens=tokens)
+    return rollout.GenerateRequest(text="x", adapter=adapter, sampling_params=params)
+
+
+async def not_generated(fleet: InProcessFleet, slot: str, adapter: str = "math") -> Reason:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(fleet, slot, adapter)
+    return from_grpc(caught.value).reason
+
+
+def failing(fleet: InProcessFleet, method: str, outcome: int, *, tp_size: int = 2) -> None:
+    """Let a method fail at the stage of this size, at all of its ranks."""
+
+    async def fault(engine: FakeEngine, called: str, call: Call) -> None:
+        if called == method and engine.config.tp_size == tp_size:
+            raise Reason.ENGINE_FAILED.error("as the test wants it", outcome=outcome)  # type: ignore[arg-type]
+
+    for rank in range(tp_size):
+        fake_engine.FAULTS[fleet.specs[0].model_path, rank] = fault
+
+
+async def restart(fleet: InProcessFleet, slot: str) -> None:
+    """A new process in a slot, routable."""
+    incarnation = fleet.stage(slot).incarnation
+    await fleet.stages[slot].stop()
+    await fleet.start_stage(next(spec for spec in fleet.specs if spec.slot == slot))
+    await fleet.until(
+        lambda stages: any(s.registration.slot == slot and s.incarnation > incarnation and s.routable for s in stages)
+    )
+
+
+async def begin(fleet: InProcessFleet, version: str = "a-7", **fields: object) -> u.BeginWeightUpdateResponse:
+    config = v.AdapterConfig(lora_rank=4, lora_alpha=8, target_modules=["q_proj"], dtype="torch.float32")
+    request = u.BeginWeightUpdateRequest(
+        **{
+            "model": "actor",
+            "version": version,
+            "kind": v.UPDATE_KIND_ADAPTER,
+            "adapter": "math",
+            "adapter_config": config,
+            "trainer": u.Trainer(name="trainer", boot_id="boot"),
+            **fields,
+        }
+    )
+    return await fleet.stub.BeginWeightUpdate(request)
+
+
+async def test_loaded_at_every_rank_and_served_with_its_version(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    before = version_of(fleet)
+    operation = await load(fleet, checkpoint("lora"))
+    assert operation.state == OPERATION_STATE_OK
+    assert [len(stage.rank_results) for stage in operation.stage_results] == [1, 2]
+    assert [(a.name, a.version, a.digest) for a in operation.adapters] == [("math", "a-1", digest("lora"))]
+    assert held(fleet) == [{"math": ("a-1", "lora")}] * 3
+    assert (recorded(fleet), version_of(fleet)) == ([("math", "a-1")], before)
+    listed = await fleet.stub.ListAdapters(v.ListAdaptersRequest())
+    assert [[a.name for a in r.adapters.adapters] for s in listed.stage_results for r in s.rank_results] == [
+        ["math"]
+    ] * 3
+    for slot in "ab":
+        assert fleet.stage(slot).routable
+        assert {span.adapter_version for span in (await generate(fleet, slot)).versions} == {"a-1"}
+        assert {span.adapter_version for span in (await generate(fleet, slot, "")).versions} == {""}
+        assert await not_generated(fleet, slot, "physics") is Reason.ADAPTER_NOT_FOUND
+
+
+async def test_nothing_is_replaced_unless_every_target_has_read_the_same(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await load(fleet, checkpoint("lora"))
+    failing(fleet, "load_adapter", OUTCOME_REJECTED)
+    operation = await load(fleet, checkpoint("new"), "a-2")
+    assert operation.state == OPERATION_STATE_FAILED
+    assert {result.outcome for result in operation.stage_results} == {OUTCOME_REJECTED}
+    fake_engine.FAULTS.clear()
+
+    async def differing(engine: FakeEngine, called: str, call: Call) -> None:
+        if called == "check_weights" and engine.config.tp_size == 2:
+            assert engine._staged is not None
+            engine._staged = (engine._staged[0], "something else")
+
+    for rank in range(2):
+        fake_engine.FAULTS[fleet.specs[0].model_path, rank] = differing
+    operation = await load(fleet, checkpoint("new"), "a-2")
+    assert {result.error.reason for result in operation.stage_results} == {"DIGEST_MISMATCH"}
+    missing = await load(fleet, checkpoint("new") + "-nowhere", "a-2")
+    assert missing.error.reason == "CHECKPOINT_NOT_FOUND"
+    assert held(fleet) == [{"math": ("a-1", "lora")}] * 3
+    assert recorded(fleet) == [("math", "a-1")]
+    for slot in "ab":
+        assert fleet.stage(slot).routable, "nothing that is served was touched"
+        assert {span.adapter_version for span in (await generate(fleet, slot)).versions} == {"a-1"}
+
+
+async def test_a_target_that_cannot_say_whether_it_replaced_serves_neither(
+    make_fleet: Callable, checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        await load(fleet, checkpoint("lora"))
+        failing(fleet, "commit_update", OUTCOME_UNKNOWN)
+        operation = await load(fleet, checkpoint("new"), "a-2")
+        assert operation.state in (OPERATION_STATE_UNKNOWN, OPERATION_STATE_PARTIAL)
+        outcomes = {result.slot: result.outcome for result in operation.stage_results}
+        assert outcomes == {"a": OUTCOME_APPLIED, "b": OUTCOME_UNKNOWN}
+        assert recorded(fleet) == [("math", "a-2")]
+        assert {span.adapter_version for span in (await generate(fleet, "a")).versions} == {"a-2"}
+        assert not fleet.stage("b").routable
+        assert await not_generated(fleet, "b") in (Reason.STAGE_NOT_SERVING, Reason.ADAPTER_NOT_FOUND)
+        fake_engine.FAULTS.clear()
+        healed = await fleet.stub.HealStage(_heal("b"))
+        assert healed.state == OPERATION_STATE_OK, healed
+        await eventually(lambda: fleet.stage("b").routable)
+        assert {span.adapter_version for span in (await generate(fleet, "b")).versions} == {"a-2"}
+        assert held(fleet) == [{"math": ("a-2", "new")}] * 3
+
+
+def _heal(*slots: str) -> object:
+    from rlctl.v1.coordinator_pb2 import HealStageRequest
+
+    return HealStageRequest(slots=slots)
+
+
+async def test_a_restarted_stage_has_them_again_from_disk(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    await load(fleet, checkpoint("lora"))
+    await restart(fleet, "a")
+    await eventually(lambda: bool(fleet.stage("a").report.adapters) and fleet.stage("a").routable)
+    assert held(fleet) == [{"math": ("a-1", "lora")}] * 3
+    assert {span.adapter_version for span in (await generate(fleet, "a")).versions} == {"a-1"}
+
+
+async def test_what_is_read_again_must_be_what_was_loaded(make_fleet: Callable, checkpoint: Checkpoint) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        path = checkpoint("lora")
+        await load(fleet, path)
+        (Path(path) / "weights.txt").write_text("written over")
+        await restart(fleet, "a")
+        await eventually(lambda: any(o.verb == "HealStage" and o.error.reason for o in _operations(fleet)), 10)
+        assert held(fleet)[:1] == [{}]
+        assert await not_generated(fleet, "a") is Reason.ADAPTER_NOT_FOUND
+        await eventually(lambda: fleet.stage("a").routable)
+        assert (await generate(fleet, "a", "")).output_ids
+
+
+def _operations(fleet: InProcessFleet) -> list[Operation]:
+    return [run.operation for run in fleet.server.coordinator.operations.newest_first("", 0)]
+
+
+async def test_what_came_over_a_group_cannot_be_read_again(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    await commit(fleet, plan, digest("w1"))
+    await restart(fleet, "a")
+    assert await not_generated(fleet, "a") is Reason.ADAPTER_NOT_FOUND
+    assert {span.adapter_version for span in (await generate(fleet, "b")).versions} == {"a-7"}
+
+
+async def test_tensors_take_the_way_of_every_update(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    await load(fleet, checkpoint("lora"))
+    before = version_of(fleet)
+    plan = await begin(fleet)
+    assert (plan.version.label, plan.version.sequence) == before, "the base weights stay"
+    await join(fleet, plan)
+    await write(fleet, plan, "w1", "w2")
+    assert held(fleet) == [{"math": ("a-1", "lora")}] * 3, "staged beside the old one"
+    operation = await commit(fleet, plan, digest("w1,w2"))
+    assert operation.state == OPERATION_STATE_OK
+    assert {r.verified for r in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    assert held(fleet) == [{"math": ("a-7", "w1,w2")}] * 3
+    assert (recorded(fleet), version_of(fleet)) == ([("math", "a-7")], before)
+    assert {engine.weights for engine in engines(fleet)} == {"one"}
+    plan = await begin(fleet, "a-8")
+    await write(fleet, plan, "w3")
+    wrong = await commit(fleet, plan, digest("another"))
+    assert {result.error.reason for result in wrong.stage_results} == {"DIGEST_MISMATCH"}
+    assert held(fleet) == [{"math": ("a-7", "w1,w2")}] * 3
+    assert all(fleet.stage(slot).routable for slot in "ab"), "never DIRTY"
+
+
+async def test_requests_that_use_it_are_not_pulled_away_from_under(
+    make_fleet: Callable, checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        await load(fleet, checkpoint("lora"))
+        using = asyncio.create_task(generate(fleet, "a", tokens=100_000))
+        beside = asyncio.create_task(generate(fleet, "a", "", tokens=300))
+        engine = engines(fleet)[0]
+        await eventually(lambda: len(engine._running) == 2)
+        refused = await load(fleet, checkpoint("new"), "a-2")
+        assert refused.error.reason == "ACTIVE_REQUESTS"
+        unloaded = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+        assert (unloaded.state, unloaded.error.reason) == (OPERATION_STATE_FAILED, "ACTIVE_REQUESTS")
+        assert recorded(fleet) == [("math", "a-1")]
+        replaced = await load(fleet, checkpoint("new"), "a-2", abort_requests=True)
+        assert replaced.state == OPERATION_STATE_OK
+        assert (await using).finish_reason.type == rollout.FINISH_TYPE_ABORT
+        assert (await beside).finish_reason.type == rollout.FINISH_TYPE_LENGTH, "it was not paused, ended or retracted"
+
+
+async def test_unloading(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    error = await refusal(fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math")))
+    assert (error.reason, error.field) == (Reason.ADAPTER_NOT_FOUND, "name")
+    await load(fleet, checkpoint("lora"))
+    operation = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+    assert operation.state == OPERATION_STATE_OK
+    assert (held(fleet), recorded(fleet), list(operation.adapters)) == ([{}] * 3, [], [])
+    assert await not_generated(fleet, "b") is Reason.ADAPTER_NOT_FOUND
+    await load(fleet, checkpoint("lora"))
+    failing(fleet, "unload_adapter", OUTCOME_REJECTED)
+    partial = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+    assert partial.state == OPERATION_STATE_PARTIAL
+    await eventually(lambda: not fleet.stages["b"]._stage.facts.admitted_adapters)
+    assert await not_generated(fleet, "b") is Reason.ADAPTER_NOT_FOUND, "no longer the model's"
+    fake_engine.FAULTS.clear()
+    again = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+    assert (again.state, list(again.targets)) == (OPERATION_STATE_OK, ["b"])
+
+
+ROLLING = {"apply": v.APPLY_MODE_STAGED, "max_unavailable": 1}
+
+
+@pytest.mark.parametrize("how", [{}, ROLLING], ids=["in-place", "rolling"])
+@pytest.mark.parametrize("drop", [False, True])
+async def test_a_base_update_says_what_became_of_them(
+    fleet: InProcessFleet, checkpoint: Checkpoint, drop: bool, how: dict[str, int]
+) -> None:
+    await load(fleet, checkpoint("lora"))
+    policy = v.ADAPTER_POLICY_DROP if drop else v.ADAPTER_POLICY_UNSPECIFIED
+    options = v.UpdateOptions(adapters=policy, pause=common.PAUSE_MODE_RETRACT)
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="w", options=options, **how)
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_OK
+    assert [adapter.name for adapter in operation.adapters] == ([] if drop else ["math"])
+    assert list(operation.dropped_adapters) == (["math"] if drop else [])
+    assert recorded(fleet) == ([] if drop else [("math", "a-1")])
+    assert [set(adapters) for adapters in held(fleet)] == [set() if drop else {"math"}] * 3
+    for slot in "ab":
+        if drop:
+            assert await not_generated(fleet, slot) is Reason.ADAPTER_NOT_FOUND
+        else:
+            await generate(fleet, slot)
+
+
+async def test_a_new_coordinator_knows_them(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    await load(fleet, checkpoint("lora"))
+    address = fleet.server.address
+    await fleet.channel.close()
+    await fleet.server.stop()
+    await fleet.start_coordinator(address)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    assert recorded(fleet) == [("math", "a-1")]
+    for slot in "ab":
+        await generate(fleet, slot)
+
+
+async def test_bad_requests_are_refused_by_field(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    path = checkpoint("lora")
+    header = RequestHeader(target=Target(slots=["a"]))
+    for request, field in (
+        (v.LoadAdapterRequest(path=path), "name"),
+        (v.LoadAdapterRequest(name="a\nb", path=path), "name"),
+        (v.LoadAdapterRequest(name="math"), "path"),
+        (v.LoadAdapterRequest(name="math", path=path, header=header), "header.target"),
+        (v.UnloadAdapterRequest(), "name"),
+        (v.UnloadAdapterRequest(name="math", header=header), "header.target"),
+    ):
+        method = type(request).__name__.removesuffix("Request")
+        assert (await refusal(getattr(fleet.stub, method)(request))).field == field
+    for fields, field in (
+        ({"adapter": ""}, "adapter"),
+        ({"adapter_config": None}, "adapter_config"),
+        ({"kind": v.UPDATE_KIND_FULL}, "kind"),
+        ({"apply": v.APPLY_MODE_STAGED}, "apply"),
+        ({"rollout": u.RolloutStrategy(max_unavailable=1)}, "rollout.max_unavailable"),
+    ):
+        assert (await refusal(begin(fleet, **fields))).field == field
+    assert held(fleet) == [{}] * 3
+    validated = RequestHeader(validate_only=True)
+    answer = await fleet.stub.LoadAdapter(v.LoadAdapterRequest(name="math", path=path, header=validated))
+    assert answer.validate_only
+    assert held(fleet) == [{}] * 3

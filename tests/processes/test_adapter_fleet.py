@@ -1,0 +1,142 @@
+"""Adapters through real processes: the command line, the publisher over gloo and shared memory, TP 2 and 1."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlctl.client.fleet import Fleet
+from rlctl.demo.tiny import encode
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.local import LocalFleet
+from rlctl.v1 import common_pb2 as common
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+PROMPT = "12+34="
+
+
+@pytest.fixture(scope="module")
+def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+    with torch_fleet.connect() as fleet:
+        yield fleet
+
+
+def lora(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Matrices for a model."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in CONFIG["target_modules"]:
+            a = torch.randn(2, module.in_features, generator=generator)
+            b = torch.randn(module.out_features, 2, generator=generator)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a * 0.2
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b * 0.2
+    return tensors
+
+
+def expected(model: Any, tensors: dict[str, torch.Tensor], count: int = 8) -> list[int]:
+    """What the merged model says after the prompt."""
+    merged = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if ".lora_A." in name:
+                module = merged.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+                module.weight += 2 * tensors[name.replace(".lora_A.", ".lora_B.")] @ a
+        tokens = encode(PROMPT)
+        start = len(tokens)
+        for _ in range(count):
+            tokens.append(int(merged(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[start:]
+
+
+def generated(fleet: Fleet, adapter: str) -> list[tuple[list[int], set[str]]]:
+    """Tokens and adapter versions, from each stage."""
+    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, "adapter": adapter}
+    responses = fleet.generate_batch([encode(PROMPT)] * 2, **settings)
+    assert {response.slot for response in responses} == {"actor-0", "actor-1"}
+    samples = [response.samples[0] for response in responses]
+    return [(list(s.output_ids), {span.adapter_version for span in s.versions}) for s in samples]
+
+
+def rlctl(fleet: LocalFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlctl", "--endpoint", fleet.address, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_line_loads_lists_generates_and_unloads(
+    torch_fleet: LocalFleet, fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    tensors = lora(tiny[0], seed=1)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    before = fleet.status().models[0]
+    path = str(tmp_path / "adapter")
+    loaded = rlctl(torch_fleet, "adapters", "load", "--name", "math", "--path", path, "--version", "a-1")
+    assert loaded.returncode == 0, loaded.stderr
+    assert "LoadAdapter OK: 2 of 2 stages confirmed" in loaded.stderr
+    assert "math@a-1" in loaded.stderr
+    listed = rlctl(torch_fleet, "adapters", "list")
+    assert [line.split()[-1] for line in listed.stdout.splitlines()] == ["ADAPTERS", "math@a-1", "math@a-1"]
+    said = rlctl(torch_fleet, "generate", PROMPT, "--adapter", "math", "--temperature", "0", "--max-new-tokens", "2")
+    assert said.returncode == 0, said.stderr
+    assert "+a-1" in said.stderr
+    assert generated(fleet, "math") == [(expected(tiny[0], tensors), {"a-1"})] * 2
+    assert generated(fleet, "") == [(expected(tiny[0], {}), {""})] * 2
+    after = fleet.status().models[0]
+    assert (after.latest, after.model_digest) == (before.latest, before.model_digest)
+    unloaded = rlctl(torch_fleet, "adapters", "unload", "--name", "math")
+    assert unloaded.returncode == 0, unloaded.stderr
+    unknown = rlctl(torch_fleet, "generate", PROMPT, "--adapter", "math")
+    assert unknown.returncode != 0
+    assert "ADAPTER_NOT_FOUND" in unknown.stderr
+
+
+@pytest.mark.parametrize("path", ["broadcast", "ipc"])
+def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], path: str) -> None:
+    before = fleet.status().models[0]
+    publisher = fleet.publisher("actor", path=path)
+    for number in range(2):
+        tensors = lora(tiny[0], seed=10 + number)
+        version = f"{path}-{number}"
+        result = publisher.update(tensors.items(), version=version, adapter="math", adapter_config=CONFIG)
+        assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+        assert [(a.name, a.version) for a in result.operation.adapters] == [("math", version)]
+        assert result.version == before.latest, "the base weights stay"
+        assert generated(fleet, "math") == [(expected(tiny[0], tensors), {version})] * 2
+    missing = dict(list(tensors.items())[1:])
+    with pytest.raises(RlctlError) as caught:
+        publisher.update(missing.items(), version="short", adapter="math", adapter_config=CONFIG)
+    assert caught.value.reason is Reason.WEIGHTS_INCOMPLETE, caught.value
+    with pytest.raises(RlctlError) as caught:
+        publisher.update(tensors.items(), version="dora", adapter="math", adapter_config={**CONFIG, "use_dora": True})
+    assert caught.value.reason is Reason.UNSUPPORTED
+    assert generated(fleet, "math") == [(expected(tiny[0], tensors), {version})] * 2, "as it was"
+    assert all(stage.routable for stage in fleet.status().stages)
+    publisher.close()
+
+
+def test_a_base_update_keeps_or_drops_what_is_loaded(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    tensors = lora(tiny[0], seed=20)
+    publisher = fleet.publisher("actor")
+    publisher.update(tensors.items(), version="kept", adapter="math", adapter_config=CONFIG)
+    kept = publisher.update(tiny[0], version="base-1")
+    assert [adapter.version for adapter in kept.operation.adapters] == ["kept"]
+    assert generated(fleet, "math") == [(expected(tiny[0], tensors), {"kept"})] * 2
+    dropped = publisher.update(tiny[0], version="base-2", adapters="drop")
+    assert (list(dropped.operation.adapters), list(dropped.operation.dropped_adapters)) == ([], ["math"])
+    with pytest.raises(RlctlError) as caught:
+        fleet.generate(encode(PROMPT), adapter="math")
+    assert caught.value.reason is Reason.ADAPTER_NOT_FOUND
+    publisher.close()
