@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BASE = {"rlctl.v1", "rlctl.errors", "rlctl.verbs", "rlctl.checks", "rlctl.outcomes", "rlctl.times", "rlctl.version"}
+BASE = {f"rlctl.{name}" for name in ["v1", "errors", "verbs", "checks", "outcomes", "sampling", "times", "version"]}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/coordinator": PORTS | {"rlctl.control", "rlctl.transport"},
     "rlctl/transport": PORTS | {"rlctl.control"},
     "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.loops"},
+    "engines/rlctl_sglang": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
 }
 """Folder → what it may import of the project, beside itself."""
