@@ -1,0 +1,178 @@
+"""The plug-in on a real SGLang of one rank: what it is, requests, and weights by every path."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_stage import Driver, Source, greedy, prompt
+
+import rlctl
+from rlctl.demo.tiny import encode
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import verbs_pb2 as v
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def changed(model: Any, seed: int) -> Any:
+    """The model with other weights."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
+
+
+def commit(driver: Driver, update_id: str, label: str, sequence: int) -> common.WeightVersion:
+    version = common.WeightVersion(label=label, sequence=sequence)
+    driver.tell(v.CommitUpdateRequest(version=version), update_id=update_id)
+    return version
+
+
+def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    info = driver.info
+    assert info.fenced
+    assert info.model_digest == rlctl.model_digest(tiny[0])
+    assert len(info.layout.workers) == 1
+    assert common.VERIFICATION_LEVEL_EXPECTED in info.capabilities.verification
+    assert "--enable-memory-saver" in info.capabilities.unsupported["ReleaseMemory"]
+    model = driver.tell(v.GetModelInfoRequest(reference=True))
+    assert (model.model_type, model.vocab_size, model.context_length) == ("llama", 16, 512)
+    assert {tensor.name for tensor in model.reference} == {name for name, _ in tiny[0].named_parameters()}
+    server = driver.tell(v.GetServerInfoRequest())
+    assert server.engine_version.startswith("0.5.")
+    assert not any("key" in name for name in server.settings)
+    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0
+
+
+def test_greedy_tokens_are_those_of_transformers(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    driver.engine.set_version(common.WeightVersion(label="initial", sequence=1))
+    parts = driver.generate(prompt(encode("1+2="), 8, return_logprob=True, logprob_start_len=0, top_logprobs_num=2))
+    samples = [part.samples[0] for part in parts]
+    tokens = [token for sample in samples for token in sample.output_ids]
+    assert tokens == greedy(tiny[0], encode("1+2="), 8)
+    logprobs = [entry for sample in samples for entry in sample.output_logprobs]
+    assert [entry.token_id for entry in logprobs] == tokens
+    with torch.no_grad():
+        logits = tiny[0](input_ids=torch.tensor([encode("1+2=") + tokens])).logits[0]
+    wanted = torch.log_softmax(logits, -1)[len(encode("1+2=")) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert [entry.logprob for entry in logprobs] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert all(len(entry.top) == 2 for entry in logprobs)
+    assert [entry.token_id for entry in parts[0].input_logprobs] == encode("1+2=")
+    assert parts[0].prompt_tokens == len(encode("1+2="))
+    assert samples[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    (span,) = samples[-1].versions
+    assert (span.version.label, span.version.sequence, span.start, span.end) == ("initial", 1, 0, 8)
+
+
+def test_samples_text_and_stops(driver: Driver) -> None:
+    request = rollout.GenerateRequest(
+        text="1+2=", sampling_params=rollout.SamplingParams(max_new_tokens=6, n=3, ignore_eos=True)
+    )
+    parts = driver.generate(request)
+    for index in range(3):
+        mine = [sample for part in parts for sample in part.samples if sample.index == index]
+        assert sum(len(sample.output_ids) for sample in mine) == 6
+        assert len("".join(sample.text for sample in mine)) <= 6
+        assert mine[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert [part.prompt_ids for part in parts if part.prompt_ids] == [[5, 14, 6, 15]]
+    stop = rollout.SamplingParams(max_new_tokens=400, stop_token_ids=[3, 4, 5, 6, 7, 8])
+    last = driver.generate(prompt(encode("1"), 200, sampling_params=stop))[-1].samples[0]
+    assert last.finish_reason.type == rollout.FINISH_TYPE_STOP
+    assert last.finish_reason.matched_token in range(3, 9)
+
+
+def test_requests_are_ended_by_their_ids(driver: Driver) -> None:
+    first = driver.begin(prompt(encode("1"), 400, rid="r-1")).started()
+    second = driver.begin(prompt(encode("2"), 400, rid="r-10")).started()
+    with pytest.raises(RlctlError) as refused:
+        driver.generate(prompt(encode("1"), 4, rid="r-1"))
+    assert refused.value.reason is Reason.RID_IN_USE
+    report = driver.tell(v.AbortRequestsRequest(rids=["r-1", "r-2"]))
+    assert (report.aborted, list(report.unknown_rids)) == (1, ["r-2"])
+    assert first.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    assert second.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert len(second.tokens) == 400
+
+
+@pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
+def test_a_pause_keeps_requests_and_continue_lets_them_end(driver: Driver, mode: str) -> None:
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
+    if mode == "IN_PLACE":
+        with pytest.raises(RlctlError) as refused:
+            driver.tell(v.FlushCacheRequest())
+        assert refused.value.reason is Reason.ACTIVE_REQUESTS
+    else:
+        assert driver.tell(v.FlushCacheRequest()).tiers == ["radix"]
+    driver.tell(v.ContinueGenerationRequest())
+    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert len(running.tokens) == 400
+
+
+def test_a_pause_that_aborts(driver: Driver) -> None:
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest())
+    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    driver.tell(v.ContinueGenerationRequest())
+    assert len(driver.generate(prompt(encode("7"), 4))) >= 1
+
+
+@pytest.mark.parametrize("sizes", [{"large_bytes": 1}, {"bucket_bytes": 100_000}], ids=["plain", "flattened"])
+def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dict[str, int]) -> None:
+    update_id = f"u-{sizes}"
+    model = changed(tiny[0], seed=len(update_id))
+    with Source(driver, f"actor-{len(update_id)}-s0") as source:
+        plan = source.plan(model, **sizes)
+        driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+        driver.tell(v.PrepareUpdateRequest(), update_id=update_id)
+        receiving = driver.submit(source.announce(plan), update_id=update_id)
+        source.send(model, plan)
+        report = receiving.result(30)
+        assert report.tensors == len(list(model.parameters()))
+        assert report.bytes_received == sum(p.numel() * 4 for p in model.parameters())
+        version = commit(driver, update_id, "over-a-group", 7)
+    driver.engine.set_version(version)
+    driver.tell(v.FlushCacheRequest())
+    assert driver.digest() == rlctl.model_digest(model)
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("3+"), 12))
+    last = generating.result()[-1].samples[0]
+    assert generating.tokens == greedy(model, encode("3+"), 12)
+    assert last.versions[0].version == version
+    assert driver.tell(v.GetModelInfoRequest()).weight_version == version
+
+
+def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    model = changed(tiny[0], seed=5)
+    model.save_pretrained(tmp_path / "saved")
+    found = driver.tell(v.InspectCheckpointRequest(model_path=str(tmp_path / "saved")))
+    assert found.tensors == len(list(model.parameters()))
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    driver.tell(v.PrepareUpdateRequest(), update_id="disk")
+    digest = rlctl.model_digest(model)
+    request = v.UpdateWeightsFromDiskRequest(model_path=str(tmp_path / "saved"), expected_digest=digest)
+    driver.tell(request, update_id="disk")
+    commit(driver, "disk", "from-disk", 8)
+    assert driver.digest() == digest
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("4"), 8))
+    generating.result()
+    assert generating.tokens == greedy(model, encode("4"), 8)
+    assert driver.tell(v.GetModelInfoRequest()).model_path == str(tmp_path / "saved")
+
+
+def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
+    before = driver.tell(v.CheckWeightsRequest())
+    (after,) = driver.tell(v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    assert before[0].check.rank_digest != after.check.rank_digest
+    assert before[0].evidence == common.EVIDENCE_RANK
+    assert driver.digest() != before[0].check.model_digest
