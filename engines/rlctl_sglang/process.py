@@ -187,6 +187,7 @@ def _arguments(config: EngineConfig, options: Options) -> list[str]:
         "tp_size": str(config.tp_size),
         "incremental_streaming_output": "true",
         "log_level_http": "warning",
+        "sleep_on_idle": "true",  # an idle scheduler spins otherwise, a core for each rank
     }
     device, _, number = config.device.partition(":")
     if device == "cpu":

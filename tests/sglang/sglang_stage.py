@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlctl_sglang import SGLangEngine
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import RlctlError
 from rlctl.loops import LoopThread
-from rlctl.v1 import rollout_pb2
+from rlctl.v1 import common_pb2, rollout_pb2
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.verbs import of_request
 from rlctl.weights import buckets
@@ -26,7 +27,8 @@ from rlctl.weights.sending import send
 from rlctl.weights.source import as_source
 
 START_S = 240.0
-VERB_S = 30.0
+VERB_S = 60.0
+RESULT_S = 120.0
 _ids = itertools.count(1)
 
 
@@ -76,6 +78,18 @@ class Driver:
     def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
         return self.rollout.submit(self.engine.abort(request)).result(VERB_S)
 
+    def prepare(self, update_id: str, **fields: Any) -> None:
+        """Pause, and open an update."""
+        self.tell(v.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_RETRACT))
+        self.tell(v.PrepareUpdateRequest(**fields), update_id=update_id)
+
+    def commit(self, update_id: str, label: str, sequence: int) -> common_pb2.WeightVersion:
+        """Close an update."""
+        version = common_pb2.WeightVersion(label=label, sequence=sequence)
+        self.tell(v.CommitUpdateRequest(version=version), update_id=update_id)
+        self.engine.set_version(version)
+        return version
+
     def digest(self) -> str:
         """The model digest of what the server holds."""
         results = self.tell(v.CheckWeightsRequest())
@@ -103,13 +117,23 @@ class Generating:
         self._started.result(VERB_S)
         return self
 
-    def result(self, timeout_s: float = VERB_S) -> list[rollout_pb2.GenerateResponse]:
+    def result(self, timeout_s: float = RESULT_S) -> list[rollout_pb2.GenerateResponse]:
         self.done.result(timeout_s)
         return self.parts
 
     @property
     def tokens(self) -> list[int]:
         return [token for part in self.parts for sample in part.samples for token in sample.output_ids]
+
+
+def changed(model: Any, seed: int) -> Any:
+    """The model with other weights."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
 
 
 def prompt(ids: list[int], count: int, **fields: Any) -> rollout_pb2.GenerateRequest:
@@ -162,6 +186,17 @@ class Source:
 
     def plan(self, model: Any, **sizes: int) -> list[buckets.Bucket]:
         return buckets.plan(as_source(model).metas(), **sizes)
+
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        return self._store.port
+
+    def packed(self, model: Any, plan: list[buckets.Bucket]) -> Iterator[torch.Tensor]:
+        """The bytes of each bucket."""
+        tensors = dict(as_source(model).tensors())
+        for bucket in plan:
+            yield buckets.pack(bucket, tensors)
 
     def send(self, model: Any, plan: list[buckets.Bucket]) -> None:
         """Broadcast, bucket by bucket."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang_stage import Driver, Source, greedy, prompt
+from sglang_stage import Driver, Source, changed, greedy, prompt
 
 import rlctl
 from rlctl.demo.tiny import encode
@@ -18,22 +17,6 @@ from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def changed(model: Any, seed: int) -> Any:
-    """The model with other weights."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return other
-
-
-def commit(driver: Driver, update_id: str, label: str, sequence: int) -> common.WeightVersion:
-    version = common.WeightVersion(label=label, sequence=sequence)
-    driver.tell(v.CommitUpdateRequest(version=version), update_id=update_id)
-    return version
 
 
 def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> None:
@@ -135,10 +118,10 @@ def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dic
         driver.tell(v.PrepareUpdateRequest(), update_id=update_id)
         receiving = driver.submit(source.announce(plan), update_id=update_id)
         source.send(model, plan)
-        report = receiving.result(30)
+        report = receiving.result(60)
         assert report.tensors == len(list(model.parameters()))
         assert report.bytes_received == sum(p.numel() * 4 for p in model.parameters())
-        version = commit(driver, update_id, "over-a-group", 7)
+        version = driver.commit(update_id, "over-a-group", 7)
     driver.engine.set_version(version)
     driver.tell(v.FlushCacheRequest())
     assert driver.digest() == rlctl.model_digest(model)
@@ -160,7 +143,7 @@ def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Pat
     digest = rlctl.model_digest(model)
     request = v.UpdateWeightsFromDiskRequest(model_path=str(tmp_path / "saved"), expected_digest=digest)
     driver.tell(request, update_id="disk")
-    commit(driver, "disk", "from-disk", 8)
+    driver.commit("disk", "from-disk", 8)
     assert driver.digest() == digest
     driver.tell(v.FlushCacheRequest())
     driver.tell(v.ContinueGenerationRequest())

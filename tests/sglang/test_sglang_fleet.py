@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from sglang_stage import greedy
+from sglang_stage import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -32,15 +30,6 @@ def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPath
     engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
     with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
-
-
-def changed(model: Any, seed: int) -> Any:
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return other
 
 
 def all_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
