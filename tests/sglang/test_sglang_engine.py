@@ -159,3 +159,26 @@ def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
     assert before[0].check.rank_digest != after.check.rank_digest
     assert before[0].evidence == common.EVIDENCE_RANK
     assert driver.digest() != before[0].check.model_digest
+
+
+def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """The last test here: a server that is stuck inside a collective can only be ended, and is."""
+    with Source(driver, "silent") as source:
+        driver.prepare("stuck")
+        receiving = driver.submit(source.announce(source.plan(tiny[0])), update_id="stuck")
+        assert not driver.failures
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rlctl_sglang.engine.INTERRUPT_S", 1.0)
+            driver.admin.submit(driver.engine.interrupt("stuck")).result(60)
+        with pytest.raises(RlctlError) as broken:
+            receiving.result(60)
+        assert broken.value.outcome in (common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY)
+    assert [failure.reason for failure in driver.failures] == [Reason.ENGINE_WEDGED]
+    assert driver.engine.can_restart()
+    for request in (v.GetLoadsRequest(), v.PauseGenerationRequest(), v.CheckWeightsRequest()):
+        with pytest.raises(RlctlError) as refused:
+            driver.tell(request)
+        assert refused.value.reason is Reason.ENGINE_WEDGED
+        assert refused.value.outcome == common.OUTCOME_REJECTED
+    with pytest.raises(RlctlError):
+        driver.generate(prompt(encode("1"), 2))

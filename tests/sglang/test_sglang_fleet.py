@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -101,3 +104,27 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
     assert refused.value.reason is Reason.UNSUPPORTED_BY_ALL
     assert "--enable-memory-saver" in refused.value.message
     assert all(stage.routable for stage in fleet.status().stages), "nothing was paused for it"
+
+
+def test_a_server_that_is_killed_comes_back_as_a_new_incarnation_at_the_published_version(
+    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """The stage server starts it again, and the coordinator heals it, without the trainer."""
+    model = changed(tiny[0], seed=77)
+    model.save_pretrained(tmp_path / "saved")
+    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="survives")
+    before = stage_of(fleet.status(), "actor-1").incarnation
+    (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
+    os.kill(rank.server_info.pid, signal.SIGKILL)
+    for event in fleet.watch():
+        changed_stages = [s for s in event.fleet.stages if s.registration.slot == "actor-1"]
+        if any(stage.incarnation > before and stage.routable for stage in changed_stages):
+            break
+    after = stage_of(fleet.status(), "actor-1")
+    assert after.report.weight_version == operation.weight_version
+    assert after.report.model_digest == operation.model_digest
+    all_generate_like(fleet, model, operation.weight_version)
+
+
+def stage_of(status: Any, slot: str) -> Any:
+    return next(stage for stage in status.stages if stage.registration.slot == slot)
