@@ -108,7 +108,7 @@ class SGLangEngine(Engine):
 
     async def interrupt(self, update_id: str) -> None:
         """A broadcast cannot be broken from outside: when its source's leaving does not end it, the server is stuck."""
-        if self._ready and update_id and not await self._updates.received(INTERRUPT_S):
+        if self._ready and update_id and not await self._updates.interrupted(update_id, INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:
@@ -131,7 +131,7 @@ class SGLangEngine(Engine):
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         self._check("PauseGeneration")
-        mode = self._state.pause(request.mode, active=self._requests.active if self._server.fenced else 1)
+        mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
         call.accept()
         try:
             await self._control.must("/pause_generation", {"mode": mode}, call=call)
@@ -325,7 +325,7 @@ class SGLangEngine(Engine):
     async def _settle(self, call: Call, *, abort: bool) -> None:
         """Refuse while requests are active, or end them."""
         active = self._requests.active
-        if not self._server.fenced:  # others' requests count too
+        if not self._server.launched:  # others' requests count too
             told = facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
             active = max(active, told.running + told.waiting)
         if active and not abort:

@@ -79,6 +79,7 @@ class Updates:
         self.checkpoint = ""
         self._idle = asyncio.Event()
         self._idle.set()
+        self._interrupted = False
 
     @property
     def open(self) -> bool:
@@ -104,6 +105,7 @@ class Updates:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {before.update_id} is open")
         self._update = OpenUpdate(call.update_id, request.kind != UPDATE_KIND_PARTIAL, selector)
         self._update.dirty = before is not None and before.dirty
+        self._interrupted = False
         return self._update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> WeightsReport:
@@ -123,10 +125,14 @@ class Updates:
             self._check(bucket, f"buckets[{index}]")
             stream.append((message.group_name or request.group_name, bucket))
         self._state.refuse_without({name for name, _ in stream})
-        await self._begin(update, call)
         self._idle.clear()
         try:
+            await self._begin(update, call)
             for group, bucket in stream:
+                if self._interrupted:
+                    raise Reason.CANCELLED.error(
+                        "the update was aborted", outcome=OUTCOME_DIRTY if update.dirty else OUTCOME_REJECTED
+                    )
                 await self._receive(update, group, bucket, call)
         except RlctlError:
             # The senders would wait for these ranks until their timeout.
@@ -138,6 +144,12 @@ class Updates:
             self._idle.set()
         update.report.load.CopyFrom(duration(update.loading_s))
         return update.report
+
+    async def interrupted(self, update_id: str, timeout_s: float) -> bool:
+        """Take in nothing more of an update, and wait for the broadcast that is under way; returns whether it ended."""
+        if self._update is not None and self._update.update_id == update_id:
+            self._interrupted = True
+        return await self.received(timeout_s)
 
     async def received(self, timeout_s: float) -> bool:
         """Wait until no broadcast is awaited; returns whether that came about."""

@@ -161,12 +161,57 @@ def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
     assert driver.digest() != before[0].check.model_digest
 
 
+def not_attached(model_path: Path, options: dict[str, str]) -> RlctlError:
+    """Why a server cannot be attached to."""
+    driver = Driver(model_path, options=options)
+    try:
+        with pytest.raises(RlctlError) as refused:
+            driver.start()
+    finally:
+        driver.stop()
+    return refused.value
+
+
+def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    http = driver.engine._server.http
+    driver.tell(v.ContinueGenerationRequest())
+    driver.prepare("as it was")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="as it was")
+    driver.commit("as it was", "as-it-was", 9)
+    for name, admin in (("api", False), ("admin", True)):
+        (tmp_path / name).write_text(http._keys[admin])
+    keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
+    error = not_attached(tiny[1], {"url": http.url, **keys})
+    assert (error.reason, error.field) == (Reason.ILLEGAL_STATE, "options.url"), "it is paused"
+    driver.tell(v.ContinueGenerationRequest())
+    error = not_attached(tiny[1], {"url": http.url})
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.api_key_file")
+    attached = Driver(tiny[1], options={"url": http.url, **keys})
+    try:
+        info = attached.start()
+        assert info.fenced
+        assert not attached.engine.can_restart()
+        assert info.model_digest == rlctl.model_digest(tiny[0])
+        running = driver.begin(prompt(encode("7"), 400)).started()
+        with pytest.raises(RlctlError) as busy:
+            attached.tell(v.PrepareUpdateRequest(), update_id="u")
+        assert busy.value.reason is Reason.ACTIVE_REQUESTS, "somebody else's requests count"
+        driver.abort(rollout.AbortRequest(abort_all=True))
+        running.result()
+    finally:
+        attached.stop()
+    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+
+
 def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
     """The last test here: a server that is stuck inside a collective can only be ended, and is."""
     with Source(driver, "silent") as source:
         driver.prepare("stuck")
-        receiving = driver.submit(source.announce(source.plan(tiny[0])), update_id="stuck")
-        assert not driver.failures
+        plan = source.plan(tiny[0], bucket_bytes=100_000)
+        receiving = driver.submit(source.announce(plan), update_id="stuck")
+        source.group.broadcast(next(source.packed(tiny[0], plan)))
+        while not driver.engine._updates._update.written:  # type: ignore[union-attr]
+            assert not receiving.done()  # from here on it waits for the second bucket
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlctl_sglang.engine.INTERRUPT_S", 1.0)
             driver.admin.submit(driver.engine.interrupt("stuck")).result(60)

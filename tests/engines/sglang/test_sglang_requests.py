@@ -12,7 +12,9 @@ from google.protobuf.struct_pb2 import Struct
 from rlctl_sglang.generation import Stamps
 from rlctl_sglang.options import VENV, Options, interpreter, parse_options
 from rlctl_sglang.requests import Limits, bodies
+from rlctl_sglang.server import Server
 
+from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
@@ -110,6 +112,12 @@ def test_settings_that_are_taken(tmp_path: Path) -> None:
     assert (options.url, options.api_key, options.admin_key) == ("http://h:1", "secret", "secret")
     assert "secret" not in repr(options)
     assert parse_options({"mem_fraction_static": "0.5"}).arguments == {"mem_fraction_static": "0.5"}
+
+
+def test_a_server_that_others_can_drive_is_not_fenced() -> None:
+    for admin_key, fenced in (("", False), ("k", True)):
+        server = Server(EngineConfig("m"), Options(url="http://127.0.0.1:1", admin_key=admin_key), lambda _: None)
+        assert (server.fenced, server.launched) == (fenced, False)
 
 
 def test_where_sglang_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
