@@ -55,7 +55,7 @@ class ServerProcess:
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
-        api_key, admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._keys = {"api-key": api_key, "admin-api-key": admin_key}
         self.http = Http(f"http://127.0.0.1:{self._port.getsockname()[1]}", api_key, admin_key)
         self._popen: subprocess.Popen[bytes] | None = None
