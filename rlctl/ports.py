@@ -79,6 +79,9 @@ class Journal(Protocol):
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
         """Every record of a kind, in key order. Used once, at the start."""
 
+    def held(self) -> bool:
+        """Whether the journal is still this process's: whoever lost it has been succeeded, and commands nothing."""
+
 
 class SystemClock:
     """Real time."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import threading
+from typing import NoReturn
 
 ANNOUNCEMENT = "rlctl"
 """Key of the one JSON line that a server prints on stdout when others can reach it."""
@@ -33,6 +36,20 @@ def stop_event() -> asyncio.Event:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     return stop
+
+
+def end(code: int) -> NoReturn:
+    """End this process: what is registered with ``atexit`` is done, the interpreter is not taken apart.
+
+    A daemon thread that comes back from torch while it is (an engine that was still loading, one that is stuck) is
+    ended where it waits for the interpreter's lock, inside C++ that does not allow that: "terminate called without an
+    active exception", SIGABRT.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def end_with_parent() -> None:

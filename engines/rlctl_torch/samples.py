@@ -20,6 +20,7 @@ class Sample:
     Attributes:
         tokens: prompt and output.
         slots: KV slots of its first tokens, as many as have entries.
+        kv_version: what the weights were at when the oldest of these entries was computed.
         row: its row of the slot table while it runs, else -1.
         doomed: why it is to be aborted once the step under way has ended, or "".
         retractions: times that it was sent back to waiting.
@@ -45,6 +46,7 @@ class Sample:
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.slots: list[int] = []
+        self.kv_version = WeightVersion()
         self.row = -1
         self.doomed = ""
         self.retractions = 0
@@ -133,4 +135,4 @@ class Sample:
             self.ended = True
             if self._text is not None and finish.WhichOneof("matched") != "matched_string":
                 text += self._text.finish()
-        self.stream.put(Delta(self.index, tokens, text, start, version, finish, self.retractions))
+        self.stream.put(Delta(self.index, tokens, text, start, version, self.kv_version, finish, self.retractions))

@@ -243,6 +243,8 @@ class Scheduler:
         for sample, count in shares:
             start = len(sample.slots)
             end = start + count
+            if not start:
+                sample.kv_version = self._version
             offset = len(batch.tokens) - start
             slots = self._slots.take(count)
             batch.rows.append(sample.row)

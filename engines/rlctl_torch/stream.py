@@ -28,6 +28,7 @@ class Delta:
         text: new text.
         start: position of the first new token in the output.
         version: what the weights were at for these tokens.
+        kv_version: what they were at for the oldest KV entries that these tokens attend to.
         finish: set when the sample has ended.
         retractions: times that it was sent back to waiting, so far.
     """
@@ -37,6 +38,7 @@ class Delta:
     text: str
     start: int
     version: WeightVersion
+    kv_version: WeightVersion
     finish: FinishReason | None
     retractions: int
 
@@ -123,10 +125,14 @@ class Stream:
         sample.output_ids.extend([choice.token for choice in delta.tokens])
         if self._settings.logprobs:
             sample.output_logprobs.extend(_logprob(choice) for choice in delta.tokens)
-        if sample.versions and sample.versions[-1].version == delta.version:
-            sample.versions[-1].end = end
+        span = VersionSpan(version=delta.version, start=delta.start, end=end)
+        if delta.kv_version != delta.version:
+            span.kv_version.CopyFrom(delta.kv_version)
+        last = sample.versions[-1] if sample.versions else None
+        if last is not None and (last.version, last.kv_version) == (span.version, span.kv_version):
+            last.end = end
         else:
-            sample.versions.append(VersionSpan(version=delta.version, start=delta.start, end=end))
+            sample.versions.append(span)
 
 
 def wake(streams: Iterable[Stream]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -187,8 +186,8 @@ def _serve(
     log_level: str,
     end_with_parent: bool,
     also_until: list[asyncio.Event] | None = None,
-) -> None:
-    """Start, wait for SIGTERM (or for one of the events that ``start`` appends), stop."""
+) -> NoReturn:
+    """Start, wait for SIGTERM (or for one of the events that ``start`` appends), stop, and end the process."""
     from rlctl import loops, process
     from rlctl.cli.exits import of_reason
     from rlctl.errors import RlctlError
@@ -210,9 +209,11 @@ def _serve(
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         await end()
 
+    code = 0
     try:
         loops.run(main())
     except RlctlError as error:
         # One line, as launchers quote the last one of a log.
         click.echo(str(error), err=True)
-        sys.exit(of_reason(error.reason))
+        code = of_reason(error.reason)
+    process.end(code)

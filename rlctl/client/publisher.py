@@ -162,8 +162,9 @@ class AsyncPublisher:
         started = time.perf_counter()
         source = as_source(weights)
         self._updates += 1
+        limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
-            async with asyncio.timeout(deadline_s + GRACE_S):
+            async with limit:
                 await self._meet()
                 if self._lead is not None:
                     operation, sent = await follow(self._lead, self._part, source, version, self._updates)
@@ -190,6 +191,8 @@ class AsyncPublisher:
                         source, request, update=self._updates, checkpoint=checkpoint, deadline_s=deadline_s
                     )
         except TimeoutError:
+            if not limit.expired():
+                raise  # the source's own
             raise Reason.DEADLINE_EXCEEDED.error(f"the update did not end within {deadline_s:g} s") from None
         return UpdateResult(
             version=operation.weight_version,

@@ -68,6 +68,9 @@ class Commander:
         self._attached: asyncio.Future[Attached] | None = None
         self._lost: RlctlError | None = None
         self.last_heard = clock.now()
+        self.echo = 0
+        """The newest time of the peer's own clock that it has sent, and in ``echoed_at`` when that came."""
+        self.echoed_at = float("-inf")
 
     @property
     def lost(self) -> bool:
@@ -142,6 +145,8 @@ class Commander:
         try:
             async for message in self._link.receive():
                 self.last_heard = self._clock.now()
+                if message.sent_at > self.echo:
+                    self.echo, self.echoed_at = message.sent_at, self.last_heard
                 self._take(message)
         finally:
             pinger.cancel()

@@ -107,7 +107,7 @@ class Executor:
             match message.WhichOneof("message"):
                 case "attach":
                     attached = await self._commanded.attach(message.attach, link)
-                    _reply(link, ControlResponse(attached=attached))
+                    _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
                 case "command":
                     task = asyncio.create_task(self._answer(link, message))
                     tasks.add(task)
@@ -119,7 +119,10 @@ class Executor:
                 case "grant":
                     self._commanded.grant(message.grant)
                 case "ping":
-                    _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce)))
+                    _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce), sent_at=self._now()))
+
+    def _now(self) -> int:
+        return max(1, int(self._clock.now() * 1e6))
 
     async def _answer(self, link: Link[ControlResponse, ControlRequest], message: ControlRequest) -> None:
         command = message.command

@@ -55,7 +55,7 @@ class OpenUpdate:
         verdict: decided against it: why.
         received: what its targets answered to the writes of the present attempt.
         broken: a write of the present attempt has failed.
-        abandoned: groups of earlier updates that its own replace.
+        abandoned: groups of earlier updates that its targets may still be in.
     """
 
     session: Session
@@ -115,7 +115,14 @@ class Attempts:
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if opened.broken:
                 raise Reason.CANCELLED.error("another write of this attempt has failed")
-            await session.ready()
+            try:
+                await session.ready()
+            except RlctlError:
+                # One that is gone by now costs an attempt, as if it had gone a moment later.
+                opened.broken = True
+                for result in session.unprepared:
+                    run.add(result)
+                raise
             group_names: list[str] = []
             if isinstance(request, UpdateWeightsFromDistributedRequest):
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})

@@ -71,10 +71,9 @@ class Coordinator:
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
-        self._publishing = asyncio.Lock()
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock)
-        self._peers = Peers(self.roster, dialer, clock, self._reported, lease_s=lease_s)
+        self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
 
@@ -89,6 +88,7 @@ class Coordinator:
         for slot in list(self.roster.slots.values()):
             if not slot.record.retired:
                 self._peers.connect(slot)
+        self.updates.start()
         log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
 
     async def _take_over(self, epoch: int) -> None:
@@ -387,7 +387,7 @@ class Coordinator:
 
     async def _reported(self, slot: Slot) -> None:
         """A stage said something new: a first version may follow, or that it has an update that nobody owns."""
-        async with self._publishing:
+        async with self.roster.publishing:
             model = self.roster.models[slot.model]
             record = versions.first_version(model, slot)
             if record is not None:

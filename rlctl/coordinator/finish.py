@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Sequence
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.operations import Run, conclude
 from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put, slot_put
+from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.errors import Reason, RlctlError, from_detail
-from rlctl.ports import Clock
+from rlctl.ports import Clock, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
@@ -29,7 +29,7 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
 )
-from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED, SlotRecord
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, StageResult
 from rlctl.v1.verbs_pb2 import (
     AFTER_UPDATE_STAY_PAUSED,
@@ -86,7 +86,7 @@ class Finish:
         good, _ = await self._complete(run, expected_digest)
         if len(good) < len(self._session.frozen):
             raise self._session.short_of_quorum(len(good), self._cause(run))
-        await self._roster.change(good, lambda record: record.ClearField("quarantine"))
+        await self._roster.lift_quarantine(good)
         for slot in good:
             slot.restoring = False
             self._peers.grant(slot)
@@ -205,13 +205,11 @@ class Finish:
         record = versions.published(
             self._session.model, version, model_digest=digest, checkpoint=self._session.checkpoint
         )
-        changes = [model_put(record)]
-        if self._session.full:
-            changes += [slot_put(_released(slot.record)) for slot in good]
-        await self._session.advance(UPDATE_PHASE_PUBLISHED, *changes)
-        if self._session.full:
-            for slot in good:
-                slot.record.ClearField("quarantine")
+
+        async def write(released: Sequence[Put]) -> None:
+            await self._session.advance(UPDATE_PHASE_PUBLISHED, model_put(record), *released)
+
+        await self._roster.lift_quarantine(good if self._session.full else [], write)
         versions.publish(self._session.model, record)
         for slot in self._roster.slots.values():
             slot.late = slot.late or (slot.model == record.name and slot not in good)
@@ -257,11 +255,3 @@ class Finish:
             if result.outcome == OUTCOME_APPLIED and report is not None:
                 result.state = report.state
                 result.weight_version.CopyFrom(self._session.record.plan.version)
-
-
-def _released(record: SlotRecord) -> SlotRecord:
-    """The record without its quarantine."""
-    changed = SlotRecord()
-    changed.CopyFrom(record)
-    changed.ClearField("quarantine")
-    return changed

@@ -27,8 +27,8 @@ class GroupBook:
 
     def plan(
         self, model: str, generation: int, trainer: str, targets: Sequence[Slot], *, sources: int, backend: str
-    ) -> tuple[list[GroupPlan], list[str]]:
-        """Groups in the one order in which they are formed, and the names of those that they replace.
+    ) -> list[GroupPlan]:
+        """Groups in the one order in which they are formed.
 
         While trainer process, targets, their incarnations, sources and backend are what they were and no group broke,
         the groups that stand are used again; otherwise they get ``generation``, which nobody has used before: members
@@ -37,9 +37,7 @@ class GroupBook:
         """
         membership = (trainer, backend, sources, tuple((s.name, s.record.incarnation) for s in targets))
         groups = self._models.get(model)
-        abandoned: list[str] = []
         if groups is None or groups.membership != membership or groups.broken:
-            abandoned = sorted(groups.formed) if groups else []
             groups = self._models[model] = _Groups(membership, generation)
         listed = members(targets)
         plans = []
@@ -56,7 +54,7 @@ class GroupBook:
                     formed=name in groups.formed,
                 )
             )
-        return plans, abandoned
+        return plans
 
     def formed(self, model: str, group_name: str) -> None:
         """Every rank has joined."""

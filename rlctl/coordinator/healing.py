@@ -62,7 +62,10 @@ JOIN_S = 30.0
 OWNER = "healing"
 
 AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
-"""Pauses between tries to heal a late stage: something else may hold it, or an update was begun and refused."""
+"""Pauses between tries to heal a stage: something else may hold it, or an update was begun and refused."""
+
+GRACE_S = 60.0
+"""How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed."""
 
 MAKE_WAY_S = 5.0
 """How long an update waits for a heal to end that it has cancelled."""
@@ -103,6 +106,7 @@ class Healer:
         self._automatic = automatic
         self._running: dict[str, _Running] = {}
         self._looking: dict[Slot, asyncio.Task[None]] = {}
+        self._spoilt: dict[Slot, float] = {}
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Heal stages, one after the other. Raises when none needs it, or one that is named cannot be healed."""
@@ -135,20 +139,38 @@ class Healer:
             request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
         )
 
+    def _is_due(self, slot: Slot) -> bool:
+        """Whether a stage is to be healed now: at once when it came late, after a while when something spoilt it."""
+        if not _needs_heal(slot):
+            self._spoilt.pop(slot, None)
+            slot.unhealable = ""
+            return False
+        if slot.state == STAGE_STATE_STALE and slot.late:
+            return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
+        since = self._spoilt.setdefault(slot, self._clock.now())
+        return self._clock.now() - since >= GRACE_S
+
+    def _is_admitted(self, slot: Slot) -> bool:
+        return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
+
     def look(self, slot: Slot) -> None:
-        """Heal a stage that came late, if that is the policy and there is a source; otherwise leave it STALE."""
-        if not self._automatic or not slot.late or slot.state != STAGE_STATE_STALE:
+        """Heal a stage that came late or was spoilt, if that is the policy and there is a source; otherwise say that
+        there is none.
+        """
+        if not self._automatic or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
             return
-        if adoptable(self._roster, slot):
-            return  # it holds the version already; the next grant says so
         if slot.model in self._running or slot in self._looking or self._roster.models[slot.model].update_id:
             return
         try:
             self._source(slot, "")
+            slot.unhealable = ""
         except RlctlError as error:
-            log.info("%s stays STALE: %s", slot.name, error)
+            if slot.unhealable != error.message:
+                log.info("%s is not healed: %s", slot.name, error)
+                slot.unhealable = error.message
+                self._roster.changed()
             return
-        task = self._looking[slot] = asyncio.create_task(self._heal_late(slot))
+        task = self._looking[slot] = asyncio.create_task(self._heal_alone(slot))
         task.add_done_callback(lambda _: self._looking.pop(slot, None))
 
     def is_open(self, update_id: str) -> bool:
@@ -174,7 +196,7 @@ class Healer:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
 
-    async def _heal_late(self, slot: Slot) -> None:
+    async def _heal_alone(self, slot: Slot) -> None:
         for pause in AGAIN_S:
             try:
                 header = RequestHeader(request_id=self._clock.new_id())
@@ -185,8 +207,11 @@ class Healer:
                 if not isinstance(error, Conflict):
                     break
             await asyncio.sleep(pause)
-            if not slot.late or slot.state != STAGE_STATE_STALE or self._roster.slots.get(slot.name) is not slot:
+            if not _needs_heal(slot) or self._roster.slots.get(slot.name) is not slot:
                 break
+        if _needs_heal(slot):
+            self._spoilt[slot] = self._clock.now()
+            slot.late = False  # from now on it is tried once in a while
         # Another one may have waited for its turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:

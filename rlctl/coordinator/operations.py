@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from google.protobuf.message import Message
@@ -24,6 +25,8 @@ from rlctl.v1.results_pb2 import (
     OperationState,
     StageResult,
 )
+
+log = logging.getLogger(__name__)
 
 RETAINED = 10_000
 """Ended operations that are kept, in memory and in the journal."""
@@ -210,6 +213,13 @@ class Operations:
             for key in expired:
                 del self._runs[key]
             self._forgotten = forgotten
+        except RlctlError as error:
+            log.warning(
+                "%s %s has ended, which could not be recorded: %s",
+                run.operation.verb,
+                run.operation.operation_id,
+                error,
+            )
         finally:
             run.ended.set()
             await run.notify()

@@ -1,7 +1,8 @@
-"""Updates that nobody owns any more, found open at stages: ended there, however often it takes.
+"""What updates left behind at stages and nobody owns any more: ended there, however often it takes.
 
 A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
-other one. Without a record that the update was published it is presumed aborted.
+other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
+nobody let go on, because the coordinator died before it could say, is let go on.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.roster import Roster, Slot
 from rlctl.errors import RlctlError
 from rlctl.ports import Clock
-from rlctl.v1.verbs_pb2 import AbortUpdateRequest
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
+from rlctl.v1.verbs_pb2 import AbortUpdateRequest, ContinueGenerationRequest
 
 log = logging.getLogger(__name__)
 
 HEAL_MARK = "/heal/"
 """Stands in the update ids of heals."""
 
-ABORT_S = 30.0
+END_S = 30.0
 AGAIN_S = (0.2, 1.0, 5.0)
 
 
@@ -37,9 +39,9 @@ class Orphans:
         self._steps = 0
 
     def look(self, slots: Iterable[Slot]) -> None:
-        """See to the stages whose reports name an update that is not open."""
+        """See to the stages that have something of an update that is not open."""
         for slot in slots:
-            if slot not in self._tasks and self._orphan(slot):
+            if slot not in self._tasks and self._orphan(slot) is not None:
                 task = self._tasks[slot] = asyncio.create_task(self._end(slot))
                 task.add_done_callback(lambda _, slot=slot: self._tasks.pop(slot, None))  # type: ignore[misc]
 
@@ -50,32 +52,42 @@ class Orphans:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _orphan(self, slot: Slot) -> str:
+    def _orphan(self, slot: Slot) -> AbortUpdateRequest | ContinueGenerationRequest | None:
+        """What ends the orphan that a stage has, or None."""
         report = slot.report
-        if report is None or not report.update_id or self._is_open(report.update_id):
-            return ""
-        healing = HEAL_MARK in report.update_id  # leads to a version that was published before, so that says nothing
-        published = report.weight_version in self._roster.models[slot.model].admitted
-        if report.update_committed and published and not healing:
-            return ""  # the next grant admits it
         linked = slot.commander is not None and not slot.commander.lost
-        return report.update_id if linked and self._roster.slots.get(slot.name) is slot else ""
+        if report is None or not linked or self._roster.slots.get(slot.name) is not slot:
+            return None
+        model = self._roster.models[slot.model]
+        if report.update_id:
+            if self._is_open(report.update_id):
+                return None
+            healing = HEAL_MARK in report.update_id  # leads to a version that was published before: that says nothing
+            if report.update_committed and report.weight_version in model.admitted and not healing:
+                return None  # the next grant admits it
+            abort = AbortUpdateRequest(reason="nobody owns it any more")
+            abort.header.fence.update_id = report.update_id
+            return abort
+        paused_by = report.paused_by_update
+        if paused_by and report.state == STAGE_STATE_PAUSED and not model.update_id and not self._is_open(paused_by):
+            # Generation goes on as it did before the update; what was paused by name stays so.
+            return ContinueGenerationRequest()
+        return None
 
     async def _end(self, slot: Slot) -> None:
         tries = 0
-        while update_id := self._orphan(slot):
+        while request := self._orphan(slot):
             self._steps += 1
-            abort = AbortUpdateRequest(reason="nobody owns it any more")
-            abort.header.fence.update_id = update_id
+            update_id = request.header.fence.update_id or "pause"
             try:
                 await self._fanout.run(
-                    abort,
+                    request,
                     [slot],
                     operation_id=update_id,
                     step=f"orphan-{self._roster.epoch}-{self._steps}",
-                    deadline=self._clock.now() + ABORT_S,
+                    deadline=self._clock.now() + END_S,
                 )
             except RlctlError as error:
-                log.warning("%s: update %s could not be ended: %s", slot.name, update_id, error)
+                log.warning("%s: %s could not be ended: %s", slot.name, update_id, error)
             await asyncio.sleep(AGAIN_S[min(tries, len(AGAIN_S) - 1)])
             tries += 1

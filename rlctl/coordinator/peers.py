@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from rlctl.control.commander import SILENCE_S, Commander
+from rlctl.control.commander import Commander
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.versions import adoptable
 from rlctl.errors import Reason, RlctlError
-from rlctl.ports import Clock, Dialer
+from rlctl.ports import Clock, Dialer, Journal
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
@@ -21,6 +22,8 @@ from rlctl.version import CONTRACT_VERSION
 log = logging.getLogger(__name__)
 
 SERVING_LEASE_S = 10.0
+DRIFT_S = 0.5
+"""How much longer a lease may last on a stage's clock than on this one."""
 GRANT_EVERY_S = 3.0
 REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 ATTACH_S = 10.0
@@ -35,17 +38,20 @@ class Peers:
         roster: Roster,
         dialer: Dialer[ControlRequest, ControlResponse],
         clock: Clock,
+        journal: Journal,
         on_report: Callable[[Slot], Awaitable[None]],
         *,
         lease_s: float = SERVING_LEASE_S,
     ) -> None:
         self._roster = roster
+        self._journal = journal
         self._dialer = dialer
         self._clock = clock
         self._on_report = on_report
         self._lease_s = lease_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
+        self._grants = itertools.count(1)
 
     def connect(self, slot: Slot) -> None:
         """Dial what fills the slot, and keep dialling, until it is replaced, retired or the coordinator stops."""
@@ -69,25 +75,33 @@ class Peers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def grant(self, slot: Slot, *, adopt: bool = False) -> None:
+    def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False) -> None:
         """Tell a stage which versions may be served. One that is quarantined, or left out of a version that is being
         published, is told to serve nothing.
+
+        The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
+        long after it was sent.
         """
         commander = slot.commander
-        if commander is None or commander.lost or slot.report is None:
-            return
+        if commander is None or commander.lost or slot.report is None or not self._journal.held():
+            return  # without the journal there may be a successor, which counts on the leases that it knows of
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         lease_s = 0.0 if withheld or slot.record.HasField("quarantine") else self._lease_s
+        number = next(self._grants)
         if lease_s:
-            slot.lease_until = max(slot.lease_until, self._clock.now() + lease_s + SILENCE_S)
+            slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
+        if silence:
+            slot.grant_number = number
         commander.grant(
             ServingGrant(
                 fleet_epoch=self._roster.epoch,
                 admitted=[] if slot.restoring else model.admitted,
                 lease=duration(lease_s),
                 adopt=model.record.latest if adopt else None,
-                number=slot.grant_number if withheld else 0,
+                number=number,
+                echo=commander.echo,
+                confirm=withheld,
             )
         )
 
@@ -97,8 +111,7 @@ class Peers:
         """
         model.only = frozenset(only)
         for slot in self._others(model):
-            slot.grant_number += 1
-            self.grant(slot)
+            self.grant(slot, silence=True)
         while serving := [slot for slot in self._others(model) if not self._is_silent(slot)]:
             wait = max(slot.lease_until for slot in serving) - self._clock.now()
             with contextlib.suppress(TimeoutError):
@@ -135,13 +148,20 @@ class Peers:
     def outlive_predecessor(self) -> None:
         """After a takeover: stages may still be serving under a lease that a coordinator before this one gave."""
         for slot in self._roster.slots.values():
-            slot.lease_until = self._clock.now() + self._lease_s + SILENCE_S
+            slot.lease_until = self._clock.now() + self._lease_s + DRIFT_S
 
     def commander(self, slot: Slot) -> Commander:
         """The slot's link. Raises UNREACHABLE, outcome NOT_SENT, when none stands."""
+        self._refuse_succeeded()
         if slot.commander is None or slot.commander.lost:
             raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
         return slot.commander
+
+    def _refuse_succeeded(self) -> None:
+        if not self._journal.held():
+            raise Reason.JOURNAL_FAILED.error(
+                "the journal is another's: this coordinator commands nothing", outcome=OUTCOME_NOT_SENT
+            )
 
     async def _keep(self, slot: Slot) -> None:
         tries = 0
@@ -156,6 +176,7 @@ class Peers:
 
     async def _once(self, slot: Slot) -> None:
         registration = slot.record.registration
+        self._refuse_succeeded()
         link = await self._dialer.dial(registration.address)
         commander = Commander(link, self._clock, on_report=lambda report: self._reported(slot, report))
         receiving = asyncio.create_task(commander.run())
@@ -197,7 +218,8 @@ class Peers:
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
-        if first or adoptable(self._roster, slot) or report.update_id or stale:
+        held = report.update_id or report.paused_by_update
+        if first or adoptable(self._roster, slot) or held or stale:
             task = asyncio.create_task(self._take_in(slot))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)

@@ -104,9 +104,9 @@ class Planner:
     def add_groups(
         self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
     ) -> list[str]:
-        """Set the groups that an accepted update uses; returns the names of those that they replace.
+        """Set the groups that an accepted update uses; returns the names of others that stages may still be in.
 
-        The model's record takes in their generation; the caller journals it.
+        The model's record takes in their names and generation; the caller journals it.
         """
         del plan.groups[:]
         reached = [target.slot for target in plan.targets if target.transport in _BACKENDS]
@@ -114,7 +114,7 @@ class Planner:
         if request.path == DATA_PATH_DISK or not targets:
             return []
         record = self._roster.model(request.model).record
-        planned, abandoned = self._groups.plan(
+        planned = self._groups.plan(
             request.model,
             record.group_generation + 1,
             request.trainer.boot_id,
@@ -124,6 +124,9 @@ class Planner:
         )
         plan.groups.extend(planned)
         record.group_generation = max(record.group_generation, *(group.generation for group in planned))
+        used = [group.group_name for group in planned]
+        abandoned = [name for name in record.groups if name not in used]
+        record.groups.extend(name for name in used if name not in record.groups)
         return abandoned
 
     def only_updatable(self, target: Target) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
@@ -44,9 +44,10 @@ class Slot:
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
-        grant_number: number of the newest grant whose receipt it was asked to confirm.
+        grant_number: number of the grant whose receipt it was last asked to confirm.
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
+        unhealable: why it needs a heal and can get none, or "".
     """
 
     record: SlotRecord
@@ -56,6 +57,7 @@ class Slot:
     grant_number: int = 0
     restoring: bool = False
     late: bool = True
+    unhealable: str = ""
 
     @property
     def held(self) -> bool:
@@ -107,7 +109,8 @@ class Slot:
         """Why generation may not go there, or ""."""
         state = self.state
         if state != common_pb2.STAGE_STATE_READY:
-            return StageState.Name(state).removeprefix("STAGE_STATE_")
+            name = StageState.Name(state).removeprefix("STAGE_STATE_")
+            return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
         if not self.record.enabled:
             return "disabled"
         if self.quarantine is not None:
@@ -146,8 +149,10 @@ class Roster:
         self.models: dict[str, ModelState] = {}
         self.epoch = 0
         self._revision = 0
-        self._watchers: set[asyncio.Queue[None]] = set()
+        self._watchers: dict[asyncio.Queue[None], None] = {}
         self._closed = False
+        self.publishing = asyncio.Lock()
+        """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
         self._writing = asyncio.Lock()
         """Held while slot records are written, so that two changes of one do not undo each other."""
 
@@ -163,44 +168,64 @@ class Roster:
 
     async def register(self, registration: StageRegistration) -> Slot:
         """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
-        slot = self.slots.get(registration.slot)
-        if slot is not None and slot.record.registration.boot_id == registration.boot_id:
-            record = SlotRecord()
-            record.CopyFrom(slot.record)
-            record.registration.CopyFrom(registration)
-            record.retired = False
-        else:
-            record = SlotRecord(
-                registration=registration,
-                incarnation=slot.record.incarnation + 1 if slot else 1,
-                enabled=slot.record.enabled if slot else True,
-            )
-        model = self.models.get(registration.model)
-        if model is None:
-            model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
-        await self._journal.write([slot_put(record), model_put(model.record)])
-        self.models.setdefault(registration.model, model)
-        if slot is None or slot.record.incarnation != record.incarnation:
-            lease_until = slot.lease_until if slot else float("-inf")
-            slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
-        else:
-            slot.record = record
+        async with self._writing:
+            slot = self.slots.get(registration.slot)
+            same = slot is not None and slot.record.registration.boot_id == registration.boot_id
+            record = SlotRecord(incarnation=slot.record.incarnation + 1 if slot else 1, enabled=True)
+            if slot is not None:
+                record.enabled = slot.record.enabled
+            if slot is not None and same:
+                record.CopyFrom(slot.record)
+            _fill(record, registration)
+            changes = [slot_put(record)]
+            model = self.models.get(registration.model)
+            if model is None:
+                model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
+                changes.append(model_put(model.record))
+            await self._journal.write(changes)
+            self.models.setdefault(registration.model, model)
+            if slot is None or not same:
+                lease_until = slot.lease_until if slot else float("-inf")
+                slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
+            else:
+                _fill(slot.record, registration)
         self.changed()
         return slot
 
-    async def change(self, slots: Collection[Slot], mutate: Callable[[SlotRecord], object]) -> None:
-        """Change the records of slots, durably first."""
+    async def change(
+        self,
+        slots: Collection[Slot],
+        mutate: Callable[[SlotRecord], object],
+        write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
+    ) -> None:
+        """Change the records of slots, durably first. ``write`` puts them into the journal, with what goes with them.
+
+        One that something else fills by now is left alone.
+        """
         async with self._writing:
+            present = [slot for slot in slots if self.slots.get(slot.name) is slot]
             changed = []
-            for slot in slots:
+            for slot in present:
                 record = SlotRecord()
                 record.CopyFrom(slot.record)
                 mutate(record)
                 changed.append(slot_put(record))
-            await self._journal.write(changed)
-            for slot in slots:
+            await (write or self._journal.write)(changed)
+            for slot in present:
                 mutate(slot.record)
         self.changed()
+
+    async def lift_quarantine(
+        self, slots: Collection[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
+    ) -> None:
+        """End the quarantines that slots have now, as :meth:`change` does; one that comes meanwhile stays."""
+        known = {slot.name: slot.record.quarantine.SerializeToString() for slot in slots}
+
+        def lift(record: SlotRecord) -> None:
+            if record.quarantine.SerializeToString() == known[record.registration.slot]:
+                record.ClearField("quarantine")
+
+        await self.change(slots, lift, write)
 
     async def quarantine(self, causes: Mapping[Slot, ErrorDetail]) -> None:
         """Take stages out of routing until a full update or a heal has been applied to them.
@@ -212,8 +237,7 @@ class Roster:
             slot.record.quarantine.CopyFrom(cause)
         if present:
             self.changed()
-            async with self._writing:
-                await self._journal.write([slot_put(slot.record) for slot in present])
+            await self.change(present, lambda _: None)
 
     def slot(self, name: str, field_path: str = "slot") -> Slot:
         """The slot of this name. Raises STAGE_NOT_FOUND."""
@@ -310,7 +334,7 @@ class Roster:
     async def watch(self, model: str = "") -> AsyncGenerator[FleetEvent, None]:
         """A snapshot, then what changes. Bursts are merged."""
         queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
-        self._watchers.add(queue)
+        self._watchers[queue] = None
         seen: dict[str, bytes] = {}
         try:
             fleet = self.fleet(model)
@@ -322,7 +346,7 @@ class Roster:
                 if changed.models or changed.stages:
                     yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
         finally:
-            self._watchers.discard(queue)
+            del self._watchers[queue]
 
     def _model(self, model: ModelState) -> Model:
         return Model(
@@ -350,7 +374,13 @@ class Roster:
             not_routable=obstacle,
             quarantine=slot.quarantine,
             last_heard=duration(heard) if heard is not None else None,
+            unhealable=bool(slot.unhealable),
         )
+
+
+def _fill(record: SlotRecord, registration: StageRegistration) -> None:
+    record.registration.CopyFrom(registration)
+    record.retired = False
 
 
 def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:

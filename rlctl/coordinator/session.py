@@ -70,6 +70,7 @@ class Session:
         targets: those of them that have not been lost in an attempt.
         resume: targets that generate again afterwards.
         paused_at: when the first target was paused, on the clock's ``now``; None: no target was told of the update.
+        unprepared: what those answered that could not be paused or prepared.
         writing: held by whoever lets the targets take in weights, so that several sources come one after the other.
     """
 
@@ -102,6 +103,7 @@ class Session:
         self.paused_at: float | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._ended = False
+        self.unprepared: list[StageResult] = []
         self.writing = asyncio.Lock()
 
     @property
@@ -133,9 +135,14 @@ class Session:
     # Write.
 
     async def leave_groups(self, names: Sequence[str]) -> None:
-        """Let the targets forget groups, breaking what waits in them; those that do not know them any more say so."""
+        """Let the targets forget groups, breaking what waits in them.
+
+        One that a rank may still be in stays on record, to be left by the next update.
+        """
         for name in names:
-            await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
+            results = await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
+            if name in self.model.record.groups and all(_has_left(result) for result in results):
+                self.model.record.groups.remove(name)
 
     async def ready(self) -> None:
         """Pause and prepare the targets, once, however many writes ask for it. Raises when one refused."""
@@ -161,14 +168,12 @@ class Session:
 
     async def _prepare(self) -> None:
         await self.advance(UPDATE_PHASE_WRITING)
-        if self.paused_at is not None:
-            self._all_applied(await self.step(self._prepare_request(), self.targets))
-            return
         options = self.record.request.options
         awake = [slot for slot in self.targets if slot.state != STAGE_STATE_ASLEEP]
         running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
-        self.resume = {slot.name for slot in awake if slot in running or slot.held}
-        self.paused_at = self._clock.now()
+        # In a further attempt most are paused already, and those that were paused by us are held.
+        self.resume |= {slot.name for slot in awake if slot in running or slot.held}
+        self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
         mode = options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
         if mode != PAUSE_MODE_UNSPECIFIED:
             self._all_applied(await self._pause(running, mode))
@@ -227,9 +232,9 @@ class Session:
         )
 
     def _all_applied(self, results: Sequence[StageResult]) -> None:
-        for result in results:
-            if result.outcome != OUTCOME_APPLIED:
-                raise blame(result)
+        self.unprepared = [result for result in results if result.outcome != OUTCOME_APPLIED]
+        if self.unprepared:
+            raise blame(self.unprepared[0])
 
     def levels(self, expected_digest: str) -> dict[str, common_pb2.VerificationLevel.ValueType]:
         """At which level each target is verified. Raises FIELD_REQUIRED when that needs a digest that is not given."""
@@ -301,3 +306,10 @@ class Session:
         """Come to a phase, together with what else changes: durably first."""
         await self._journal.write([*changes, self.put(phase)])
         self.record.phase = phase
+
+
+def _has_left(result: StageResult) -> bool:
+    """Whether no rank of a stage is in a group that it was told to leave."""
+    gone = Reason.GROUP_NOT_FOUND.name
+    ranks = result.rank_results
+    return bool(ranks) and all(rank.outcome == OUTCOME_APPLIED or rank.error.reason == gone for rank in ranks)

@@ -37,6 +37,7 @@ class SqliteJournal:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self._path, LOCK_S, check_same_thread=False, isolation_level=None)
             self._prepare()
+            self._file = self._identity()
         except (OSError, sqlite3.Error) as error:
             raise self._failed(str(error)) from error
         self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
@@ -72,6 +73,17 @@ class SqliteJournal:
             return rows.fetchall()
         except sqlite3.Error as error:
             raise self._failed(str(error)) from error
+
+    def held(self) -> bool:
+        """Whether the file that is locked is still the one of that name: moved away, it may have a successor."""
+        try:
+            return self._identity() == self._file
+        except OSError:
+            return False
+
+    def _identity(self) -> tuple[int, int]:
+        status = self._path.stat()
+        return status.st_dev, status.st_ino
 
     def close(self) -> None:
         """Write what is queued, then close the file."""

@@ -47,6 +47,9 @@ from rlctl.verbs import Verb
 
 UPDATE_S = 600.0
 
+LOOK_S = 10.0
+"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone."""
+
 _READ_AGAIN = ("", "auto", "safetensors")
 """Load formats of checkpoints that engines can be launched with or healed from."""
 
@@ -79,6 +82,7 @@ class Updates:
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
         self._open: dict[str, OpenUpdate] = {}
         self._beginning = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
 
     # What trainers call.
 
@@ -192,7 +196,7 @@ class Updates:
         return await self._healer.heal(request, timeout_s)
 
     def look_after(self, slot: Slot) -> None:
-        """See whether a stage has an update that nobody owns, or came late and can be healed."""
+        """See whether a stage has something of an update that nobody owns, or needs a heal and can get one."""
         self._orphans.look([slot])
         self._healer.look(slot)
 
@@ -201,8 +205,20 @@ class Updates:
             if slot.model == model:
                 self.look_after(slot)
 
+    def start(self) -> None:
+        """Look after the stages from now on."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for slot in list(self._roster.slots.values()):
+                self.look_after(slot)
+
     async def stop(self) -> None:
         """Abort what is open: its owner could not go on with a coordinator that has left."""
+        if self._looking is not None:
+            self._looking.cancel()
         await self._healer.stop()
         await self._orphans.stop()
         for opened in list(self._open.values()):
@@ -237,10 +253,11 @@ class Updates:
         """Accept a planned update; from here on its own task sees to its end."""
         begin, plan, model = session.record.request, session.record.plan, session.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
-        abandoned = self._planner.add_groups(plan, begin, session.targets)
-        record = versions.reserved(model, begin.trainer.incarnation)
-        await self._journal.write([model_put(record), session.put()])
-        model.record = record
+        async with self._roster.publishing:
+            abandoned = self._planner.add_groups(plan, begin, session.targets)
+            record = versions.reserved(model, begin.trainer.incarnation)
+            await self._journal.write([model_put(record), session.put()])
+            model.record = record
         started = asyncio.Event()
 
         async def work(_: Run) -> None:

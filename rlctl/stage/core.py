@@ -120,6 +120,7 @@ class Stage:
         self._waiting: dict[str, bool] = {}  # command ids that wait their turn; True once withdrawn
         self._lease_until = float("-inf")
         self._grant_number = 0
+        self._confirmed_grant = 0
         self._obstacle: RlctlError | None = None
         self._revision = 0
         self._reported: bytes = b""
@@ -139,7 +140,7 @@ class Stage:
         if former is not None and former is not link:
             await former.close()
         if attach.fleet_epoch > self.facts.fleet_epoch:
-            self._grant_number = 0  # every coordinator counts its own grants
+            self._grant_number = self._confirmed_grant = 0  # every coordinator counts its own grants
         self.facts.fleet_epoch = attach.fleet_epoch
         self.facts.joined = True
         self.incarnation = attach.incarnation
@@ -177,16 +178,18 @@ class Stage:
             await self._link.close()
 
     def grant(self, grant: ServingGrant) -> None:
-        """Take a serving grant; one of a lower epoch is ignored."""
-        if grant.fleet_epoch != self.facts.fleet_epoch:
+        """Take a serving grant; one of another epoch, or that a later one has overtaken, is ignored."""
+        if grant.fleet_epoch != self.facts.fleet_epoch or grant.number <= self._grant_number:
             return
+        self._grant_number = grant.number
+        if grant.confirm:
+            self._confirmed_grant = grant.number
         adopt = grant.adopt if grant.HasField("adopt") else None
         self.facts.admit(grant.admitted, adopt)
         if adopt is not None and self.facts.version == adopt:
             self._engine.set_version(adopt)
         lease_s = seconds(grant.lease)
-        self._lease_until = self._clock.now() + lease_s if lease_s > 0 else float("-inf")
-        self._grant_number = max(self._grant_number, grant.number)
+        self._lease_until = grant.echo / 1e6 + lease_s if lease_s > 0 and grant.echo else float("-inf")
         self._changed()
 
     async def carry_out(self, request: Message, call: Call) -> CommandResult:
@@ -248,7 +251,7 @@ class Stage:
             fleet_epoch=facts.fleet_epoch,
             lease_held=self._clock.now() < self._lease_until,
             paused_by_update=facts.paused_by,
-            grant_number=self._grant_number,
+            grant_number=self._confirmed_grant,
         )
 
     def _serving(self) -> Serving:

@@ -115,7 +115,8 @@ def _merge_sample(whole: Sample, part: Sample) -> None:
     whole.retractions = part.retractions
     for span in part.versions:
         last = whole.versions[-1] if whole.versions else None
-        if last is not None and last.version == span.version and last.end == span.start:
+        same = last is not None and (last.version, last.kv_version) == (span.version, span.kv_version)
+        if last is not None and same and last.end == span.start:
             last.end = span.end
         else:
             whole.versions.add().CopyFrom(span)

@@ -29,7 +29,7 @@ from rlctl.v1 import fleet_pb2 as rlctl_dot_v1_dot_fleet__pb2
 from rlctl.v1 import results_pb2 as rlctl_dot_v1_dot_results__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/control.proto\x12\x08rlctl.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/fleet.proto\x1a\x16rlctl/v1/results.proto\"\xd9\x01\n\x0e\x43ontrolRequest\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x10.rlctl.v1.AttachH\x00\x12$\n\x07\x63ommand\x18\x02 \x01(\x0b\x32\x11.rlctl.v1.CommandH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.CancelCommandH\x00\x12\'\n\x05grant\x18\x04 \x01(\x0b\x32\x16.rlctl.v1.ServingGrantH\x00\x12\x1e\n\x04ping\x18\x05 \x01(\x0b\x32\x0e.rlctl.v1.PingH\x00\x42\t\n\x07message\"\xe7\x01\n\x0f\x43ontrolResponse\x12&\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x12.rlctl.v1.AttachedH\x00\x12-\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x19.rlctl.v1.CommandAcceptedH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.CommandResultH\x00\x12\'\n\x06report\x18\x04 \x01(\x0b\x32\x15.rlctl.v1.StageReportH\x00\x12\x1e\n\x04pong\x18\x05 \x01(\x0b\x32\x0e.rlctl.v1.PongH\x00\x42\t\n\x07message\"\xc7\x01\n\x06\x41ttach\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x18\n\x10\x63ontract_version\x18\x04 \x01(\r\x12\x37\n\x0c\x65ngine_setup\x18\x05 \x03(\x0b\x32!.rlctl.v1.Attach.EngineSetupEntry\x1a\x32\n\x10\x45ngineSetupEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8a\x01\n\x08\x41ttached\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.rlctl.v1.StageRegistration\x12%\n\x06report\x18\x02 \x01(\x0b\x32\x15.rlctl.v1.StageReport\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\"\x8d\x01\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12\x14\n\x0coperation_id\x18\x02 \x01(\t\x12\x31\n\x0etime_remaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12%\n\x07request\x18\x04 \x01(\x0b\x32\x14.google.protobuf.Any\"#\n\rCancelCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\t\"%\n\x0f\x43ommandAccepted\x12\x12\n\ncommand_id\x18\x01 \x01(\t\"{\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12&\n\x05stage\x18\x02 \x01(\x0b\x32\x15.rlctl.v1.StageResultH\x00\x12$\n\x04rank\x18\x03 \x01(\x0b\x32\x14.rlctl.v1.RankResultH\x00\x42\x08\n\x06result\"\xb0\x01\n\x0cServingGrant\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12)\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x17.rlctl.v1.WeightVersion\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05\x61\x64opt\x18\x04 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x0e\n\x06number\x18\x05 \x01(\x04\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\x15\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/control.proto\x12\x08rlctl.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/fleet.proto\x1a\x16rlctl/v1/results.proto\"\xd9\x01\n\x0e\x43ontrolRequest\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x10.rlctl.v1.AttachH\x00\x12$\n\x07\x63ommand\x18\x02 \x01(\x0b\x32\x11.rlctl.v1.CommandH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.CancelCommandH\x00\x12\'\n\x05grant\x18\x04 \x01(\x0b\x32\x16.rlctl.v1.ServingGrantH\x00\x12\x1e\n\x04ping\x18\x05 \x01(\x0b\x32\x0e.rlctl.v1.PingH\x00\x42\t\n\x07message\"\xf8\x01\n\x0f\x43ontrolResponse\x12&\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x12.rlctl.v1.AttachedH\x00\x12-\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x19.rlctl.v1.CommandAcceptedH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.CommandResultH\x00\x12\'\n\x06report\x18\x04 \x01(\x0b\x32\x15.rlctl.v1.StageReportH\x00\x12\x1e\n\x04pong\x18\x05 \x01(\x0b\x32\x0e.rlctl.v1.PongH\x00\x12\x0f\n\x07sent_at\x18\x06 \x01(\x04\x42\t\n\x07message\"\xc7\x01\n\x06\x41ttach\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x18\n\x10\x63ontract_version\x18\x04 \x01(\r\x12\x37\n\x0c\x65ngine_setup\x18\x05 \x03(\x0b\x32!.rlctl.v1.Attach.EngineSetupEntry\x1a\x32\n\x10\x45ngineSetupEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8a\x01\n\x08\x41ttached\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.rlctl.v1.StageRegistration\x12%\n\x06report\x18\x02 \x01(\x0b\x32\x15.rlctl.v1.StageReport\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\"\x8d\x01\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12\x14\n\x0coperation_id\x18\x02 \x01(\t\x12\x31\n\x0etime_remaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12%\n\x07request\x18\x04 \x01(\x0b\x32\x14.google.protobuf.Any\"#\n\rCancelCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\t\"%\n\x0f\x43ommandAccepted\x12\x12\n\ncommand_id\x18\x01 \x01(\t\"{\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12&\n\x05stage\x18\x02 \x01(\x0b\x32\x15.rlctl.v1.StageResultH\x00\x12$\n\x04rank\x18\x03 \x01(\x0b\x32\x14.rlctl.v1.RankResultH\x00\x42\x08\n\x06result\"\xcf\x01\n\x0cServingGrant\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12)\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x17.rlctl.v1.WeightVersion\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05\x61\x64opt\x18\x04 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x0e\n\x06number\x18\x05 \x01(\x04\x12\x0c\n\x04\x65\x63ho\x18\x06 \x01(\x04\x12\x0f\n\x07\x63onfirm\x18\x07 \x01(\x08\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\x15\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLREQUEST']._serialized_start=165
   _globals['_CONTROLREQUEST']._serialized_end=382
   _globals['_CONTROLRESPONSE']._serialized_start=385
-  _globals['_CONTROLRESPONSE']._serialized_end=616
-  _globals['_ATTACH']._serialized_start=619
-  _globals['_ATTACH']._serialized_end=818
-  _globals['_ATTACH_ENGINESETUPENTRY']._serialized_start=768
-  _globals['_ATTACH_ENGINESETUPENTRY']._serialized_end=818
-  _globals['_ATTACHED']._serialized_start=821
-  _globals['_ATTACHED']._serialized_end=959
-  _globals['_COMMAND']._serialized_start=962
-  _globals['_COMMAND']._serialized_end=1103
-  _globals['_CANCELCOMMAND']._serialized_start=1105
-  _globals['_CANCELCOMMAND']._serialized_end=1140
-  _globals['_COMMANDACCEPTED']._serialized_start=1142
-  _globals['_COMMANDACCEPTED']._serialized_end=1179
-  _globals['_COMMANDRESULT']._serialized_start=1181
-  _globals['_COMMANDRESULT']._serialized_end=1304
-  _globals['_SERVINGGRANT']._serialized_start=1307
-  _globals['_SERVINGGRANT']._serialized_end=1483
-  _globals['_PING']._serialized_start=1485
-  _globals['_PING']._serialized_end=1506
-  _globals['_PONG']._serialized_start=1508
-  _globals['_PONG']._serialized_end=1529
+  _globals['_CONTROLRESPONSE']._serialized_end=633
+  _globals['_ATTACH']._serialized_start=636
+  _globals['_ATTACH']._serialized_end=835
+  _globals['_ATTACH_ENGINESETUPENTRY']._serialized_start=785
+  _globals['_ATTACH_ENGINESETUPENTRY']._serialized_end=835
+  _globals['_ATTACHED']._serialized_start=838
+  _globals['_ATTACHED']._serialized_end=976
+  _globals['_COMMAND']._serialized_start=979
+  _globals['_COMMAND']._serialized_end=1120
+  _globals['_CANCELCOMMAND']._serialized_start=1122
+  _globals['_CANCELCOMMAND']._serialized_end=1157
+  _globals['_COMMANDACCEPTED']._serialized_start=1159
+  _globals['_COMMANDACCEPTED']._serialized_end=1196
+  _globals['_COMMANDRESULT']._serialized_start=1198
+  _globals['_COMMANDRESULT']._serialized_end=1321
+  _globals['_SERVINGGRANT']._serialized_start=1324
+  _globals['_SERVINGGRANT']._serialized_end=1531
+  _globals['_PING']._serialized_start=1533
+  _globals['_PING']._serialized_end=1554
+  _globals['_PONG']._serialized_start=1556
+  _globals['_PONG']._serialized_end=1577
 # @@protoc_insertion_point(module_scope)

@@ -84,6 +84,9 @@ class ControlResponse(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    SENT_AT_FIELD_NUMBER: _builtins.int
+    sent_at: _builtins.int
+    """With attached and pong: when it was sent, microseconds on the sender's own monotonic clock. Grants bring it back."""
     @_builtins.property
     def attached(self) -> Global___Attached:
         """Answer to attach."""
@@ -112,10 +115,11 @@ class ControlResponse(_message.Message):
         result: Global___CommandResult | None = ...,
         report: _fleet_pb2.StageReport | None = ...,
         pong: Global___Pong | None = ...,
+        sent_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "message", b"message", "pong", b"pong", "report", b"report", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "message", b"message", "pong", b"pong", "report", b"report", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "message", b"message", "pong", b"pong", "report", b"report", "result", b"result", "sent_at", b"sent_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "accepted", "result", "report", "pong"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -339,7 +343,9 @@ Global___CommandResult: _TypeAlias = CommandResult  # noqa: Y015
 
 @_typing.final
 class ServingGrant(_message.Message):
-    """Lets a stage serve. It serves only weights of an admitted version, and only until the lease has run out on its own monotonic clock."""
+    """Lets a stage serve. It serves only weights of an admitted version, and only until the lease has run out on its own monotonic clock.
+    A grant may lie in a buffer for long, at a stage that is stopped say: it is worth no more for that.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -348,17 +354,23 @@ class ServingGrant(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    CONFIRM_FIELD_NUMBER: _builtins.int
     fleet_epoch: _builtins.int
     """Epoch of the granting coordinator."""
     number: _builtins.int
-    """Other than 0: the stage says in its report that it has taken this grant in."""
+    """Counts the grants of one coordinator, from 1 on. A lower one than the last is late and ignored."""
+    echo: _builtins.int
+    """The newest ControlResponse.sent_at that the coordinator has from this stage. Without one there is no lease."""
+    confirm: _builtins.bool
+    """The stage says in its report that it has taken this grant in."""
     @_builtins.property
     def admitted(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightVersion]:
         """Versions of the stage's model that may be served. Sequence and label are compared."""
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long, from receipt on. Zero takes it away."""
+        """How long, from echo on. Zero takes it away."""
 
     @_builtins.property
     def adopt(self) -> _common_pb2.WeightVersion:
@@ -372,10 +384,12 @@ class ServingGrant(_message.Message):
         lease: _duration_pb2.Duration | None = ...,
         adopt: _common_pb2.WeightVersion | None = ...,
         number: _builtins.int = ...,
+        echo: _builtins.int = ...,
+        confirm: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "adopt", b"adopt", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "adopt", b"adopt", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -291,7 +291,7 @@ class StageReport(_message.Message):
     paused_by_update: _builtins.str
     """Update that paused generation. Empty: somebody asked for the pause by name; an update does not lift it."""
     grant_number: _builtins.int
-    """Number of the newest numbered grant that was taken in."""
+    """Number of the newest grant that was taken in and asked to be confirmed."""
     @_builtins.property
     def weight_version(self) -> _common_pb2.WeightVersion:
         """Version that the weights are at; sequence 0: a checkpoint that no version was published for."""

@@ -3,8 +3,10 @@
 isort:skip_file
 What the coordinator keeps in its journal. Not an API: here so that changes of the format are reviewed like those of the contract."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rlctl.v1 import common_pb2 as _common_pb2
 from rlctl.v1 import fleet_pb2 as _fleet_pb2
@@ -135,6 +137,7 @@ class ModelRecord(_message.Message):
     RESERVED_SEQUENCE_FIELD_NUMBER: _builtins.int
     TRAINER_INCARNATION_FIELD_NUMBER: _builtins.int
     GROUP_GENERATION_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     updatable: _builtins.bool
@@ -153,6 +156,10 @@ class ModelRecord(_message.Message):
     def latest(self) -> _common_pb2.WeightVersion:
         """Version published last."""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups that stages may still be members of. Those that an update does not use are left at its beginning."""
+
     def __init__(
         self,
         *,
@@ -164,10 +171,11 @@ class ModelRecord(_message.Message):
         reserved_sequence: _builtins.int = ...,
         trainer_incarnation: _builtins.int = ...,
         group_generation: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "group_generation", b"group_generation", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -345,6 +345,7 @@ class VersionSpan(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    KV_VERSION_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """First output token."""
     end: _builtins.int
@@ -353,16 +354,23 @@ class VersionSpan(_message.Message):
     def version(self) -> _common_pb2.WeightVersion:
         """The version."""
 
+    @_builtins.property
+    def kv_version(self) -> _common_pb2.WeightVersion:
+        """Version of the oldest KV entries that these tokens attend to, where it is another one: entries were kept over an
+        update, because it was asked for (in_place without a flush).
+        """
+
     def __init__(
         self,
         *,
         version: _common_pb2.WeightVersion | None = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        kv_version: _common_pb2.WeightVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_version", b"kv_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kv_version", b"kv_version", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

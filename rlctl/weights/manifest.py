@@ -23,6 +23,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.weights import json_files
 from rlctl.weights.digest import combine
 from rlctl.weights.tensors import TensorMeta, dtype_name, parse_dtype
 
@@ -159,7 +160,7 @@ def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | N
     """
     path = directory / MANIFEST
     try:
-        return _from_json(json.loads(path.read_bytes()), blame)
+        return _from_json(json_files.parse(path.read_bytes()), blame)
     except FileNotFoundError:
         return None
     except RlctlError as error:

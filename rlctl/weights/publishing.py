@@ -24,7 +24,7 @@ from torch import nn
 
 from rlctl.errors import Reason
 from rlctl.weights import storage
-from rlctl.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, compare, index_of, open_checkpoint
+from rlctl.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, compare, index_of, open_checkpoint, read_config
 from rlctl.weights.digest import combine, digest_of_bytes, tensor_digest
 from rlctl.weights.manifest import (
     MANIFEST,
@@ -168,6 +168,7 @@ def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} cannot be read: {error}", field=blame) from error
     if CONFIG not in files:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} holds no {CONFIG}", field=blame)
+    read_config(str(checkpoint), field=blame)  # what engines would refuse is not published
     return files
 
 

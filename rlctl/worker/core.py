@@ -119,7 +119,7 @@ class Worker:
         task = asyncio.ensure_future(method(request, call))
         task.add_done_callback(lambda _: self._withdrawable.pop(call.command_id, None))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         if queued:
             task.add_done_callback(lambda _: self._turn.release())
         if not verb.ordered:
@@ -130,6 +130,11 @@ class Worker:
                 f"the engine was still busy with {verb.name} when the time was up", outcome=OUTCOME_UNKNOWN
             )
         return self._answer(verb, request, call, task)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved: who waited for it may have been told UNKNOWN long ago
 
     async def _take_turn(self, verb: Verb, call: Call) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+from updating import abort, begin, commit, digest, join, refusal, unreachable, version_of, weights, write
 
 from rlctl.coordinator import operations
 from rlctl.engine import Call
@@ -56,27 +56,6 @@ async def assert_updatable(fleet: InProcessFleet) -> None:
     assert operation.state == OPERATION_STATE_OK, operation
     assert set(weights(fleet)) == {"fresh"}
     assert all(stage.routable for stage in fleet.server.coordinator.roster.fleet().stages)
-
-
-@asynccontextmanager
-async def unreachable(fleet: InProcessFleet, slot: str) -> AsyncIterator[None]:
-    """The coordinator's link to a stage is broken, and cannot be made again."""
-    coordinator = fleet.server.coordinator
-    dialer = coordinator._dialer
-    dial, address = dialer.dial, coordinator.roster.slots[slot].record.registration.address
-
-    async def refuse(wanted: str) -> Any:
-        if wanted == address:
-            raise Reason.UNREACHABLE.error("the network is down")
-        return await dial(wanted)
-
-    dialer.dial = refuse  # type: ignore[method-assign]
-    try:
-        await coordinator.roster.slots[slot].commander.close()
-        await eventually(lambda: fleet.stage(slot).state == common.STAGE_STATE_UNREACHABLE)
-        yield
-    finally:
-        dialer.dial = dial  # type: ignore[method-assign]
 
 
 @asynccontextmanager

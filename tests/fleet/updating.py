@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import pytest
 
 from rlctl.engine import Call
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
@@ -95,3 +99,24 @@ def fault(fleet: InProcessFleet, rank: int, tp_size: int, method: str, error: Rl
             raise error
 
     fake_engine.FAULTS[fleet.specs[0].model_path, rank] = fail
+
+
+@asynccontextmanager
+async def unreachable(fleet: InProcessFleet, slot: str) -> AsyncIterator[None]:
+    """The coordinator's link to a stage is broken, and cannot be made again."""
+    coordinator = fleet.server.coordinator
+    dialer = coordinator._dialer
+    dial, address = dialer.dial, coordinator.roster.slots[slot].record.registration.address
+
+    async def refuse(wanted: str) -> Any:
+        if wanted == address:
+            raise Reason.UNREACHABLE.error("the network is down")
+        return await dial(wanted)
+
+    dialer.dial = refuse  # type: ignore[method-assign]
+    try:
+        await coordinator.roster.slots[slot].commander.close()
+        await eventually(lambda: fleet.stage(slot).state == common.STAGE_STATE_UNREACHABLE)
+        yield
+    finally:
+        dialer.dial = dial  # type: ignore[method-assign]

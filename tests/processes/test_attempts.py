@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainers import PP_TP, train
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -88,6 +89,26 @@ def test_the_others_go_on_without_an_engine_that_dies(three: LocalFleet) -> None
         assert len(fleet.operations(verb="InitWeightsUpdateGroup", page_size=500)) == before
         assert held(fleet) == {rlctl.model_digest(demo_tiny.make(seed=3))}
         publisher.close()
+
+
+def test_several_sources_start_over_without_an_engine_that_dies(three: LocalFleet, tmp_path: Path) -> None:
+    with three.connect() as fleet:
+        for path, seeds in (("ipc", [91, 92]), ("broadcast", [93, 94])):
+            options = {"quorum": 2, "retries": 1}
+            victim = three.process("c").pid
+            store = tmp_path / path
+            store.mkdir()
+            said = train(fleet, store, seeds=seeds, path=path, kills=victim, options=options, **PP_TP)
+            wanted = [rlctl.model_digest(demo_tiny.make(seed=seed)) for seed in seeds]
+            assert [[update.get("digest", update) for update in rank] for rank in said] == [wanted] * 4
+            assert held(fleet, "a", "b") == {wanted[-1]}
+            stages = {stage.registration.slot: stage for stage in fleet.status().stages}
+            assert {slot: stage.routable for slot, stage in stages.items()} == {"a": True, "b": True, "c": False}
+            assert fleet.status().models[0].latest.label == f"seed-{seeds[-1]}"
+            three.restart("c")
+            with closing(fleet.watch()) as events:
+                next(event for event in events if fleet.status().stages[2].routable)
+            assert held(fleet) == {wanted[-1]}
 
 
 def test_without_a_quorum_nothing_is_served_and_the_rest_is_helped_by_the_next_update(three: LocalFleet) -> None:

@@ -113,6 +113,34 @@ def test_a_stopped_rank_costs_a_command_its_deadline(two_ranks: LocalFleet) -> N
             os.kill(follower.pid, signal.SIGCONT)
 
 
+def test_a_server_ends_in_order_though_its_engine_is_inside_torch() -> None:
+    """Told to end while it loads, or with a thread that it leaves behind because it is stuck."""
+    script = """
+import os, signal, threading
+import torch
+from rlctl.cli.serve import _serve
+
+torch.set_num_threads(1)
+
+def compute():
+    while True:
+        torch.zeros(2000).add_(1).sum()
+
+async def start():
+    for _ in range(2):
+        threading.Thread(target=compute, daemon=True).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return stop
+
+async def stop():
+    print("stopped")
+
+_serve(start, "INFO", False)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
+
+
 def test_sigterm_lets_a_request_finish(fake_fleet: LocalFleet) -> None:
     with fake_fleet.connect() as fleet:
         fleet.set_enabled(["b"], False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.weights.rendezvous import GroupStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -109,7 +112,7 @@ def test_small_buckets_and_pairs_give_the_same_weights(fleet: Fleet, tiny: tuple
     assert digests(fleet) == {rlctl.model_digest(model)}
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize("mode", ["retract", "in_place", "in_place, entries kept", "abort"])
 def test_requests_in_flight_meet_an_update_as_the_mode_says(
     fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path], mode: str
 ) -> None:
@@ -117,7 +120,8 @@ def test_requests_in_flight_meet_an_update_as_the_mode_says(
     model = changed(tiny[0], seed=20)
     stream = fleet.generate_stream(encode("5+"), max_new_tokens=LONG, temperature=0.0, ignore_eos=True)
     parts = [next(stream)]
-    publisher.update(model, version=f"in-flight-{mode}", pause=mode)
+    pause, _, keeps = mode.partition(", ")
+    publisher.update(model, version=f"in-flight-{mode}", pause=pause, flush=False if keeps else None)
     parts += stream
     tokens = [token for part in parts for token in part.samples[0].output_ids]
     finish = parts[-1].samples[0].finish_reason.type
@@ -138,7 +142,13 @@ def test_requests_in_flight_meet_an_update_as_the_mode_says(
                 for t in range(s.start, s.end)
             ]
         )
-        assert tokens[kept:] == greedy(model, encode("5+") + tokens[:kept], LONG - kept), "no KV entry of old weights"
+        entries = {s.kv_version.label for part in parts for sample in part.samples for s in sample.versions}
+        if keeps:
+            assert entries == {"", "before"}, "the response says what it was computed from"
+        else:
+            assert entries == {""}
+            clean = greedy(model, encode("5+") + tokens[:kept], LONG - kept)
+            assert tokens[kept:] == clean, "no KV entry of old weights"
 
 
 def test_from_disk(fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path], tmp_path: Path) -> None:
@@ -267,6 +277,29 @@ def test_weights_go_through_shared_memory(fleet: Fleet, tiny: tuple[Any, Path], 
     publisher.close()
 
 
+def test_shared_memory_that_is_full_ends_the_update_before_anything_is_paused(
+    fleet: Fleet, tiny: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = changed(tiny[0], seed=45)
+    before = fleet.status().models[0].latest
+    publisher = fleet.publisher("actor", path="ipc")
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(RlctlError) as caught:
+        publisher.update(model, version="full")
+    assert caught.value.reason is Reason.SHARED_MEMORY_FULL
+    failed = fleet.operations(verb="WeightUpdate")[0].operation_id
+    assert not [o for o in fleet.operations(verb="UpdateWeightsFromTensor", page_size=500) if o.update_id == failed]
+    assert fleet.status().models[0].latest == before
+    assert all(stage.routable for stage in fleet.status().stages)
+    monkeypatch.undo()
+    publisher.update(model, version="room")
+    assert digests(fleet) == {rlctl.model_digest(model)}
+    publisher.close()
+
+
 def test_sleep_update_wake(fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path]) -> None:
     model = changed(tiny[0], seed=8)
     fleet.pause_generation("retract")
@@ -354,6 +387,28 @@ def test_a_trainer_in_float32_feeds_a_bfloat16_checkpoint(tiny: tuple[Any, Path]
         publisher.update(trained, version="read", checkpoint=str(tmp_path / "rounded"))
         assert digests(fleet) == {result.model_digest}
         publisher.close()
+
+
+def test_a_rendezvous_that_never_completes_costs_its_deadline_and_nothing_else(
+    fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path]
+) -> None:
+    store = GroupStore()  # its source never joins
+    host, port = store.local_address
+    request = v.InitWeightsUpdateGroupRequest(
+        master_address=host, master_port=port, world_size=4, group_name="nobody's", backend="gloo"
+    )
+    operation = fleet.call(request, timeout_s=4, check=False)
+    ranks = [rank for stage in operation.stage_results for rank in stage.rank_results]
+    assert len(ranks) == 3
+    for rank in ranks:
+        assert rank.outcome == common.OUTCOME_REJECTED
+        assert rank.error.reason == "GROUP_FAILED"
+        assert rank.error.metadata["missing_ranks"] == "0"
+    store.close()
+    assert all(stage.routable for stage in fleet.status().stages)
+    model = changed(tiny[0], seed=31)
+    publisher.update(model, version="met")
+    assert digests(fleet) == {rlctl.model_digest(model)}
 
 
 def test_group_errors_are_typed_and_change_nothing(fleet: Fleet) -> None:

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainers import FSDP, PP_TP, train
 
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
 from rlctl.launch.local import LocalFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-RANK = Path(__file__).with_name("trainer_rank.py")
-PP_TP = {"layout": "pp-tp", "size": 4, "sources": [0, 2]}
-FSDP = {"layout": "fsdp", "size": 2, "sources": [0]}
 
 
 @pytest.fixture(scope="module")
 def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
-
-
-def train(fleet: Fleet, directory: Path, *, seeds: list[int], deadline_s: float = 60.0, **settings: Any) -> list[Any]:
-    """Run a trainer to its end: what each rank said of each update, by rank; a rank that was killed says less."""
-    common = settings | {
-        "seeds": seeds,
-        "deadline_s": deadline_s,
-        "address": fleet.aio.connection.address,
-        "store": str(directory / "store"),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), json.dumps(common | {"rank": rank})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(settings["size"])
-    ]
-    said = []
-    for rank, process in enumerate(ranks):
-        out, errors = process.communicate(timeout=150)
-        assert process.returncode == (-9 if rank == settings.get("dies") else 0), errors
-        said.append([json.loads(line) for line in out.splitlines()])
-    return said
 
 
 def test_every_source_shares_memory_with_every_engine(fleet: Fleet, tmp_path: Path) -> None:
@@ -79,13 +50,7 @@ def test_every_source_of_a_distributed_trainer_updates_every_engine(
 
 
 def test_a_trainer_rank_that_is_killed_fails_the_update_on_all(fleet: Fleet, tmp_path: Path) -> None:
-    said = train(fleet, tmp_path, seeds=[61, 62], dies=3, deadline_s=30.0, **PP_TP)
-    assert [len(updates) for updates in said] == [2, 2, 2, 1]
-    for rank in range(3):
-        last = said[rank][-1]
-        assert "reason" in last, last
-        assert last["elapsed_s"] < 15
-    assert said[0][-1]["reason"] in ("TRAINER_RANK_LOST", "SOURCE_FAILED")
+    check_lost(train(fleet, tmp_path, seeds=[61, 62], dies=3, deadline_s=30.0, **PP_TP), dies=3)
     status = fleet.status()
     assert not status.models[0].update_id
     assert status.models[0].latest.label == "seed-61", "nothing of the failed update is served"
@@ -93,3 +58,36 @@ def test_a_trainer_rank_that_is_killed_fails_the_update_on_all(fleet: Fleet, tmp
     again = train(fleet, (tmp_path / "again").mkdir() or tmp_path / "again", seeds=[63], **PP_TP)  # type: ignore[func-returns-value]
     assert {updates[0]["digest"] for updates in again} == {rlctl.model_digest(demo_tiny.make(seed=63))}
     assert all(stage.routable for stage in fleet.status().stages)
+    assert {stage.incarnation for stage in fleet.status().stages} == {1}
+
+
+@pytest.mark.parametrize(("dies", "path"), [(0, "broadcast"), (2, "ipc")], ids=["lead", "source"])
+def test_the_next_trainer_helps_engines_whose_trainer_was_killed(
+    fleet: Fleet, tmp_path: Path, dies: int, path: str
+) -> None:
+    said = train(fleet, tmp_path, seeds=[64, 65], dies=dies, deadline_s=30.0, lease_s=6.0, path=path, **PP_TP)
+    check_lost(said, dies=dies)
+    # With the lead gone nobody aborts the update, and its lease runs out.
+    updates = iter(lambda: fleet.operations(verb="WeightUpdate")[0], None)
+    ended = next(update for update in updates if update.state != OPERATION_STATE_RUNNING)
+    assert ended.error.reason in (("LEASE_EXPIRED",) if dies == 0 else ("CANCELLED", "GROUP_FAILED"))
+    assert not fleet.status().models[0].update_id
+    assert fleet.status().models[0].latest.label == "seed-64"
+    for stage in fleet.status().stages:
+        assert stage.routable == (stage.state == common.STAGE_STATE_READY), "DIRTY, or as it was"
+    publisher = fleet.publisher("actor")
+    model = demo_tiny.make(seed=66)
+    publisher.update(model, version=f"helped-{dies}-{path}", deadline_s=60)
+    publisher.close()
+    held = {r.check.model_digest for stage in fleet.check_weights().stage_results for r in stage.rank_results}
+    assert held == {rlctl.model_digest(model)}
+    assert all(stage.routable for stage in fleet.status().stages)
+
+
+def check_lost(said: list[Any], *, dies: int) -> None:
+    """Every rank but the one that died made the first update and raised in the second, long before its deadline."""
+    assert [len(updates) for updates in said] == [1 if rank == dies else 2 for rank in range(len(said))]
+    for rank, updates in enumerate(said):
+        if rank != dies:
+            assert updates[-1]["reason"] in ("TRAINER_RANK_LOST", "SOURCE_FAILED"), updates[-1]
+            assert updates[-1]["elapsed_s"] < 15

@@ -6,18 +6,20 @@ Layouts: "pp-tp" (two pipeline stages of two tensor-parallel ranks, each stage a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import rlctl
+from rlctl.client import publisher as publishing
 from rlctl.demo import tiny
 from rlctl.weights.tensors import TensorMeta
 
@@ -30,12 +32,16 @@ def rows_of(name: str) -> bool:
 class StageSource:
     """What one pipeline stage holds, cut over its ranks; iterating gathers over the stage's group."""
 
-    def __init__(self, model: Any, stage: int, group: dist.ProcessGroup, die_at: int) -> None:
+    def __init__(
+        self, model: Any, stage: int, group: dist.ProcessGroup, die_at: int, happens: Callable[[], None] | None = None
+    ) -> None:
+        """``happens``: called half way through the first pass."""
         named = list(model.named_parameters())
         half = len(named) // 2
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
         self._die_at = die_at
+        self._happens = happens
         self._metas = [TensorMeta.of(name, p) for name, p in (named[:half] if stage == 0 else named[half:])]
         whole = {name: parameter.detach() for name, parameter in named}
         self._local = {
@@ -52,6 +58,9 @@ class StageSource:
         for index, meta in enumerate(self._metas):
             if index == self._die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if index == len(self._metas) // 2 and self._happens is not None:
+                happens, self._happens = self._happens, None
+                happens()
             local = self._local[meta.name]
             if rows_of(meta.name):
                 parts = [torch.empty_like(local) for _ in range(self._size)]
@@ -71,13 +80,18 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         return model
     assert stage_group is not None
-    dies = rank == settings.get("dies") and seed == settings["seeds"][-1]
-    return StageSource(model, rank // 2, stage_group, 3 if dies else -1)
+    last = seed == settings["seeds"][-1]
+    dies = rank == settings.get("dies") and last
+    happens = None
+    if last and rank == 0 and "kills" in settings:
+        happens = functools.partial(os.kill, settings["kills"], signal.SIGKILL)
+    return StageSource(model, rank // 2, stage_group, 3 if dies else -1, happens)
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    publishing.LEASE_TTL_S = settings.get("lease_s", publishing.LEASE_TTL_S)
     rank, size = settings["rank"], settings["size"]
     store = dist.FileStore(settings["store"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -101,7 +115,10 @@ def main() -> None:
         said: dict[str, Any] = {"rank": rank}
         try:
             result = publisher.update(
-                weights_of(settings, seed, stage_group), version=f"seed-{seed}", deadline_s=settings["deadline_s"]
+                weights_of(settings, seed, stage_group),
+                version=f"seed-{seed}",
+                deadline_s=settings["deadline_s"],
+                **settings.get("options", {}),
             )
             said |= {"digest": result.model_digest, "sent": result.bytes_sent, "sequence": result.version.sequence}
         except rlctl.RlctlError as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import sys
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,16 +20,44 @@ from rlctl.weights.groups import join
 VALUES = [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def sglang_group(port: int, rank: int, name: str) -> dist.ProcessGroup:
-    """A group of two, made as SGLang's ``init_custom_process_group`` makes it."""
-    timeout = datetime.timedelta(seconds=20)
-    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, 2, timeout=timeout))
+def sglang_group(port: int, rank: int, name: str, size: int = 2) -> dist.ProcessGroup:
+    """A group made as SGLang's ``init_custom_process_group`` makes it."""
+    timeout = datetime.timedelta(seconds=60)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(
-        2, rank, [], "gloo", PrefixStore(name, store), group_name=name, backend_options=None, timeout=timeout
+        size, rank, [], "gloo", PrefixStore(name, store), group_name=name, backend_options=None, timeout=timeout
     )
-    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    _world.pg_group_ranks[group] = {number: number for number in range(size)}
     return group
+
+
+def take_in(group: dist.ProcessGroup, buckets: list[dict[str, Any]]) -> dict[str, str]:
+    """What a receiver that knows names, dtypes and shapes makes of an update's broadcasts: SHA-256 over each tensor's
+    bytes, by name. It is told nothing of rlctl's: one broadcast for each tensor in the order of the names, or one of
+    bytes for a flattened bucket, in which they lie one after the other.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    found = {}
+    for bucket in buckets:
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            for dtype, shape in zip(bucket["dtypes"], bucket["shapes"], strict=True)
+        ]
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        if bucket["flattened"]:
+            packed = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+            group.broadcast([packed], options).wait()
+            parts = list(packed.split([part.numel() for part in parts]))
+        else:
+            for tensor in tensors:
+                group.broadcast([tensor], options).wait()
+        found |= {
+            name: hashlib.sha256(part.numpy().tobytes()).hexdigest()
+            for name, part in zip(bucket["names"], parts, strict=True)
+        }
+    return found
 
 
 def main(role: str, port: int, name: str) -> None:
@@ -35,6 +66,12 @@ def main(role: str, port: int, name: str) -> None:
     if role == "sglang-source":
         group = sglang_group(port, 0, name)
         group.broadcast([torch.tensor(VALUES)], options).wait()
+        dist.destroy_process_group(group)
+    elif role == "sglang-updates":
+        updates = json.loads(sys.stdin.read())
+        group = sglang_group(port, 2, name, size=3)
+        for buckets in updates:
+            sys.stdout.write(json.dumps(take_in(group, buckets)) + "\n")
         dist.destroy_process_group(group)
     elif role == "sglang-receiver":
         group = sglang_group(port, 1, name)

@@ -150,6 +150,14 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, content: bytes) -> None
     assert "config.json" in refusal(path)
 
 
+def test_a_config_with_nan_is_refused_and_one_with_infinity_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    Path(path, "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
+    open_checkpoint(path).close()
+    Path(path, "config.json").write_text('{"model_type": "llama", "rope_theta": NaN}')
+    assert "NaN" in refusal(path)
+
+
 @pytest.mark.parametrize("files", [0, 2])
 @pytest.mark.parametrize("size", [0, 4, 60, -1])
 def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path: Path, files: int, size: int) -> None:

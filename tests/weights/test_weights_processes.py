@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 import socket
 import subprocess
@@ -13,34 +15,47 @@ from pathlib import Path
 import pytest
 import torch
 from member import VALUES
-from weights_helpers import Background
+from weights_helpers import Background, over, together
 
 from rlctl.errors import Internal
 from rlctl.v1 import common_pb2
+from rlctl.weights.buckets import plan
+from rlctl.weights.digest import ModelDigest
 from rlctl.weights.groups import GroupStore, WeightGroup, join
+from rlctl.weights.shards import Shard, ShardMap
+from rlctl.weights.source import as_source
+from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.transfer import Receiver, send
 
 pytestmark = pytest.mark.processes
 
-Start = Callable[[str, int], "subprocess.Popen[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def run(role: str, port: int) -> subprocess.Popen[str]:
+    def run(role: str, port: int, told: str = "") -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("member.py")), role, str(port), "group"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         started.append(process)
+        assert process.stdin is not None
+        process.stdin.write(told)
+        process.stdin.close()
+        process.stdin = None
         return process
 
     yield run
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def joined(store: GroupStore) -> WeightGroup:
@@ -66,6 +81,60 @@ def test_we_receive_from_a_source_that_sglang_code_made(start: Start) -> None:
     assert tensor.tolist() == VALUES
     assert process.wait(30) == 0
     group.close()
+
+
+def test_a_receiver_of_sglangs_making_takes_in_whole_updates_beside_ours(store: GroupStore, start: Start) -> None:
+    """An independent receiver: torch's own calls, and what SGLang is told of a bucket."""
+    generator = torch.Generator().manual_seed(0)
+    models = [
+        {
+            f"{name}.{number}": torch.randn(shape, generator=generator).to(dtype)
+            for number in range(3)
+            for name, shape, dtype in (
+                ("embed", (70, 40), torch.float32),
+                ("norm", (40,), torch.bfloat16),
+                ("up", (33, 40), torch.float16),
+            )
+        }
+        for _ in range(2)
+    ]
+    source = as_source(models[0].items())
+    buckets = plan(source.metas(), bucket_bytes=8000, large_bytes=10_000)
+    assert {bucket.flattened for bucket in buckets} == {True, False}
+    described = [
+        {
+            "flattened": bucket.flattened,
+            "names": [meta.name for meta in bucket.metas],
+            "dtypes": [str(meta.dtype) for meta in bucket.metas],
+            "shapes": [meta.shape for meta in bucket.metas],
+        }
+        for bucket in buckets
+    ]
+    process = start("sglang-updates", store.port, json.dumps([described] * len(models)))
+    ours = {name: torch.zeros_like(tensor) for name, tensor in models[0].items()}
+
+    def join_as(rank: int) -> WeightGroup:
+        return join(store, name="group", rank=rank, world_size=3, timeout_s=60, broadcast_timeout_s=60)
+
+    sender, member = together(lambda: join_as(0), lambda: join_as(1), timeout_s=60)
+    receiver = Receiver(ShardMap({name: Shard(TensorMeta.of(name, tensor), tensor) for name, tensor in ours.items()}))
+    for number, model in enumerate(models):
+        receiver.begin(f"update-{number}")
+        digest = ModelDigest()
+        together(
+            lambda model=model, digest=digest: send(as_source(model.items()), buckets, sender, digest),
+            lambda: receiver.receive(over(member, buckets)),
+            timeout_s=60,
+        )
+        assert all(torch.equal(ours[name], tensor) for name, tensor in model.items())
+        assert process.stdout is not None
+        theirs = json.loads(process.stdout.readline())
+        assert theirs == {
+            name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in model.items()
+        }
+    sender.close()
+    member.close()
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])

@@ -318,6 +318,20 @@ def test_a_damaged_delta_is_found_by_its_checksum(world: World, encoding: str, c
     world.check("v1")
 
 
+def test_what_engines_would_refuse_to_load_is_not_published(world: World) -> None:
+    (world.launch / "config.json").write_text('{"model_type": "llama", "rope_theta": NaN}')
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "config.json: it cannot be read: it holds NaN", "files_from"):
+        world.full(1, model())
+    assert not list(world.source.glob("*"))
+
+
+def test_a_manifest_with_nan_is_damaged(world: World) -> None:
+    manifest = world.full(1, model()).path / "rlctl-manifest.json"
+    manifest.write_text(manifest.read_text().replace('"sequence": 1', '"sequence": NaN'))
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "it holds NaN"):
+        world.pull("v1")
+
+
 def test_a_damaged_local_copy_is_told_from_a_damaged_delta(world: World) -> None:
     world.chain(2)
     world.pull("v1")

@@ -335,7 +335,7 @@ def merge(messages: Sequence[rollout_pb2.GenerateResponse]) -> rollout_pb2.Gener
             sample.completion_tokens, sample.retractions = delta.completion_tokens, delta.retractions
             for span in delta.versions:
                 last = sample.versions[-1] if sample.versions else None
-                if last is not None and last.version == span.version:
+                if last is not None and (last.version, last.kv_version) == (span.version, span.kv_version):
                     assert span.start == last.end
                     last.end = span.end
                 else:

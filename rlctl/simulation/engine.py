@@ -1,0 +1,478 @@
+"""The Engine port: ranks in lock-step, weights as names with contents, requests that produce tokens.
+
+It has every rule of a real engine about order, pause and updates, and reports to the observer what each rank holds
+whenever a token is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.errors import Reason, RlctlError
+from rlctl.simulation.fabric import Tensors
+from rlctl.simulation.world import Node
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import verbs_pb2 as verbs
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    TRANSPORT_DISK,
+    TRANSPORT_TORCH_GLOO,
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_REPLICA,
+    WeightVersion,
+    WorkerCoordinates,
+)
+from rlctl.v1.fleet_pb2 import Capabilities, StageLayout
+
+if TYPE_CHECKING:
+    from rlctl.simulation.fleet import Simulation
+
+NAMES = ("embed", "layer.0", "layer.1", "head")
+"""Parameters of every model."""
+
+TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
+
+
+def digest(tensors: Tensors) -> str:
+    """Model digest of full tensors."""
+    return hashlib.sha256("\n".join(f"{name}={tensors[name]}" for name in sorted(tensors)).encode()).hexdigest()
+
+
+def contents(tag: str) -> Tensors:
+    """The weights of one version."""
+    return {name: f"{name}@{tag}" for name in NAMES}
+
+
+@dataclass
+class Machine:
+    """What the ranks of one incarnation of an engine share: the step stream."""
+
+    sim: Simulation
+    nodes: list[Node]
+    checkpoint: str
+    engines: list[SimEngine] = field(default_factory=list)
+    step: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank is alive."""
+        return all(node.alive for node in self.nodes)
+
+
+@dataclass
+class _Request:
+    rid: str
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SimEngine(Engine):
+    """One rank."""
+
+    name = "simulated"
+
+    def __init__(self, machine: Machine, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        self.machine = machine
+        self.config = config
+        self.rank = config.rank
+        self.node = machine.nodes[config.rank]
+        self.weights: Tensors = {}
+        self._sim = machine.sim
+        self._fail = on_failure
+        self._held: dict[str, asyncio.Future[int]] = {}
+        self._paused: int | None = None
+        self._going = asyncio.Event()
+        self._going.set()
+        self._idle = asyncio.Event()
+        self._requests: dict[str, _Request] = {}
+        self._released: frozenset[int] = frozenset()
+        self._version = WeightVersion()
+        self._update = ""
+        self._full = True
+        self._written: set[str] = set()
+        self._received: dict[str, int] = {}
+        self._interrupts: set[asyncio.Event] = set()
+
+    def setup(self) -> dict[str, str]:
+        """Nothing: the machine is shared."""
+        return {}
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Load the checkpoint."""
+        del setup
+        await asyncio.sleep(self._sim.world.random.uniform(0.01, 0.3))
+        self.machine.engines.append(self)
+        self.weights = dict(self._sim.disks[self.machine.checkpoint])
+        workers = [
+            WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu") for rank in range(self.config.tp_size)
+        ]
+        return EngineInfo(
+            layout=StageLayout(
+                tp_size=self.config.tp_size,
+                pp_size=1,
+                dp_size=1,
+                ep_size=1,
+                workers=workers,
+                store_host=self.node.name,
+                store_port=1,
+            ),
+            capabilities=Capabilities(
+                pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
+                transports=[TRANSPORT_DISK, TRANSPORT_TORCH_GLOO],
+                verification=[VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA],
+                memory_tags=sorted(TAGS),
+                cache_tiers=["kv"],
+            ),
+            checkpoint=self.machine.checkpoint,
+            model_digest=digest(self.weights),
+        )
+
+    async def stop(self) -> None:
+        """End the requests."""
+        self._abort(None)
+
+    # The step stream.
+
+    async def order(self, command_id: str) -> int:
+        """Let every rank carry the command out, each a little later."""
+        machine = self.machine
+        machine.step += 1
+        step = machine.step
+        for engine in machine.engines:
+            delay = self._sim.world.random.expovariate(1 / 0.002)
+            if machine.whole:
+                engine.node.later(delay, engine._go, command_id, step)
+            else:
+                engine.node.later(delay, engine._lost)
+        return step
+
+    def _go(self, command_id: str, step: int) -> None:
+        held = self._held.pop(command_id, None)
+        if held is not None and not held.done():
+            held.set_result(step)
+
+    def _lost(self) -> None:
+        error = Reason.ENGINE_FAILED.error("a rank of the engine is gone", outcome=OUTCOME_UNKNOWN)
+        for held in self._held.values():
+            if not held.done():
+                held.set_exception(error)
+        self._held.clear()
+        self._fail(error)
+
+    async def withdraw(self, command_id: str) -> None:
+        """Let this rank forget the command."""
+        held = self._held.pop(command_id, None)
+        if held is not None and not held.done():
+            held.set_exception(Reason.CANCELLED.error("withdrawn: not every rank accepted it"))
+
+    async def interrupt(self, update_id: str) -> None:
+        """End a receive that waits."""
+        del update_id
+        for event in self._interrupts:
+            event.set()
+
+    async def _begin(self, verb: str, call: Call) -> None:
+        """Accept the command and wait for its step."""
+        fault = self._sim.faults.engine(self, verb)
+        if fault is not None:
+            await fault
+        held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._held[call.command_id] = held
+        call.accept()
+        call.step = await held
+        self._sim.observer.applied(self, verb, call.command_id)
+
+    def set_version(self, version: WeightVersion) -> None:
+        """Stamp responses with it."""
+        self._version = version
+
+    @property
+    def _running(self) -> bool:
+        """Whether requests are active; every rank knows what rank 0 schedules."""
+        return any(engine._requests for engine in self.machine.engines)
+
+    # Reads.
+
+    async def get_model_info(self, request: verbs.GetModelInfoRequest, call: Call) -> verbs.ModelInfo:
+        """What is loaded."""
+        del call
+        info = verbs.ModelInfo(model_path=self.machine.checkpoint, weight_version=self._version)
+        if request.reference:
+            for name in NAMES:
+                info.reference.add(name=name, dtype="torch.float32").shape.dims.append(1)
+        return info
+
+    async def get_loads(self, request: verbs.GetLoadsRequest, call: Call) -> verbs.Loads:
+        """What runs."""
+        del request, call
+        return verbs.Loads(running=len(self._requests), step=self.machine.step)
+
+    async def inspect_checkpoint(self, request: verbs.InspectCheckpointRequest, call: Call) -> verbs.CheckpointReport:
+        """Whether it is there."""
+        del call
+        self._disk(request.model_path)
+        return verbs.CheckpointReport(tensors=len(NAMES))
+
+    # Generation.
+
+    async def pause_generation(self, request: verbs.PauseGenerationRequest, call: Call) -> None:
+        """Stop generating."""
+        mode = request.mode or PAUSE_MODE_ABORT
+        if self._paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT and self._requests:
+            raise Reason.PAUSE_MODE_CONFLICT.error("requests are frozen in place; continue, or pause with retract")
+        await self._begin("PauseGeneration", call)
+        if mode == PAUSE_MODE_ABORT:
+            self._abort(None)
+        while mode == PAUSE_MODE_DRAIN and self._requests and self._paused is None:
+            self._idle.clear()
+            await self._idle.wait()
+        self._paused = mode
+        self._going.clear()
+
+    async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
+        """Go on generating."""
+        del request
+        await self._begin("ContinueGeneration", call)
+        self._paused = None
+        self._going.set()
+
+    async def abort_requests(self, request: verbs.AbortRequestsRequest, call: Call) -> verbs.AbortReport:
+        """End requests."""
+        del call
+        return verbs.AbortReport(aborted=self._abort(None if request.abort_all else list(request.rids)))
+
+    async def flush_cache(self, request: verbs.FlushCacheRequest, call: Call) -> verbs.FlushReport:
+        """Empty the cache."""
+        del request
+        await self._begin("FlushCache", call)
+        if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
+            raise Reason.ACTIVE_REQUESTS.error("requests hold KV entries")
+        return verbs.FlushReport(tiers=["kv"])
+
+    async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
+        """Give regions back."""
+        await self._begin("ReleaseMemory", call)
+        if self._running and self._paused is None:
+            raise Reason.ACTIVE_REQUESTS.error("requests run")
+        self._released |= frozenset(request.tags) or TAGS
+        if MEMORY_TAG_WEIGHTS in self._released:
+            self.weights = dict.fromkeys(NAMES, "released")
+        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+
+    async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
+        """Take regions again."""
+        await self._begin("ResumeMemory", call)
+        self._released -= frozenset(request.tags) or TAGS
+        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+
+    # Weights.
+
+    async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
+        """Open an update."""
+        await self._begin("PrepareUpdate", call)
+        if self._running and self._paused is None and not request.abort_all_requests:
+            raise Reason.ACTIVE_REQUESTS.error("requests run")
+        self._abort(None) if self._paused is None else None
+        self._update, self._written, self._received = call.update_id, set(), {}
+        self._full = request.kind != verbs.UPDATE_KIND_PARTIAL
+        return verbs.WeightsReport()
+
+    def _in_update(self, call: Call) -> None:
+        if self._update != call.update_id:
+            raise Reason.UPDATE_FENCED.error(f"update {self._update or '(none)'} is open, not {call.update_id}")
+
+    async def update_weights_from_disk(
+        self, request: verbs.UpdateWeightsFromDiskRequest, call: Call
+    ) -> verbs.WeightsReport:
+        """Read a checkpoint, tensor by tensor."""
+        self._in_update(call)
+        tensors = self._disk(request.model_path)
+        await self._begin("UpdateWeightsFromDisk", call)
+        for name, content in tensors.items():
+            self._write(name, content)
+            await asyncio.sleep(self._sim.world.random.expovariate(1 / 0.01))
+            if self._sim.world.random.random() < self._sim.faults.disk_error:
+                raise Reason.CHECKPOINT_MISMATCH.error("a block cannot be read", outcome=OUTCOME_DIRTY)
+        return verbs.WeightsReport(tensors=len(tensors))
+
+    async def init_weights_update_group(
+        self, request: verbs.InitWeightsUpdateGroupRequest, call: Call
+    ) -> verbs.GroupReport:
+        """Join a group."""
+        if request.num_ranks and self.rank >= request.num_ranks:
+            return verbs.GroupReport(group_name=request.group_name)
+        rank = request.rank_offset + self.rank
+        if not request.probe_only:
+            left = call.deadline - self.node.loop.time() - 0.1
+            await self._sim.fabric.join(self.node, request.group_name, rank, request.world_size, left)
+        return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
+
+    async def destroy_weights_update_group(self, request: verbs.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        """Leave a group."""
+        del call
+        self._sim.fabric.leave(self.node, request.group_name)
+
+    async def update_weights_from_distributed(
+        self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call
+    ) -> verbs.WeightsReport:
+        """Take buckets in, in their order."""
+        self._in_update(call)
+        for bucket in request.buckets:
+            self._sim.fabric.joined(self.node, bucket.group_name or request.group_name)
+        await self._begin("UpdateWeightsFromDistributed", call)
+        for bucket in request.buckets:
+            await self._take(bucket, bucket.group_name or request.group_name, call)
+        return verbs.WeightsReport(tensors=len(self._written))
+
+    async def _take(self, bucket: verbs.TensorBucket, group: str, call: Call) -> None:
+        expected = self._received.get(group, 0)
+        if bucket.sequence != expected and not self._sim.broken("bucket_order"):
+            raise Reason.FIELD_INVALID.error(
+                f"bucket {bucket.sequence} came, {expected} is next", field="buckets", outcome=OUTCOME_DIRTY
+            )
+        self._received[group] = bucket.sequence + 1
+        tensors = await self._interruptible(group, call)
+        if self._sim.faults.skips_tensor():
+            tensors = dict(list(tensors.items())[1:])
+        for name, content in tensors.items():
+            self._write(name, content)
+
+    async def _interruptible(self, group: str, call: Call) -> Tensors:
+        left = call.deadline - self.node.loop.time() - 0.1
+        interrupted = asyncio.Event()
+        self._interrupts.add(interrupted)
+        index = self._sim.fabric.joined(self.node, group).taken(self.node)
+        receiving = asyncio.ensure_future(self._sim.fabric.receive(self.node, group, index, left))
+        breaking = asyncio.ensure_future(interrupted.wait())
+        try:
+            await asyncio.wait({receiving, breaking}, return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                return receiving.result()
+            raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=OUTCOME_DIRTY)
+        finally:
+            self._interrupts.discard(interrupted)
+            receiving.cancel()
+            breaking.cancel()
+            await asyncio.gather(receiving, breaking, return_exceptions=True)
+
+    async def send_weights(self, request: verbs.SendWeightsRequest, call: Call) -> None:
+        """Broadcast what this stage holds."""
+        await self._begin("SendWeights", call)
+        if self.rank == 0:
+            for bucket in request.buckets:
+                left = call.deadline - self.node.loop.time() - 0.1
+                tensors = {name: self.weights[name] for name in bucket.names}
+                await self._sim.fabric.send(self.node, request.group_name, tensors, left)
+
+    def _write(self, name: str, content: str) -> None:
+        self.weights[name] = content
+        self._written.add(name)
+
+    async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
+        """Close an update."""
+        del request
+        self._in_update(call)
+        await self._begin("CommitUpdate", call)
+        missing = [name for name in NAMES if name not in self._written]
+        if not self._written or (self._full and missing and not self._sim.broken("completeness")):
+            outcome = OUTCOME_DIRTY if self._written else OUTCOME_REJECTED
+            raise Reason.WEIGHTS_INCOMPLETE.error(f"not written: {', '.join(missing)}", outcome=outcome)
+        self._update = ""
+        return verbs.WeightsReport(tensors=len(self._written))
+
+    async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
+        """Drop an update."""
+        del request
+        await self._begin("AbortUpdate", call)
+        self._update = ""
+
+    async def check_weights(self, request: verbs.CheckWeightsRequest, call: Call) -> verbs.CheckReport:
+        """Digest the full tensors, each rank a share."""
+        await self._begin("CheckWeights", call)
+        if request.action == verbs.CHECK_ACTION_RESET_TENSORS:
+            if self._running and self._paused is None:
+                raise Reason.ACTIVE_REQUESTS.error("requests run")
+            self.weights = dict.fromkeys(NAMES, "scrambled")
+        held = [engine.weights for engine in self.machine.engines]
+        different = [name for name in NAMES if len({weights.get(name) for weights in held}) > 1]
+        return verbs.CheckReport(
+            action=request.action,
+            tensor_count=len(NAMES),
+            rank_digest=digest(self.weights),
+            model_digest=digest(self.weights),
+            inconsistent=different,
+        )
+
+    def _disk(self, path: str) -> Tensors:
+        if path not in self._sim.disks:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} is not there", field="model_path")
+        return self._sim.disks[path]
+
+    # Requests.
+
+    async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
+        """One token after the other."""
+        mine = _Request(request.rid)
+        self._requests[request.rid] = mine
+        wanted = request.sampling_params.max_new_tokens
+        try:
+            for count in range(wanted + 1):
+                while self._paused is not None and not mine.ended.is_set():
+                    await _first(self._going, mine.ended)
+                kind = rollout.FINISH_TYPE_UNSPECIFIED
+                if mine.ended.is_set():
+                    kind = rollout.FINISH_TYPE_ABORT
+                elif count == wanted:
+                    kind = rollout.FINISH_TYPE_LENGTH
+                part = self._part(request.rid, count, kind)
+                if not kind:
+                    held = [engine.weights for engine in self.machine.engines]
+                    self._sim.observer.made(part, held, self._released)
+                yield part
+                if kind:
+                    return
+                await asyncio.sleep(self._sim.world.random.uniform(0.02, 0.2))
+        finally:
+            self._requests.pop(request.rid, None)
+            if not self._requests:
+                self._idle.set()
+
+    def _part(self, rid: str, count: int, kind: rollout.FinishType.ValueType) -> rollout.GenerateResponse:
+        sample = rollout.Sample(index=0, completion_tokens=count + (not kind))
+        if kind:
+            sample.finish_reason.type = kind
+        else:
+            sample.output_ids.append(count)
+            sample.versions.add(version=self._version, start=count, end=count + 1)
+        return rollout.GenerateResponse(rid=rid, prompt_tokens=1, samples=[sample])
+
+    async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
+        """End requests early."""
+        return rollout.AbortResponse(aborted=self._abort(None if request.abort_all else list(request.rids)))
+
+    def _abort(self, rids: list[str] | None) -> int:
+        chosen = [r for r in self._requests.values() if rids is None or r.rid in rids]
+        for request in chosen:
+            request.ended.set()
+        return len(chosen)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,138 @@
+"""Safeguards that can be turned off, one at a time: a simulation that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rlctl.control.executor import Executor
+from rlctl.coordinator import verification
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.finish import Finish
+from rlctl.coordinator.operations import Operations
+from rlctl.coordinator.orphans import Orphans
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.roster import Roster
+from rlctl.coordinator.updates import Updates
+from rlctl.stage.core import Serving, Stage
+from rlctl.stage.facts import Facts
+from rlctl.verbs import Verb
+
+Patch = tuple[Any, str, Any]
+"""Class or module, attribute, what takes its place."""
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _no_epoch(self: Facts, verb: Verb, request: Any) -> None:
+    request.header.fence.fleet_epoch = self.fleet_epoch
+    _refuse(self, verb, request)
+
+
+_refuse = Facts.refuse
+
+
+def _from_receipt(self: Stage, grant: Any) -> None:
+    if grant.echo:
+        grant.echo = int(self._clock.now() * 1e6)
+    _grant(self, grant)
+
+
+_grant = Stage.grant
+
+
+def _any_grant(self: Stage, grant: Any) -> None:
+    self._grant_number = 0
+    _grant(self, grant)
+
+
+async def _not_silenced(self: Peers, model: Any, only: Any) -> None:
+    del self
+    model.only = frozenset(only)
+
+
+async def _every_time(
+    self: Executor, command_id: str, request: Any, remaining_s: float, on_accepted: Any = _nothing, **more: bool
+) -> Any:
+    self._records.pop(command_id, None)
+    return await _execute(self, command_id, request, remaining_s, on_accepted, **more)
+
+
+_execute = Executor.execute
+
+
+def _never_known(self: Operations, request_id: str, request: Any) -> None:
+    del self, request_id, request
+
+
+async def _no_lease(self: Updates, opened: Any) -> None:
+    opened.lease_until = float("inf")
+    await _decision(self, opened)
+
+
+_decision = Updates._decision
+
+
+def _unvetted(self: Fanout, slot: Any, verb: Any, request: Any, result: Any) -> Any:
+    del self, slot, verb, request
+    return result
+
+
+async def _no_quarantine(self: Roster, causes: Any) -> None:
+    del self, causes
+
+
+def _always_right(results: Any, levels: Any, expected_digest: str) -> dict[str, Any]:
+    del results, levels, expected_digest
+    return {}
+
+
+async def _published_first(self: Finish, run: Any, expected_digest: str) -> tuple[list[Any], str]:
+    """The version is published as soon as it was written."""
+    good = list(self._session.targets)
+    await self._publish(run, good, expected_digest)
+    return await _complete(self, run, expected_digest)
+
+
+_complete = Finish._complete
+
+
+MUTANTS: dict[str, list[Patch]] = {
+    "admission": [(Facts, "at_admitted_version", property(lambda self: self.version.sequence > 0))],
+    "at_most_once": [(Executor, "execute", _every_time)],
+    "bucket_order": [],
+    "completeness": [],
+    "dirty_refusal": [(Facts, "_mixed", _nothing)],
+    "fencing": [(Facts, "refuse", _no_epoch), (Stage, "_refuse_attach", _nothing)],
+    "grant_order": [(Stage, "grant", _any_grant)],
+    "idempotency": [(Operations, "known", _never_known)],
+    "lease_echo": [(Stage, "grant", _from_receipt)],
+    "lease_expiry": [(Updates, "_decision", _no_lease)],
+    "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
+    "presumed_abort": [(Orphans, "_orphan", _nothing)],
+    "publish_last": [(Finish, "_complete", _published_first)],
+    "quarantine": [(Roster, "quarantine", _no_quarantine)],
+    "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
+    "silence": [(Peers, "silence", _not_silenced)],
+    "verification": [(verification, "judge", _always_right)],
+    "vetting": [(Fanout, "_vetted", _unvetted)],
+}
+"""Those without a patch are the engine's own rules, which it asks for by name."""
+
+
+@contextlib.contextmanager
+def without(names: Iterable[str]) -> Iterator[None]:
+    """Run without some safeguards."""
+    undo = []
+    try:
+        for name in names:
+            for owner, attribute, replacement in MUTANTS[name]:
+                undo.append((owner, attribute, vars(owner)[attribute]))
+                setattr(owner, attribute, replacement)
+        yield
+    finally:
+        for owner, attribute, original in reversed(undo):
+            setattr(owner, attribute, original)

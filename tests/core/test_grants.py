@@ -1,0 +1,133 @@
+"""Serving grants: whatever waits in a buffer or comes late, nothing serves longer than the coordinator counts on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.errors import RlctlError
+from rlctl.stage.core import Stage
+from rlctl.times import duration
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.control_pb2 import Attach, Attached, ServingGrant
+from rlctl.v1.fleet_pb2 import StageRegistration
+from rlctl.version import CONTRACT_VERSION
+
+OLD, NEW = WeightVersion(label="old", sequence=1), WeightVersion(label="new", sequence=2)
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> Timestamp:
+        return Timestamp()
+
+    def new_id(self) -> str:
+        raise AssertionError("nothing needs an id")
+
+
+class Link:
+    """The coordinator's end is not looked at."""
+
+    def send(self, message: object) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Versioned:
+    """As much of an engine as grants reach."""
+
+    def set_version(self, version: WeightVersion) -> None:
+        self.version = version
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def stage(clock: Clock) -> Stage:
+    registration = StageRegistration(slot="actor-0", model="actor")
+    stage = Stage(registration, cast(Any, Versioned()), cast(Any, None), [], clock)
+    await attach(stage, 7)
+    return stage
+
+
+async def attach(stage: Stage, epoch: int) -> Attached:
+    request = Attach(fleet_epoch=epoch, slot="actor-0", incarnation=1, contract_version=CONTRACT_VERSION)
+    return await stage.attach(request, cast(Any, Link()))
+
+
+def grant(
+    number: int, *, echo: float = 1000.0, version: WeightVersion = OLD, epoch: int = 7, **more: Any
+) -> ServingGrant:
+    return ServingGrant(
+        fleet_epoch=epoch, admitted=[version], lease=duration(10.0), number=number, echo=int(echo * 1e6), **more
+    )
+
+
+def refusal(stage: Stage, now: float) -> str:
+    """Why nothing is generated, or ""."""
+    try:
+        stage.serving.refuse(now)
+    except RlctlError as error:
+        return error.message
+    return ""
+
+
+async def test_a_lease_runs_from_what_the_stage_said_last_not_from_when_the_grant_was_read(
+    stage: Stage, clock: Clock
+) -> None:
+    stage.grant(grant(1, adopt=OLD))
+    assert not refusal(stage, clock.now())
+    clock.time = 1020.0  # stopped for 20 s, with this one in the buffer
+    stage.grant(grant(2, echo=1000.5))
+    assert "no serving lease" in refusal(stage, clock.now())
+    stage.grant(grant(3, echo=1020.0))
+    assert not refusal(stage, clock.now())
+    assert "no serving lease" in refusal(stage, 1030.0)
+
+
+async def test_without_an_echo_there_is_no_lease(stage: Stage, clock: Clock) -> None:
+    late = grant(1, adopt=OLD)
+    late.echo = 0
+    stage.grant(late)
+    assert "no serving lease" in refusal(stage, clock.now())
+
+
+async def test_a_grant_that_a_later_one_has_overtaken_is_ignored(stage: Stage, clock: Clock) -> None:
+    stage.grant(grant(1, adopt=OLD))
+    stage.grant(grant(3, version=NEW))
+    assert "STALE" in refusal(stage, clock.now())
+    stage.grant(grant(2, version=OLD))
+    assert "STALE" in refusal(stage, clock.now())
+
+
+async def test_every_coordinator_counts_its_own_grants_and_the_earlier_ones_are_over(
+    stage: Stage, clock: Clock
+) -> None:
+    stage.grant(grant(50, adopt=OLD))
+    await attach(stage, 8)
+    stage.grant(grant(1, epoch=8, version=NEW))
+    assert "STALE" in refusal(stage, clock.now())
+    stage.grant(grant(51, epoch=7, version=OLD))
+    assert "STALE" in refusal(stage, clock.now())
+
+
+async def test_a_stage_says_which_grant_it_was_asked_to_confirm(stage: Stage) -> None:
+    stage.grant(grant(4))
+    assert stage.report().grant_number == 0
+    stage.grant(grant(5, confirm=True))
+    stage.grant(grant(6))
+    assert stage.report().grant_number == 5

@@ -1,0 +1,59 @@
+"""A target that is lost costs an attempt, whenever it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from updating import begin, commit, digest, join, unreachable, version_of, weights, write
+
+from rlctl.coordinator import peers
+from rlctl.engine import Call
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+
+
+@pytest.mark.parametrize(
+    ("lost_in", "pause"),
+    [
+        ("pause_generation", common.PAUSE_MODE_RETRACT),
+        ("prepare_update", common.PAUSE_MODE_UNSPECIFIED),
+        ("update_weights_from_distributed", common.PAUSE_MODE_UNSPECIFIED),
+    ],
+)
+async def test_the_others_start_over_without_a_target_that_is_lost(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lost_in: str, pause: common.PauseMode.ValueType
+) -> None:
+    # How much longer than its lease the lost one may serve, as far as the coordinator knows: it is waited for.
+    monkeypatch.setattr(peers, "SILENCE_S", 0.1)
+    async with make_fleet(a=1, b=1, c=2, lease_s=0.3) as fleet, AsyncExitStack() as away:
+
+        async def lose(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == lost_in and engine.config.tp_size == 2:
+                fake_engine.FAULTS.clear()
+                await away.enter_async_context(unreachable(fleet, "c"))
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 1] = lose
+        plan = await begin(fleet, retries=1, options=v.UpdateOptions(quorum=2, pause=pause))
+        await join(fleet, plan)
+        failed = await write(fleet, plan, "w1")
+        outcomes = {result.slot: result.outcome for result in failed.stage_results}
+        assert outcomes["c"] in (common.OUTCOME_UNKNOWN, common.OUTCOME_NOT_SENT), outcomes
+        again = u.RetryWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+        )
+        plan = await fleet.stub.RetryWeightUpdate(again)
+        assert list(plan.lost) == ["c"]
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+        assert all(fleet.stage(slot).report.paused for slot in "ab")
+        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
+        assert version_of(fleet) == ("step-1", 2)
+        assert weights(fleet)[:2] == ["w2", "w2"]
+        assert [fleet.stage(slot).routable for slot in "ab"] == [True, True]

@@ -1,0 +1,91 @@
+"""Groups that no update uses any more are left: nothing of them stays at an engine."""
+
+from __future__ import annotations
+
+from updating import abort, begin, commit, digest, join, refusal, write
+
+from rlctl.engine import Call
+from rlctl.errors import Reason
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+
+
+def groups(fleet: InProcessFleet) -> list[set[str]]:
+    """The groups that each rank's engine is in."""
+    ranks = [*fleet.stages.values(), *(worker._follower for worker in fleet.workers.values())]
+    return [rank._engine._groups for rank in ranks]  # type: ignore[attr-defined]
+
+
+async def update(fleet: InProcessFleet, label: str, trainer: str = "first") -> str:
+    """A whole update by a trainer process; returns its group's name."""
+    request = u.BeginWeightUpdateRequest(model="actor", version=label, trainer=u.Trainer(boot_id=trainer))
+    plan = await fleet.stub.BeginWeightUpdate(request)
+    if not plan.groups[0].formed:
+        await join(fleet, plan)
+    await write(fleet, plan, label)
+    assert (await commit(fleet, plan, digest(label))).state == OPERATION_STATE_OK
+    name: str = plan.groups[0].group_name
+    return name
+
+
+async def test_a_trainer_that_takes_over_leaves_the_groups_of_the_one_before(fleet: InProcessFleet) -> None:
+    first = await update(fleet, "one")
+    assert groups(fleet) == [{first}] * 3
+    second = await update(fleet, "two", "second")
+    assert groups(fleet) == [{second}] * 3
+    assert list(fleet.server.coordinator.roster.models["actor"].record.groups) == [second]
+
+
+async def test_an_update_that_is_refused_when_its_groups_are_planned_forgets_none(fleet: InProcessFleet) -> None:
+    await update(fleet, "one")
+    journal = fleet.server.coordinator._journal
+    write_through = journal.write
+
+    async def refuse(changes: object) -> None:
+        raise Reason.JOURNAL_FAILED.error("no space is left")
+
+    journal.write = refuse  # type: ignore[method-assign]
+    request = u.BeginWeightUpdateRequest(model="actor", version="two", trainer=u.Trainer(boot_id="second"))
+    assert (await refusal(fleet.stub.BeginWeightUpdate(request))).reason is Reason.JOURNAL_FAILED
+    journal.write = write_through  # type: ignore[method-assign]
+    assert groups(fleet) == [{await update(fleet, "two", "second")}] * 3
+
+
+async def test_a_coordinator_that_was_restarted_leaves_the_groups_of_the_one_before(fleet: InProcessFleet) -> None:
+    first = await update(fleet, "one")
+    await fleet.channel.close()
+    await fleet.server.stop()
+    await fleet.start_coordinator(fleet.server.address)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    second = await update(fleet, "two")
+    assert second != first
+    assert groups(fleet) == [{second}] * 3
+
+
+async def test_a_group_that_a_rank_did_not_leave_is_left_by_the_next_update(fleet: InProcessFleet) -> None:
+    first = await update(fleet, "one")
+    leave = FakeEngine.destroy_weights_update_group
+
+    async def fail(self: FakeEngine, request: v.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        if self.config.rank == 1:
+            raise Reason.DEADLINE_EXCEEDED.error("busy")
+        await leave(self, request, call)
+
+    FakeEngine.destroy_weights_update_group = fail  # type: ignore[method-assign]
+    try:
+        second = await update(fleet, "two", "second")
+    finally:
+        FakeEngine.destroy_weights_update_group = leave  # type: ignore[method-assign]
+    assert groups(fleet) == [{second}, {second}, {first, second}]
+    assert await update(fleet, "three", "second") == second
+    assert groups(fleet) == [{second}] * 3
+
+
+async def test_an_update_that_nobody_joined_leaves_nothing_behind(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await abort(fleet, plan)
+    assert groups(fleet) == [set()] * 3
+    assert not fleet.server.coordinator.roster.models["actor"].record.groups

@@ -1,0 +1,168 @@
+"""A trainer and an engine on one host, step after step as in GRPO: the engine sleeps while the trainer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.demo.tiny import encode, save
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.rollout_pb2 import GenerateResponse
+from rlctl.v1.verbs_pb2 import GetLoadsRequest, GetServerInfoRequest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+STEPS = 20
+PROMPT = encode("12+34=")
+LONG = 150
+"""Tokens of a request that a step catches in the middle."""
+
+REALLY = 0.75
+"""Share of what a rank reports that its process's memory must shrink and grow by; the rest is what else it does."""
+
+
+def make() -> Any:
+    """A model with 34 MB of weights that computes little."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1 << 15,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    model: Any = LlamaForCausalLM(config).float()
+    return model
+
+
+def train(model: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, Any]]:
+    """An engine with 134 MB of KV entries, and the trainer's model."""
+    model = make()
+    tmp_path = tmp_path_factory.mktemp("colocated")
+    save(model, tmp_path / "checkpoint")
+    engine = EngineSpec("actor-0", str(tmp_path / "checkpoint"), options={"max_total_tokens": str(1 << 17)})
+    with LocalFleet([engine], directory=tmp_path / "fleet") as local, local.connect() as fleet:
+        yield fleet, model
+
+
+def ranks(operation: Operation) -> list[Any]:
+    return [rank for stage in operation.stage_results for rank in stage.rank_results]
+
+
+def resident(fleet: Fleet) -> int:
+    """Bytes of resident memory of the engine's process."""
+    (rank,) = ranks(fleet.call(GetServerInfoRequest()))
+    return int(psutil.Process(rank.server_info.pid).memory_info().rss)
+
+
+def refused(fleet: Fleet, call: Callable[[], object]) -> Reason:
+    """Why a call is refused. No engine hears of it: every step and command of an engine has a number."""
+
+    def steps() -> list[int]:
+        return [rank.loads.step for rank in ranks(fleet.call(GetLoadsRequest()))]
+
+    before, state = steps(), fleet.status().stages[0].state
+    with pytest.raises(RlctlError) as caught:
+        call()
+    assert (steps(), fleet.status().stages[0].state) == (before, state)
+    return caught.value.reason
+
+
+def is_most_likely(model: Any, prefix: list[int], tokens: list[int]) -> bool:
+    """Whether these tokens are what the model itself puts out after a prefix, greedily."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prefix + tokens])).logits[0]
+    return bool(tokens) and logits[len(prefix) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_twenty_steps_in_which_the_engine_sleeps_while_the_trainer_trains(colocated: tuple[Fleet, Any]) -> None:
+    fleet, model = colocated
+    publisher = fleet.publisher("actor", path="ipc")
+    for step in range(1, STEPS + 1):
+        # Every fifth step a request is in the middle.
+        stream = fleet.generate_stream(
+            PROMPT, max_new_tokens=LONG if step % 5 == 1 else 1, temperature=0.0, ignore_eos=True
+        )
+        first = next(stream)
+        fleet.pause_generation("retract")
+        awake = resident(fleet)
+        # Every other step the weights are released with the KV cache.
+        (released,) = ranks(fleet.release_memory(["kv_cache"] if step % 2 else []))
+        asleep = resident(fleet)
+        assert released.memory.bytes > (128 if step % 2 else 160) << 20
+        assert awake - asleep > REALLY * released.memory.bytes
+        assert fleet.status().stages[0].state == common.STAGE_STATE_ASLEEP
+        train(model, step)
+        if step % 2 == 0:
+            assert refused(fleet, lambda: publisher.update(model, version="never")) is Reason.MEMORY_RELEASED
+            assert refused(fleet, fleet.continue_generation) is Reason.MEMORY_RELEASED
+            fleet.resume_memory(["weights"])
+        publisher.update(model, version=f"step-{step}", after="stay_paused")
+        assert refused(fleet, fleet.continue_generation) is Reason.MEMORY_RELEASED
+        fleet.resume_memory(["kv_cache"])
+        assert resident(fleet) - asleep > REALLY * released.memory.bytes
+        assert not fleet.status().stages[0].routable
+        fleet.continue_generation()
+        if step % 5 == 1:
+            check_stream(model, step, [first, *stream])
+        answer = fleet.generate(PROMPT, max_new_tokens=8, temperature=0.0, ignore_eos=True).samples[0]
+        assert {span.version.label for span in answer.versions} == {f"step-{step}"}
+        assert is_most_likely(model, PROMPT, list(answer.output_ids))
+    assert {rank.check.model_digest for rank in ranks(fleet.check_weights())} == {rlctl.model_digest(model)}
+    assert not fleet.operations(verb="InitWeightsUpdateGroup"), "everything went through shared memory"
+    publisher.close()
+
+
+def test_weights_that_were_released_and_not_written_are_never_generated_with(colocated: tuple[Fleet, Any]) -> None:
+    fleet, model = colocated
+    fleet.pause_generation("retract")
+    fleet.release_memory()
+    for tags in (["weights"], ["kv_cache"]):
+        fleet.resume_memory(tags)
+        reason = refused(fleet, fleet.continue_generation)
+    assert reason is Reason.WEIGHTS_STALE
+    with pytest.raises(RlctlError) as caught:
+        fleet.generate(PROMPT, max_new_tokens=1, timeout_s=1)
+    assert caught.value.reason is Reason.NO_ROUTABLE_STAGE
+    publisher = fleet.publisher("actor", path="ipc")
+    publisher.update(model, version="written")
+    fleet.continue_generation()
+    answer = fleet.generate(PROMPT, max_new_tokens=8, temperature=0.0, ignore_eos=True).samples[0]
+    assert is_most_likely(model, PROMPT, list(answer.output_ids))
+    publisher.close()
+
+
+def check_stream(model: Any, step: int, parts: list[GenerateResponse]) -> None:
+    """A request that went on over a step: from the step on it is the new weights' alone."""
+    tokens = [token for part in parts for token in part.samples[0].output_ids]
+    assert len(tokens) == LONG
+    kept = 0
+    for part in parts:
+        for span in part.samples[0].versions:
+            assert span.version.label in (f"step-{step}", f"step-{step - 1}" if step > 1 else "initial")
+            assert not span.kv_version.label
+            kept = max(kept, span.end) if span.version.label != f"step-{step}" else kept
+    assert 0 < kept < LONG
+    assert is_most_likely(model, PROMPT + tokens[:kept], tokens[kept:])
