@@ -161,6 +161,7 @@ class SGLangEngine(Engine):
         self._check("FlushCache")
         call.accept()
         await memory.flush(self._control, seconds(request.idle_timeout), call)
+        self._stamps.flushed()
         return verbs_pb2.FlushReport(tiers=self._facts.capabilities(readable=False).cache_tiers)
 
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
@@ -168,7 +169,10 @@ class SGLangEngine(Engine):
         self._check("ReleaseMemory")
         self._refuse_during_update()
         call.accept()
-        return await memory.release(self._control, self._state, request.tags, self._facts.memory_tags, call)
+        report = await memory.release(self._control, self._state, request.tags, self._facts.memory_tags, call)
+        if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
+            self._stamps.flushed()
+        return report
 
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Take regions again."""

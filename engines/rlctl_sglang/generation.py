@@ -41,6 +41,7 @@ class Stamps:
     def __init__(self, label: str) -> None:
         """``label``: SGLang's at its start."""
         self.label = label
+        self._kv_label = label
         self._versions: dict[str, WeightVersion] = {label: WeightVersion()}
 
     @staticmethod
@@ -53,6 +54,15 @@ class Stamps:
         kept = WeightVersion()
         kept.CopyFrom(version)
         self._versions[label or self.label] = kept
+
+    def flushed(self) -> None:
+        """From now on no KV entry of an earlier version is left."""
+        self._kv_label = self.label
+
+    @property
+    def oldest_kv(self) -> WeightVersion:
+        """The version that the oldest KV entries may be of."""
+        return self._versions[self._kv_label]
 
     def version(self, label: str) -> WeightVersion | None:
         """The version, or None for a label that rlctl did not give."""
@@ -204,8 +214,12 @@ class _Reading:
             sample.finish_reason.CopyFrom(_finish(finish))
             for span in meta.get("weight_versions") or ():
                 version = self._stamps.version(str(span["version"]))
-                if version is not None and span["end"] > span["start"]:
-                    sample.versions.add(version=version, start=span["start"], end=min(span["end"], self._tokens))
+                if version is None or span["end"] <= span["start"]:
+                    continue
+                made = sample.versions.add(version=version, start=span["start"], end=min(span["end"], self._tokens))
+                oldest = self._stamps.oldest_kv
+                if oldest.sequence < version.sequence and (made.start or sample.cached_tokens):
+                    made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for
         return sample
 
     def cut_off(self) -> Sample:

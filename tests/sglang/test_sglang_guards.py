@@ -282,7 +282,12 @@ def test_an_update_under_requests_that_are_frozen_in_place(driver: Driver, tiny:
     driver.tell(v.ContinueGenerationRequest())
     spans = running.result()[-1].samples[0].versions
     assert spans[-1].version == version
+    assert spans[-1].HasField("kv_version"), "nothing was flushed: entries of the weights before were used"
+    assert spans[-1].kv_version == spans[0].version
     assert len(running.tokens) == 400
+    driver.tell(v.FlushCacheRequest())
+    (span,) = driver.generate(prompt(encode("7"), 4))[-1].samples[0].versions
+    assert not span.HasField("kv_version")
 
 
 def test_an_update_while_requests_run(driver: Driver) -> None:

@@ -84,6 +84,17 @@ def test_versions_of_the_same_label_are_told_apart() -> None:
     assert stamps.version("default") == one
 
 
+def test_entries_are_of_the_version_of_the_last_flush() -> None:
+    stamps = Stamps("default")
+    stamps.bind(WeightVersion(label="a", sequence=1))
+    new = WeightVersion(label="b", sequence=2)
+    stamps.bind(new, Stamps.of(new))
+    stamps.label = Stamps.of(new)
+    assert stamps.oldest_kv.sequence == 1
+    stamps.flushed()
+    assert stamps.oldest_kv == new
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
