@@ -18,15 +18,18 @@ from rlctl.version import __version__
 if TYPE_CHECKING:
     from rlctl.client import aio
     from rlctl.client.fleet import Fleet, connect, publisher
-    from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest
+    from rlctl.client.pending import AsyncPending, Pending
+    from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest, rolling
     from rlctl.embed import EmbeddedFleet, embedded
     from rlctl.errors import OperationFailed, Reason, RlctlError
 
 _HOMES = {
+    "AsyncPending": "rlctl.client.pending",
     "AsyncPublisher": "rlctl.client.publisher",
     "EmbeddedFleet": "rlctl.embed",
     "Fleet": "rlctl.client.fleet",
     "OperationFailed": "rlctl.errors",
+    "Pending": "rlctl.client.pending",
     "Publisher": "rlctl.client.publisher",
     "Reason": "rlctl.errors",
     "RlctlError": "rlctl.errors",
@@ -36,13 +39,16 @@ _HOMES = {
     "embedded": "rlctl.embed",
     "model_digest": "rlctl.client.publisher",
     "publisher": "rlctl.client.fleet",
+    "rolling": "rlctl.client.publisher",
 }
 
 __all__ = [
+    "AsyncPending",
     "AsyncPublisher",
     "EmbeddedFleet",
     "Fleet",
     "OperationFailed",
+    "Pending",
     "Publisher",
     "Reason",
     "RlctlError",
@@ -53,6 +59,7 @@ __all__ = [
     "embedded",
     "model_digest",
     "publisher",
+    "rolling",
 ]
 
 

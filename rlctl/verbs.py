@@ -167,6 +167,7 @@ _ROWS = (
         fleet=False,
         data="weights",
     ),
+    Verb("SealUpdate", frozenset({"UPDATING"}), 120, in_update=True, fleet=False, data="weights"),
     Verb(
         "CommitUpdate",
         frozenset({"UPDATING"}),

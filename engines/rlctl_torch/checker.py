@@ -24,7 +24,9 @@ from rlctl.weights.digest import RankDigest, rank_digest
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.shards import ShardMap, model_digest
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name
+from rlctl_torch.beside import Later
 from rlctl_torch.rank import Rank, Weights
+from rlctl_torch.shadow import Shadow
 
 ACTIONS = (CHECK_ACTION_CHECKSUM, CHECK_ACTION_SNAPSHOT, CHECK_ACTION_RESET_TENSORS, CHECK_ACTION_COMPARE)
 
@@ -32,8 +34,9 @@ ACTIONS = (CHECK_ACTION_CHECKSUM, CHECK_ACTION_SNAPSHOT, CHECK_ACTION_RESET_TENS
 class Check:
     """CheckWeights, every action."""
 
-    def __init__(self, rank: Rank, request: CheckWeightsRequest) -> None:
+    def __init__(self, rank: Rank, request: CheckWeightsRequest, update_id: str = "") -> None:
         self._rank = rank
+        self._update_id = update_id
         self._request = request
         self._action = request.action or CHECK_ACTION_CHECKSUM
         if self._action not in ACTIONS:
@@ -52,13 +55,18 @@ class Check:
             raise Reason.FIELD_INVALID.error(
                 "there is neither a snapshot nor an expected_digest to compare with", field="action"
             )
+        if self._request.shadow:
+            self._shadow()
         return True
 
     def give_up(self) -> None:
         """Nothing to undo."""
 
-    def run(self) -> CheckReport:
+    def run(self) -> CheckReport | Later:
         """Carry the action out. Raises DIGEST_MISMATCH when the model digest is not the expected one."""
+        if self._request.shadow:
+            shadow = self._shadow()
+            return Later(lambda: self._digest_shadow(shadow))
         started = time.perf_counter()
         rank, request = self._rank, self._request
         if self._action == CHECK_ACTION_RESET_TENSORS:
@@ -76,7 +84,31 @@ class Check:
             skip = request.skip_tensors
             kept = {name: sha for name, sha in rank.snapshot.items() if not any(part in name for part in skip)}
             _compare(report, digests, kept)
-        elapsed = time.perf_counter() - started
+        return self._ended(report, started)
+
+    def _shadow(self) -> Shadow:
+        """The copy of the update that the command belongs to. Raises UPDATE_NOT_FOUND."""
+        update = self._rank.update
+        if update is None or update.shadow is None or update.update_id != self._update_id:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {self._update_id or '(none)'} is open at this rank")
+        return update.shadow
+
+    def _digest_shadow(self, shadow: Shadow) -> CheckReport:
+        """The model digest of a shadow copy; in the thread beside generation."""
+        started = time.perf_counter()
+        skip = self._request.skip_tensors
+        kept = {name: shard for name, shard in shadow.shards.shards.items() if not any(part in name for part in skip)}
+        with self._rank.ranks.aside.exchanging() as exchange:
+            result = model_digest(ShardMap(kept), exchange)
+        report = CheckReport(
+            action=self._action, tensor_count=len(kept), model_digest=result.digest, inconsistent=result.inconsistent
+        )
+        if self._request.per_tensor:
+            report.model_tensors.extend(_entry(kept[name].meta, sha) for name, sha in result.digests.items())
+        return self._ended(report, started)
+
+    def _ended(self, report: CheckReport, started: float) -> CheckReport:
+        request, elapsed = self._request, time.perf_counter() - started
         report.elapsed.CopyFrom(Duration(seconds=int(elapsed), nanos=int(elapsed % 1 * 1e9)))
         if request.expected_digest and report.model_digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(

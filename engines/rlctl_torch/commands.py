@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
+from rlctl_torch.beside import Later
 from rlctl_torch.plan import Order
 
 T = TypeVar("T")
@@ -40,8 +41,10 @@ class Action(Protocol):
     def give_up(self) -> None:
         """Rank 0: undo what :meth:`admit` began; the command will not be carried out."""
 
-    def run(self) -> Message | None:
-        """Every rank, at the step. Returns the verb's data; raises RlctlError with the outcome it left."""
+    def run(self) -> Message | Later | None:
+        """Every rank, at the step. Returns the verb's data, or work that will; raises RlctlError with the outcome it
+        left.
+        """
 
 
 class Command:

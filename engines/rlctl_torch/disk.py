@@ -30,11 +30,12 @@ from rlctl.weights.loaders import DIRECT, STANDARD, check_format, open_stored
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.manifest import read_manifest
 from rlctl.weights.pulling import pull
-from rlctl.weights.shards import Shard, ShardMap
+from rlctl.weights.shards import Shard, ShardMap, model_digest
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensors import TensorMeta
+from rlctl_torch.beside import Later
 from rlctl_torch.commands import with_outcome
-from rlctl_torch.rank import Origin, Rank, Weights
+from rlctl_torch.rank import OpenUpdate, Origin, Rank, Weights
 from rlctl_torch.updates import InUpdate, add_seconds
 
 
@@ -54,10 +55,10 @@ class _Load:
     direct: bool
     names: list[str]
 
-    def read(self, rank: Rank, load_format: str) -> None:
+    def read(self, shards: ShardMap, load_format: str) -> None:
         """Read into place. Raises with outcome DIRTY once something may have been written."""
         try:
-            _destination(rank.writable, direct=self.direct).load(self.stored, only=self.names)
+            _destination(shards, direct=self.direct).load(self.stored, only=self.names)
         except RlctlError:
             raise
         except Exception as error:  # a loader of one's own may do anything
@@ -116,9 +117,12 @@ class FromDisk(InUpdate):
         refuse_draft(request.options.selector, "options.selector")
         self._request = request
 
-    def run(self) -> WeightsReport:
+    def run(self) -> WeightsReport | Later:
         """Check the checkpoint on all ranks, then read it; what fails from then on is rolled back."""
-        rank, update, request = self._rank, self._open(), self._request
+        return self._fill(self._load)
+
+    def _load(self, update: OpenUpdate) -> WeightsReport:
+        rank, request = self._rank, self._request
         opened: list[_Load] = []
 
         def check() -> None:
@@ -126,8 +130,8 @@ class FromDisk(InUpdate):
             self._check_kind(opened[0].names)
 
         try:
-            rank.ranks.agree(check)
-            rank.ranks.agree(update.loading.prepare)
+            update.council.agree(check)
+            update.council.agree(update.loading.prepare)
         except RlctlError:
             for load in opened:
                 load.stored.close()
@@ -138,15 +142,16 @@ class FromDisk(InUpdate):
         update.touched = True
         origin = Origin(load.stored, load.direct)
         try:
-            rank.ranks.agree(lambda: load.read(rank, request.load_format))
+            update.council.agree(lambda: load.read(update.shards, request.load_format))
             rank.synchronise()
-            origin.digest = self._compare()
+            origin.digest = self._compare(update)
         except RlctlError as error:
             load.stored.close()
-            self._roll_back(error, rank.origin if whole else None)
-            update.touched = False
+            if update.shadow is None:
+                self._roll_back(error, rank.origin if whole else None)
+                update.touched = False
             raise with_outcome(error, OUTCOME_REJECTED) from error
-        rank.receiver.written.update(load.names)
+        update.receiver.written.update(load.names)
         report = update.report
         report.tensors += len(load.names)
         report.bytes_received += _bytes_of(rank, load.names)
@@ -167,12 +172,14 @@ class FromDisk(InUpdate):
                 next_step="Declare the update as partial.",
             )
 
-    def _compare(self) -> str:
+    def _compare(self, update: OpenUpdate) -> str:
         """The model digest, if one is expected. Raises DIGEST_MISMATCH when it is another one."""
         expected = self._request.expected_digest
         if not expected:
             return ""
-        found = self._rank.model_digest()
+        held = self._rank.model.shards if update.shadow is None else update.shadow.shards
+        with update.council.exchanging() as exchange:
+            found = model_digest(held, exchange).digest
         if found != expected:
             raise Reason.DIGEST_MISMATCH.error(
                 f"the model digest is {found} after loading {self._request.model_path}, {expected} was expected",

@@ -33,7 +33,7 @@ from rlctl_torch.rank import Rank
 from rlctl_torch.ranks import Ranks, address_of, make_store
 from rlctl_torch.scheduler import Scheduler
 from rlctl_torch.sending import Send
-from rlctl_torch.updates import Abort, Commit, FromDistributed, FromTensor, Prepare
+from rlctl_torch.updates import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal
 
 INTERRUPT_S = 0.3
 """Kept back of a call's time, so that an operation that is broken off for lack of it still answers in time."""
@@ -107,7 +107,7 @@ class TorchEngine(Engine):
     async def interrupt(self, update_id: str) -> None:
         """Break a receive of this update."""
         if self._ready and update_id:
-            self._rank.receiver.interrupt(update_id)
+            self._rank.interrupt(update_id)
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:
         """What responses are stamped with from the next token on."""
@@ -144,6 +144,9 @@ class TorchEngine(Engine):
     def _end(self, error: RlctlError) -> None:
         self._failure = self._failure or error
         self._commands.fail(error)
+        if self._ready:
+            self._rank.interrupt()
+        self._rank.beside.stop()
         if self._rank.scheduler is not None:
             self._rank.scheduler.fail(rejected(error))
 
@@ -182,7 +185,7 @@ class TorchEngine(Engine):
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.checker.Check`."""
-        return await self._ordered(Check(self._rank, request), call)
+        return await self._ordered(Check(self._rank, request, call.update_id), call)
 
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.updates.Prepare`."""
@@ -206,6 +209,10 @@ class TorchEngine(Engine):
         """See :class:`rlctl_torch.updates.FromTensor`. Reading that outlasts the call is interrupted."""
         return await self._bounded(FromTensor(self._rank, request, call.update_id), call)
 
+    async def seal_update(self, request: verbs_pb2.SealUpdateRequest, call: Call) -> Message | None:
+        """See :class:`rlctl_torch.updates.Seal`."""
+        return await self._ordered(Seal(self._rank, call.update_id), call)
+
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> Message | None:
         """See :class:`rlctl_torch.updates.Commit`."""
         return await self._ordered(Commit(self._rank, call.update_id), call)
@@ -218,7 +225,7 @@ class TorchEngine(Engine):
         """Carry out what takes tensors in; it is interrupted when the time is up."""
         self._check_ready()
         loop = asyncio.get_running_loop()
-        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.receiver.interrupt, call.update_id)
+        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.interrupt, call.update_id)
         try:
             return await self._ordered(action, call)
         finally:

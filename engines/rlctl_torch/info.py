@@ -29,7 +29,7 @@ from rlctl_torch.rank import Rank
 def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
     """What this engine can do, on its device, with its weights."""
     cuda = rank.device.type == "cuda"
-    experimental = ["device.cuda", "transport.torch_nccl"] if cuda else []
+    experimental = ["device.cuda", "transport.torch_nccl", "staged_apply"] if cuda else []
     transports = [common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_DISK]
     verification = [common_pb2.VERIFICATION_LEVEL_NONE, common_pb2.VERIFICATION_LEVEL_REPLICA]
     if cuda:
@@ -51,6 +51,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         memory_tags=memory.TAGS,
         check_actions=checker.ACTIONS,
         cache_tiers=pausing.CACHE_TIERS,
+        staged_apply=True,
         fenced=True,
         experimental=experimental,
         unsupported={name: "the torch engine has no code for it" for name in VERBS if name not in verbs},

@@ -12,6 +12,7 @@ import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl_torch.beside import Later
 from rlctl_torch.commands import CommandStream, unknown
 from rlctl_torch.plan import Order, Plan
 from rlctl_torch.rank import Rank
@@ -150,6 +151,7 @@ class StepLoop:
             logits = run(self._rank.model, self._rank.cache, plan.batch, all_logits=scheduler is not None)
             if scheduler is not None:
                 scheduler.process(logits)
+            self._rank.last_step = time.perf_counter()
 
     def _execute(self, order: Order) -> None:
         command = self._commands.take(order.command_id, self.step)
@@ -157,7 +159,11 @@ class StepLoop:
             command.settle(None, order.refusal)
             return
         try:
-            command.settle(command.action.run())
+            answer = command.action.run()
+            if isinstance(answer, Later):
+                self._rank.beside.do(answer, command.settle)
+            else:
+                command.settle(answer)
         except RlctlError as error:
             command.settle(None, error)
         except Broken as broken:

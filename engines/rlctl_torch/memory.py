@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Sequence
-
-import torch
 
 from rlctl.errors import Reason
 from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport, ReleaseMemoryRequest, ResumeMemoryRequest
+from rlctl_torch.heap import give_back
 from rlctl_torch.rank import Rank, Weights
 
 TAGS = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
@@ -53,7 +50,7 @@ class Release:
                 if rank.weights is Weights.WHOLE:
                     rank.weights = Weights.LOST
             rank.released.add(tag)
-        _return_to_device(rank.device)
+        give_back(rank.device)
         return MemoryReport(released=sorted(rank.released), bytes=freed)
 
 
@@ -83,14 +80,6 @@ class Resume:
                 taken += rank.model.allocate()
             rank.released.discard(tag)
         return MemoryReport(released=sorted(rank.released), bytes=taken)
-
-
-def _return_to_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):
-        # glibc keeps freed memory for itself otherwise; elsewhere there is no such function.
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _tags(tags: Sequence[MemoryTag.ValueType]) -> set[MemoryTag.ValueType]:

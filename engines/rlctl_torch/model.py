@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,17 +116,16 @@ class Model(LoadHooks):
             self.shards.shards[name].local = local
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def finalize_load(self, load: Load) -> None:  # noqa: ARG002
-        """Raise WEIGHTS_INCOMPLETE, naming them, for scales that no source can have meant: zero, negative, not finite.
+    def shards_in(self, memory: Mapping[int, torch.Tensor]) -> ShardMap:
+        """The shard map of other memory; it is given by the ids of the :attr:`tensors` that it stands for."""
+        own = self.module.state_dict(keep_vars=True)
+        located = {name: place.of(memory[id(own[place.source])]) for name, place in self.places.items()}
+        shards = {name: replace(shard, local=located[name]) for name, shard in self.shards.shards.items()}
+        return ShardMap(shards, self.shards.together)
 
-        What was never put in looks like that; with such a scale a whole block computes to nothing or NaN.
-        """
-        scales = sorted(scales_of(self.shards.reference).values())
-        bad = [name for name in scales if not _are_scales(self.shards.shards[name].local)]
-        if bad:
-            raise Reason.WEIGHTS_INCOMPLETE.error(
-                f"{len(bad)} tensors hold what is no scale: {', '.join(bad[:5])}", metadata={"scales": "\n".join(bad)}
-            )
+    def finalize_load(self, load: Load) -> None:  # noqa: ARG002
+        """Raise WEIGHTS_INCOMPLETE for what cannot have been meant."""
+        refuse_bad_scales(self.shards)
 
     @property
     def lossless(self) -> bool:
@@ -174,6 +173,19 @@ class Model(LoadHooks):
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"{checkpoint.path} is of another architecture: {'; '.join(different)}", field="model_path"
             )
+
+
+def refuse_bad_scales(shards: ShardMap) -> None:
+    """Raise WEIGHTS_INCOMPLETE, naming them, for scales that no source can have meant: zero, negative, not finite.
+
+    What was never put in looks like that; with such a scale a whole block computes to nothing or NaN.
+    """
+    scales = sorted(scales_of(shards.reference).values())
+    bad = [name for name in scales if not _are_scales(shards.shards[name].local)]
+    if bad:
+        raise Reason.WEIGHTS_INCOMPLETE.error(
+            f"{len(bad)} tensors hold what is no scale: {', '.join(bad[:5])}", metadata={"scales": "\n".join(bad)}
+        )
 
 
 def read_config(checkpoint: StoredWeights) -> Any:

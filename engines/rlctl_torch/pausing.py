@@ -81,7 +81,8 @@ class Continue:
     def admit(self) -> bool:
         """Refuse while something is missing that generation needs."""
         rank = self._rank
-        rank.refuse_during_update()
+        if rank.in_place:
+            rank.refuse_during_update()
         if rank.released:
             names = ", ".join(MemoryTag.Name(t).removeprefix("MEMORY_TAG_").lower() for t in sorted(rank.released))
             raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")

@@ -11,6 +11,7 @@ from rlctl.engine import EngineConfig
 from rlctl.errors import Reason
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import MemoryTag, PauseMode
+from rlctl.weights.announced import Announced
 from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
 from rlctl.weights.digest import usable_cores
 from rlctl.weights.loading import Loading
@@ -19,12 +20,14 @@ from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.shards import ShardMap, model_digest
 from rlctl.weights.transfer import Receiver
 from rlctl_torch import sabotage
+from rlctl_torch.beside import Beside
 from rlctl_torch.groups import Groups
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
 from rlctl_torch.model import Model, build
 from rlctl_torch.options import Options
-from rlctl_torch.ranks import Ranks
+from rlctl_torch.ranks import Council, Ranks
 from rlctl_torch.scheduler import Scheduler
+from rlctl_torch.shadow import Shadow
 from rlctl_torch.text import Tokenizer, find_tokenizer
 
 
@@ -58,7 +61,11 @@ class OpenUpdate:
     """The update that is open.
 
     Attributes:
-        loading: what the model does around it.
+        loading: what the model, or its shadow copy, does around it.
+        receiver: takes its tensors in.
+        shards: the shard map that it writes through.
+        council: the ranks, as the thread that takes tensors in asks them.
+        shadow: the copy that it fills, when it is staged; None: it writes into the weights themselves.
         touched: it may have written something.
         checkpoint: directory that it was loaded from, or "".
         origin: the one read that wrote every tensor, if there was one.
@@ -67,6 +74,10 @@ class OpenUpdate:
 
     update_id: str
     loading: Loading
+    receiver: Receiver
+    shards: ShardMap
+    council: Council
+    shadow: Shadow | None = None
     touched: bool = False
     checkpoint: str = ""
     origin: Origin | None = None
@@ -80,6 +91,7 @@ class Rank:
         checkpoint: directory of the checkpoint that was loaded last.
         writable: the shard map that updates write through.
         receiver: takes updates in.
+        announced: what they announce; for the admin loop.
         segments: reads updates out of memory that is shared with a trainer.
         roots: directories that requests may name paths in.
         origin: what the weights were read from, or None when they came otherwise.
@@ -87,6 +99,8 @@ class Rank:
         draining: a drain is waiting for the running samples; nothing new starts.
         released: memory regions that are released.
         snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
+        beside: the thread for what must not hold up the steps.
+        last_step: when the last generation step ended, on :func:`time.perf_counter`'s clock; 0: none has.
     """
 
     model: Model
@@ -101,6 +115,7 @@ class Rank:
         self.groups = groups
         self.device = torch.device(config.device)
         # Nothing is generated while weights are copied: the ranks share the cores for it.
+        self.announced = Announced()
         self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size))
         self.scheduler: Scheduler | None = None
         self.tokenizer: Tokenizer | None = None
@@ -114,6 +129,8 @@ class Rank:
         self.roots = Roots.around(config.model_path, options.allowed_roots)
         self.origin: Origin | None = None
         self.snapshot: dict[str, str] | None = None
+        self.beside = Beside(self.device, f"rlctl-torch-{ranks.rank}-beside")
+        self.last_step = 0.0
 
     def load(self) -> str:
         """Build and load the model and allocate the KV cache, all ranks together; returns the model digest, hex.
@@ -148,12 +165,23 @@ class Rank:
     @property
     def may_run(self) -> bool:
         """Whether requests may run now."""
-        return not (self.paused or self.released or self.update) and self.weights is Weights.WHOLE
+        return not (self.paused or self.released or self.in_place) and self.weights is Weights.WHOLE
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an update is open that writes into the weights themselves."""
+        return self.update is not None and self.update.shadow is None
 
     def model_digest(self) -> str:
         """Digest of the full tensors, hex; all ranks together."""
         with self.ranks.exchanging() as exchange:
             return model_digest(self.model.shards, exchange).digest
+
+    def interrupt(self, update_id: str = "") -> None:
+        """Break what takes tensors in, of this update only if it is named; from any thread."""
+        self.receiver.interrupt(update_id)
+        if (update := self.update) is not None:
+            update.receiver.interrupt(update_id)
 
     def read_from(self, origin: Origin | None) -> None:
         """The weights were read from there; what they were read from before is given back."""

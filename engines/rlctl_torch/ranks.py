@@ -83,20 +83,81 @@ class Broken(Exception):
         self.error = error
 
 
-class Ranks:
-    """This rank among all ranks of its engine. All methods but :meth:`stop` belong to the engine thread.
+class Council:
+    """The ranks of an engine in one of their groups: what they ask each other. For one thread at a time.
 
     Every collective that fails raises :class:`Broken` with RANK_LOST.
     """
 
-    rank: int
-    size: int
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._stopped = threading.Event()
         self._gloo: Any = None
+
+    def agree(self, check: Callable[[], None]) -> None:
+        """Run a check on every rank; when one raises, all do: it the error itself, the others a copy.
+
+        A check changes nothing, so whatever it raises is a refusal, and no reason for the ranks to lose each other.
+        """
+        error: RlctlError | None = None
+        try:
+            check()
+        except RlctlError as refusal:
+            error = refusal
+        except (OSError, ValueError, TypeError, LookupError, RuntimeError) as unforeseen:
+            error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
+        if self.size == 1:
+            answers = [b""]
+        else:
+            mine = b"" if error is None else error.detail().SerializeToString()
+            with self.exchanging() as exchange:
+                answers = exchange.all_gather_bytes(mine)
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer:
+                detail = common_pb2.ErrorDetail.FromString(answer)
+                detail.message = f"rank {rank}: {detail.message}"
+                raise from_detail(detail)
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[Exchange]:
+        """The exchange of the weights package over these ranks."""
+        try:
+            yield LocalExchange() if self._gloo is None else GroupExchange(self._gloo)
+        except RlctlError as error:
+            if error.reason is Reason.GROUP_FAILED:
+                raise _lost(self.rank, error.message) from error
+            raise
+
+
+class Aside(Council):
+    """The council of the threads that work beside generation (:mod:`rlctl_torch.aside`), in a group of their own."""
+
+    _endpoints: Mapping[int, Endpoint] = {}
+
+    def open(self, group: Any, endpoints: Mapping[int, Endpoint]) -> None:
+        """Use a group that stands."""
+        self._gloo, self._endpoints = group, endpoints
+
+    def close(self) -> None:
+        """Leave the group; an exchange that waits in it ends, here and at the others."""
+        if self._gloo is not None:
+            _cut(self._endpoints, self.rank)
+            self._gloo = None
+
+
+class Ranks(Council):
+    """This rank among all ranks of its engine. All methods but :meth:`stop` belong to the engine thread.
+
+    Attributes:
+        aside: what the ranks ask each other beside generation, in another thread.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.aside = Aside(rank, size)
+        self._stopped = threading.Event()
         self._compute: Any = None
         self._store: TCPStore | None = None
         self._endpoints: dict[int, Endpoint] = {}
@@ -114,14 +175,18 @@ class Ranks:
                 store = TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
             store.set_timeout(timedelta(seconds=_START_TIMEOUT_S))
             self._store = store
-            self._gloo = self._form(PrefixStore("gloo", store), address_of(node))
+            self._gloo, self._endpoints = self._form(PrefixStore("gloo", store), address_of(node))
+            self._gloo._set_default_timeout(_PLAN_TIMEOUT)
+            aside, endpoints = self._form(PrefixStore("aside", store), address_of(node))
+            aside._set_default_timeout(_COMPUTE_TIMEOUT)
+            self.aside.open(aside, endpoints)
             self._compute = self._gloo
             if device.type == "cuda":
                 self._compute = _nccl(PrefixStore("nccl", store), self.rank, self.size)
         except (RuntimeError, RendezvousEnded, KeyError, ValueError) as error:
             raise Reason.RANK_LOST.error(f"rank {self.rank} of {self.size} cannot join the others: {error}") from error
 
-    def _form(self, store: PrefixStore, address: str) -> Any:
+    def _form(self, store: PrefixStore, address: str) -> tuple[Any, dict[int, Endpoint]]:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_START_TIMEOUT_S)
@@ -134,10 +199,7 @@ class Ranks:
             give_up=self._stopped,
             deadline=time.monotonic() + _START_TIMEOUT_S,
         )
-        group = gloo(watched, self.rank, self.size, options)
-        group._set_default_timeout(_PLAN_TIMEOUT)
-        self._endpoints = watched.endpoints
-        return group
+        return gloo(watched, self.rank, self.size, options), watched.endpoints
 
     def send_plan(self, plan: Plan) -> None:
         """Rank 0: tell the others the next step."""
@@ -180,52 +242,16 @@ class Ranks:
         self._collect(lambda: self._compute.allgather([parts], [tensor], options))
         return torch.cat(parts, dim=-1)
 
-    def agree(self, check: Callable[[], None]) -> None:
-        """Run a check on every rank; when one raises, all do: it the error itself, the others a copy.
-
-        A check changes nothing, so whatever it raises is a refusal, and no reason for the ranks to lose each other.
-        """
-        error: RlctlError | None = None
-        try:
-            check()
-        except RlctlError as refusal:
-            error = refusal
-        except (OSError, ValueError, TypeError, LookupError, RuntimeError) as unforeseen:
-            error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
-        if self.size == 1:
-            answers = [b""]
-        else:
-            mine = b"" if error is None else error.detail().SerializeToString()
-            with self.exchanging() as exchange:
-                answers = exchange.all_gather_bytes(mine)
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            if answer:
-                detail = common_pb2.ErrorDetail.FromString(answer)
-                detail.message = f"rank {rank}: {detail.message}"
-                raise from_detail(detail)
-
-    @contextlib.contextmanager
-    def exchanging(self) -> Iterator[Exchange]:
-        """The exchange of the weights package over these ranks."""
-        try:
-            yield LocalExchange() if self._gloo is None else GroupExchange(self._gloo)
-        except RlctlError as error:
-            if error.reason is Reason.GROUP_FAILED:
-                raise _lost(self.rank, error.message) from error
-            raise
-
     def stop(self) -> None:
         """From any thread: a rank that waits for others raises instead."""
         self._stopped.set()
 
     def close(self) -> None:
         """Leave the groups; the others notice at once, also when an operation was given up."""
+        self.aside.close()
         if self._given_up:
             # Destroying a group waits for what is under way in it: cut its connections, and it ends.
-            peers = {endpoint for rank, endpoint in self._endpoints.items() if rank != self.rank}
-            cut(accepted_at={e for rank, e in self._endpoints.items() if rank == self.rank}, made_to=peers)
+            _cut(self._endpoints, self.rank)
             give_up = time.monotonic() + _END_S
             while not all(work.is_completed() for work in self._given_up) and time.monotonic() < give_up:
                 time.sleep(0.01)
@@ -271,6 +297,12 @@ def _nccl(store: PrefixStore, rank: int, size: int) -> Any:
     options = nccl.Options()
     options._timeout = _COMPUTE_TIMEOUT
     return nccl(store, rank, size, options)
+
+
+def _cut(endpoints: Mapping[int, Endpoint], own: int) -> None:
+    """Cut this process's connections of one group."""
+    peers = {endpoint for rank, endpoint in endpoints.items() if rank != own}
+    cut(accepted_at={endpoint for rank, endpoint in endpoints.items() if rank == own}, made_to=peers)
 
 
 def _keep_for_ever(held: object) -> None:

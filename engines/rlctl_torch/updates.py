@@ -8,6 +8,8 @@ a mixture until a full update is committed.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -15,8 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
-    APPLY_MODE_IN_PLACE,
-    APPLY_MODE_UNSPECIFIED,
+    APPLY_MODE_STAGED,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
@@ -27,13 +28,17 @@ from rlctl.v1.verbs_pb2 import (
     WeightsReport,
 )
 from rlctl.weights import segments
-from rlctl.weights.buckets import from_proto
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.loading import Load, Loading, refuse_draft
 from rlctl.weights.segment_reader import Reading
-from rlctl.weights.transfer import ReceiveStats
+from rlctl.weights.shards import ShardMap
+from rlctl.weights.transfer import Receiver, ReceiveStats
+from rlctl_torch import sabotage
+from rlctl_torch.beside import Later
 from rlctl_torch.commands import with_outcome
 from rlctl_torch.rank import OpenUpdate, Rank, Weights
+from rlctl_torch.ranks import Broken
+from rlctl_torch.shadow import Shadow
 
 
 class Prepare:
@@ -45,8 +50,12 @@ class Prepare:
         if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
             name = UpdateKind.Name(request.kind)
             raise Reason.UNSUPPORTED.error(f"the torch engine takes no updates of kind {name}", field="kind")
-        if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
-            raise Reason.UNSUPPORTED.error("the torch engine keeps no shadow copy of its weights", field="apply")
+        self._staged = request.apply == APPLY_MODE_STAGED
+        if self._staged and request.abort_all_requests:
+            raise Reason.FIELD_CONFLICT.error(
+                "a staged update leaves requests alone until it is swapped; pause before the commit",
+                field="abort_all_requests",
+            )
         refuse_draft(request.selector, "selector")
         self._rank = rank
         self._update_id = update_id
@@ -63,27 +72,47 @@ class Prepare:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
         if not self._full and rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"only a full update helps weights that are {rank.weights.value}")
-        if not self._abort_all:
+        if not self._abort_all and not self._staged:
             rank.refuse_active()
         return True
 
     def give_up(self) -> None:
         """Nothing to undo."""
 
-    def run(self) -> WeightsReport:
-        """Open the update; from now on no request runs."""
+    def run(self) -> WeightsReport | Later:
+        """Open the update; no request runs from now on, unless it is staged: its copy is made beside generation."""
+        return Later(self._begin) if self._staged else self._begin()
+
+    def _begin(self) -> WeightsReport:
         rank = self._rank
+        council = rank.ranks.aside if self._staged else rank.ranks
         kind: Literal["full", "partial"] = "full" if self._full else "partial"
-        rank.ranks.agree(lambda: rank.receiver.begin(self._update_id, kind))
+        found: list[tuple[Shadow | None, Receiver, ShardMap]] = []
+
+        def begin() -> None:
+            found.append(self._where())
+            found[0][1].begin(self._update_id, kind)
+
+        council.agree(begin)
+        shadow, receiver, shards = found[0]
         if self._abort_all and rank.scheduler is not None:
             rank.scheduler.abort_all()
         touched = False
         if rank.update is not None:
-            rank.update.loading.abandon()
             touched = rank.update.touched
-        loading = Loading(rank.model, Load(self._update_id, self._full, self._selector))
-        rank.update = OpenUpdate(self._update_id, loading, touched)
+            _abandon(rank, rank.update)
+        loading = Loading(shadow or rank.model, Load(self._update_id, self._full, self._selector))
+        rank.update = OpenUpdate(self._update_id, loading, receiver, shards, council, shadow, touched)
         return rank.update.report
+
+    def _where(self) -> tuple[Shadow | None, Receiver, ShardMap]:
+        """What is written into: a shadow copy, or the weights themselves; who takes it in; and through which map."""
+        rank = self._rank
+        if not self._staged:
+            return None, rank.receiver, rank.writable
+        shadow = Shadow(rank.model)
+        shards = sabotage.for_updates(shadow.shards, rank.ranks.rank, rank.ranks.size)
+        return shadow, Receiver(shards), shards
 
 
 class InUpdate:
@@ -112,6 +141,24 @@ class InUpdate:
             )
         return update
 
+    def _fill(self, work: Callable[[OpenUpdate], WeightsReport]) -> WeightsReport | Later:
+        """Do what fills the weights. For a staged update it is done beside generation, and whatever fails then has
+        touched nothing that is served.
+        """
+        update = self._open()
+        if update.shadow is None:
+            return work(update)
+
+        def staged() -> WeightsReport:
+            try:
+                return work(update)
+            except RlctlError as error:
+                raise with_outcome(error, OUTCOME_REJECTED) from error
+            except Broken as broken:
+                raise with_outcome(broken.error, OUTCOME_REJECTED) from broken
+
+        return Later(staged)
+
 
 class FromDistributed(InUpdate):
     """UpdateWeightsFromDistributed: take the announced buckets in over a group."""
@@ -124,19 +171,19 @@ class FromDistributed(InUpdate):
                 field="load_format",
             )
         refuse_draft(request.options.selector, "options.selector")
-        self._stream = [
-            (bucket.group_name or request.group_name, from_proto(bucket, f"buckets[{i}]"))
-            for i, bucket in enumerate(request.buckets)
-        ]
+        self._stream = rank.announced.parse(request.buckets, request.group_name)
 
-    def run(self) -> WeightsReport:
-        """Receive; blocks until the buckets are in place, or the receive is interrupted or fails."""
-        rank, update = self._rank, self._open()
+    def run(self) -> WeightsReport | Later:
+        """Receive, until the buckets are in place, or the receive is interrupted or fails."""
+        return self._fill(self._receive)
+
+    def _receive(self, update: OpenUpdate) -> WeightsReport:
+        rank = self._rank
         groups: dict[str, WeightGroup] = {}
-        rank.ranks.agree(lambda: groups.update({name: rank.groups.get(name) for name, _ in self._stream}))
-        rank.ranks.agree(update.loading.prepare)
+        update.council.agree(lambda: groups.update({name: rank.groups.get(name) for name, _ in self._stream}))
+        update.council.agree(update.loading.prepare)
         try:
-            stats = rank.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
+            stats = update.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
         except RlctlError as error:
             update.touched |= error.outcome != OUTCOME_REJECTED
             if error.reason is Reason.GROUP_FAILED:
@@ -162,34 +209,62 @@ class FromTensor(InUpdate):
         # Leases run from here on.
         self._segments = [segments.from_proto(s, f"segments[{i}]") for i, s in enumerate(request.segments)]
 
-    def run(self) -> WeightsReport:
+    def run(self) -> WeightsReport | Later:
         """Map and check on all ranks, then copy."""
-        rank, update = self._rank, self._open()
+        return self._fill(self._copy)
+
+    def _copy(self, update: OpenUpdate) -> WeightsReport:
+        rank = self._rank
         checked: list[Reading] = []
-        rank.ranks.agree(lambda: checked.append(rank.segments.check(self._segments, rank.receiver)))
-        rank.ranks.agree(update.loading.prepare)
+        update.council.agree(lambda: checked.append(rank.segments.check(self._segments, update.receiver)))
+        update.council.agree(update.loading.prepare)
         # From here on another rank may have written, whatever becomes of this one.
         update.touched = True
         try:
-            stats = rank.segments.read(checked[0], rank.receiver)
+            stats = rank.segments.read(checked[0], update.receiver, gently=update.shadow is not None)
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY) from error
         return _add(update.report, stats)
 
 
+class Seal(InUpdate):
+    """SealUpdate: the shadow copy is complete, nothing more is written into it."""
+
+    def admit(self) -> bool:
+        """Refuse unless there is a shadow copy."""
+        if self._open().shadow is None:
+            raise Reason.UPDATE_NOT_FOUND.error(f"update {self._update_id} is not staged: there is no shadow copy")
+        return True
+
+    def run(self) -> WeightsReport | Later:
+        """Check on all ranks that everything was written, and finalise the load."""
+        return self._fill(self._seal)
+
+    def _seal(self, update: OpenUpdate) -> WeightsReport:
+        update.council.agree(lambda: _refuse_incomplete(update.receiver))
+        update.council.agree(update.loading.finalise)
+        assert update.shadow is not None
+        update.shadow.sealed = True
+        return update.report
+
+
 class Commit(InUpdate):
     """CommitUpdate: the weights are one version again."""
+
+    def admit(self) -> bool:
+        """Refuse a swap under requests, which would go on with KV entries of other weights."""
+        if self._open().shadow is not None:
+            self._rank.refuse_active()
+        return True
 
     def run(self) -> WeightsReport:
         """Check on all ranks that everything was written, then close the update."""
         rank, update = self._rank, self._open()
-        try:
-            rank.ranks.agree(self._check)
-            rank.ranks.agree(update.loading.finalise)
-        except RlctlError as error:
-            raise with_outcome(error, OUTCOME_DIRTY if update.touched else OUTCOME_REJECTED) from error
-        rank.synchronise()
-        rank.receiver.finish()
+        if update.shadow is None:
+            self._complete(update)
+        else:
+            self._swap(update, update.shadow)
+        update.receiver.finish()
         rank.weights = Weights.WHOLE
         rank.checkpoint = update.checkpoint or rank.checkpoint
         if update.touched:
@@ -199,16 +274,39 @@ class Commit(InUpdate):
         rank.update = None
         return update.report
 
-    def _check(self) -> None:
-        receiver = self._rank.receiver
-        if receiver.at_risk:
-            raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the weights")
-        missing = receiver.incomplete()
-        if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise Reason.WEIGHTS_INCOMPLETE.error(
-                f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
-            )
+    def _complete(self, update: OpenUpdate) -> None:
+        rank = self._rank
+        try:
+            rank.ranks.agree(lambda: _refuse_incomplete(update.receiver))
+            rank.ranks.agree(update.loading.finalise)
+        except RlctlError as error:
+            raise with_outcome(error, OUTCOME_DIRTY if update.touched else OUTCOME_REJECTED) from error
+        rank.synchronise()
+
+    def _swap(self, update: OpenUpdate, shadow: Shadow) -> None:
+        rank = self._rank
+
+        def check() -> None:
+            if not shadow.sealed:
+                raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
+
+        rank.ranks.agree(check)
+        former = shadow.swap()
+        if rank.last_step:
+            add_seconds(update.report.swap, time.perf_counter() - rank.last_step)
+        rank.beside.let_go(former)
+
+
+def _refuse_incomplete(receiver: Receiver) -> None:
+    """Raise unless everything was written that must be, and stays as it is."""
+    if receiver.at_risk:
+        raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the weights")
+    missing = receiver.incomplete()
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise Reason.WEIGHTS_INCOMPLETE.error(
+            f"{len(missing)} tensors were not written: {shown}", metadata={"missing": "\n".join(missing)}
+        )
 
 
 class Abort(InUpdate):
@@ -221,15 +319,24 @@ class Abort(InUpdate):
         return True
 
     def run(self) -> None:
-        """Close the update; what it touched is a mixture now."""
+        """Close the update; what it touched is a mixture now, unless that was a shadow copy, which is dropped."""
         rank = self._rank
         if rank.update is not None:
-            rank.update.loading.abandon()
-            if rank.update.touched:
+            _abandon(rank, rank.update)
+            if rank.update.touched and rank.in_place:
                 rank.weights = Weights.MIXED
                 rank.read_from(None)
-        rank.receiver.finish()
+            rank.update.receiver.finish()
         rank.update = None
+
+
+def _abandon(rank: Rank, update: OpenUpdate) -> None:
+    """Nothing more comes of what an update has taken in."""
+    update.loading.abandon()
+    if update.origin is not None:
+        update.origin.stored.close()
+    if update.shadow is not None:
+        rank.beside.let_go(update.shadow.memory())
 
 
 def _add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:

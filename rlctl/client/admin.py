@@ -127,11 +127,21 @@ class AsyncAdmin:
         version: str = "",
         options: verbs_pb2.UpdateOptions | None = None,
         expected_digest: str = "",
+        apply: verbs_pb2.ApplyMode.ValueType = verbs_pb2.APPLY_MODE_UNSPECIFIED,
+        max_unavailable: int = 0,
         **targets: Unpack[Targets],
     ) -> Operation:
-        """Every target reads a checkpoint; a whole update in one call. ``model_path`` is as the engines see it."""
+        """Every target reads a checkpoint; a whole update in one call. ``model_path`` is as the engines see it.
+
+        ``max_unavailable``: staged only; targets that swap at the same time, 0 for all.
+        """
         request = verbs_pb2.UpdateWeightsFromDiskRequest(
-            model_path=model_path, weight_version=version, options=options, expected_digest=expected_digest
+            model_path=model_path,
+            weight_version=version,
+            options=options,
+            expected_digest=expected_digest,
+            apply=apply,
+            max_unavailable=max_unavailable,
         )
         return await self.call(request, **targets)
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 
 from rlctl.client.part import Part, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.pending import Progress
 from rlctl.client.trainer import Lead
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1.results_pb2 import Operation
@@ -15,7 +16,9 @@ from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights.source import WeightSource
 
 
-async def follow(lead: Lead, part: Part, source: WeightSource, version: str, update: int) -> tuple[Operation, Sent]:
+async def follow(
+    lead: Lead, part: Part, source: WeightSource, version: str, update: int, progress: Progress
+) -> tuple[Operation, Sent]:
     """Take part in the lead's update number ``update``: (the operation as it ended, what this rank sent).
 
     Raises what this rank failed with, what the lead says, or TRAINER_RANK_LOST.
@@ -43,6 +46,7 @@ async def follow(lead: Lead, part: Part, source: WeightSource, version: str, upd
                 attempt = None
                 if failure is None:
                     sent = ended.result()
+                    progress.decided = True
                     lead.say(update, number, sent=sent)
                 elif cut_off(failure):
                     lead.say(update, number, failed=detail(failure))  # the lead may try again
@@ -55,7 +59,10 @@ async def follow(lead: Lead, part: Part, source: WeightSource, version: str, upd
             match said.WhichOneof("message"):
                 case "attempt":
                     number = said.attempt.number
-                    attempt = asyncio.create_task(part.attempt(source, said.attempt, ship))
+                    progress.decided = False
+                    attempt = asyncio.create_task(part.attempt(source, said.attempt, ship, progress))
+                case "delivered":
+                    progress.sent.set()
                 case "shipped":
                     if shipped is not None and not shipped.done():
                         if said.shipped.HasField("error"):

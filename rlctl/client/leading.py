@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from rlctl.client.admin import AsyncAdmin
-from rlctl.client.part import STOP_S, Part, Ship, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, refuse_unpublished, stopped
+from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
 from rlctl.client.wire import Offered, combined, fit, in_one_order, shared_devices
 from rlctl.errors import OperationFailed, Reason, RlctlError
@@ -33,11 +34,16 @@ from rlctl.v1.update_pb2 import (
 from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights import buckets
 from rlctl.weights.buckets import Bucket
+from rlctl.weights.identity import host_id
 from rlctl.weights.rendezvous import GroupStore
-from rlctl.weights.source import WeightSource
+from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, from_proto
 
 ABORT_S = 60.0
+
+HEAD_START_S = 0.002
+"""The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
+makes the targets ready, which takes longer than that, is on its way first."""
 
 
 class Leading:
@@ -63,20 +69,23 @@ class Leading:
         self._trainer = trainer
         self._bucket_bytes = bucket_bytes
         self._update = 0
+        self._progress = Progress()
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
+        self._ordered: tuple[tuple[list[Offered], list[str]], list[verbs_pb2.TensorBucket]] = (([], []), [])
         self._renew_identity()
 
     async def run(
         self,
         source: WeightSource,
         request: BeginWeightUpdateRequest,
+        progress: Progress,
         *,
         update: int,
         checkpoint: str,
         deadline_s: float,
     ) -> tuple[Operation, Sent]:
         """Lead an update from the offers to its end, and tell the members how it ended."""
-        self._update = update
+        self._update, self._progress = update, progress
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
@@ -97,7 +106,7 @@ class Leading:
         """What each source sends, once every trainer rank has come to this update."""
         found: dict[int, Offered] = {}
         if self._part.source is not None:
-            found[self._part.source] = Offered.of(describe(source, version, self._part.source))
+            found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id())
         for rank, offer in (await self._members.offers(self._update)).items():
             if offer.version != version:
                 raise Reason.FIELD_CONFLICT.error(
@@ -122,13 +131,16 @@ class Leading:
         """The sources only digest what the checkpoint must contain."""
         reference = {meta.name: meta for meta in await self._ask_reference()}
         metas = [reference.get(meta.name, meta) for offered in offers for meta in offered.metas]
-        attempt = Attempt(number=1, buckets=[buckets.to_proto(Bucket(0, metas, True))])
+        attempt = Attempt(number=1, buckets=[buckets.to_proto(Bucket(0, metas, True))], last=True)
         sent = await self._take_turns(source, attempt, _nothing_to_ship)
+        self._progress.decided = True
         operation = await self._fleet.update_weights_from_disk(
             checkpoint,
             version=request.version,
             options=request.options,
             expected_digest=combined(sent),
+            apply=request.apply,
+            max_unavailable=request.rollout.max_unavailable,
             model=self._model,
             timeout_s=deadline - asyncio.get_running_loop().time(),
         )
@@ -152,7 +164,7 @@ class Leading:
                 wire = fit(self._model, offers, await self._get_reference(plan), partial)
                 while True:
                     try:
-                        sent = await self._send(source, wire, plan, request.options.verify, deadline)
+                        sent = await self._send(source, wire, plan, request, deadline)
                         break
                     except RlctlError as error:
                         if plan.attempt > request.retries or not _worth_retrying(error):
@@ -172,22 +184,23 @@ class Leading:
         source: WeightSource,
         wire: list[Offered],
         plan: BeginWeightUpdateResponse,
-        verify: common_pb2.VerificationLevel.ValueType,
+        request: BeginWeightUpdateRequest,
         deadline: float,
     ) -> list[Sent]:
         """One attempt: form the groups, let every source send and every target rank receive."""
-        store = GroupStore(self._host)
-        host, port = store.address(self._host)
+        store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
+        host, port = ("", 0) if store is None else store.address(self._host)
         names = [group.group_name for group in sorted(plan.groups, key=lambda group: group.source)]
         attempt = Attempt(
             number=plan.attempt,
             groups=plan.groups,
             store_address=host,
             store_port=port,
-            buckets=in_one_order(wire, names, self._bucket_bytes),
+            buckets=self._in_one_order(wire, names),
             shared_devices=sorted(shared_devices(plan)),
-            without_digests=verify == common_pb2.VERIFICATION_LEVEL_NONE,
+            without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
+            last=plan.attempt > request.retries,
         )
         fleet = asyncio.create_task(self._drive(plan, attempt, deadline))
 
@@ -197,10 +210,19 @@ class Leading:
             await self._fleet.call(take, timeout_s=deadline - asyncio.get_running_loop().time())
 
         try:
+            if plan.groups:
+                await asyncio.sleep(HEAD_START_S)
             return await self._take_turns(source, attempt, ship, fleet)
         finally:
             fleet.cancel()
-            store.close()
+            if store is not None:
+                store.close()
+
+    def _in_one_order(self, wire: list[Offered], names: list[str]) -> list[verbs_pb2.TensorBucket]:
+        """The buckets of all sources; those of the last update again where nothing has changed."""
+        if self._ordered[0] != (wire, names):
+            self._ordered = ((wire, names), in_one_order(wire, names, self._bucket_bytes))
+        return self._ordered[1]
 
     async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
         """What the coordinator is asked for in an attempt: the groups in their order, then to take in what comes."""
@@ -229,7 +251,7 @@ class Leading:
     ) -> list[Sent]:
         """Every trainer rank does its part; what each sent, the lead's first. Whoever fails first ends the others."""
         self._members.tell(JoinResponse(update=self._update, attempt=attempt))
-        own = asyncio.create_task(self._part.attempt(source, attempt, ship))
+        own = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
         theirs = asyncio.create_task(self._members.sent(self._update, attempt.number))
         tasks = {own, theirs} | ({fleet} if fleet is not None else set())
@@ -252,6 +274,9 @@ class Leading:
             raise
         finally:
             await stopped(shipping)
+        if not attempt.last:
+            self._progress.sent.set()
+            self._members.tell(JoinResponse(update=self._update, delivered=True))
         return [own.result(), *(sent for _, sent in sorted(theirs.result().items()))]
 
     async def _forward(self, attempt: int, ship: Ship) -> None:
@@ -285,6 +310,7 @@ class Leading:
             update_id=plan.update_id, fencing_token=plan.fencing_token, expected_digest=digest
         )
         remaining = deadline - asyncio.get_running_loop().time()
+        self._progress.decided = True
         operation: Operation = await self._fleet.connection.call("CommitWeightUpdate", request, remaining)
         refuse_unpublished(operation)
         return operation

@@ -10,11 +10,13 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from rlctl.client.pending import Progress
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2
@@ -22,14 +24,14 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Op
 from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
-from rlctl.weights.buckets import Bucket, from_proto
+from rlctl.weights.announced import Announced
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.identity import host_id
-from rlctl.weights.segment_sender import SegmentSender
+from rlctl.weights.segment_sender import SegmentSender, SentSegment
+from rlctl.weights.sending import SentInPassing
 from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, to_proto
-from rlctl.weights.transfer import send
 
 T = TypeVar("T")
 
@@ -50,6 +52,7 @@ class Part:
         self._group: WeightGroup | None = None
         self._segments: SegmentSender | None = None
         self._under_way: asyncio.Future[Sent] | None = None
+        self._announced = Announced()
 
     def close(self) -> None:
         """Leave the group, and remove the segments. Engines that are told of a new group forget it."""
@@ -63,13 +66,13 @@ class Part:
         if group is not None:
             group.close()
 
-    async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship) -> Sent:
-        """Do this process's part; cancelling it breaks what is under way.
+    async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, progress: Progress) -> Sent:
+        """Do this process's part; cancelling it breaks what is under way. Says in ``progress`` when the weights have
+        been read for the last time, if no other attempt can follow.
 
-        Weights go over the group first, then through ``ship`` to the ranks that share memory: what comes over groups is
-        taken in at one go, and what is shipped has to wait for it. Each takes a pass of every trainer rank. With
-        neither in the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the
-        weights are not what was offered), or what the weights themselves raise.
+        In one pass the weights go over the group and, through ``ship``, to the ranks that share memory. With neither in
+        the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not what
+        was offered), or what the weights themselves raise.
         """
         if self._under_way is not None and not self._under_way.done():
             raise Reason.ILLEGAL_STATE.error(
@@ -86,9 +89,16 @@ class Part:
             shipping[:] = [asyncio.run_coroutine_threadsafe(_awaited(ship(segments)), loop)]
             shipping[0].result()
 
-        work = self._under_way = _in_thread(
-            lambda: self._work(weights, attempt, stop, ship_from_thread), "rlctl update"
-        )
+        def left() -> None:
+            progress.ordering.settle()
+            if attempt.last and not stop.is_set():
+                loop.call_soon_threadsafe(progress.sent.set)
+
+        def run() -> Sent:
+            with progress.ordering.after():
+                return self._work(weights, attempt, stop, ship_from_thread, left)
+
+        work = self._under_way = _in_thread(run, "rlctl update")
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -110,28 +120,42 @@ class Part:
         attempt: Attempt,
         stop: threading.Event,
         ship: Callable[[Sequence[TensorSegment]], None],
+        left: Callable[[], None],
     ) -> Sent:
+        """``left`` is called once the weights have been read for the last time."""
         if self.source is None:
-            for _ in range(max(1, bool(attempt.groups) + bool(attempt.shared_devices))):
-                for _ in weights.tensors():
-                    if stop.is_set():
-                        raise Reason.CANCELLED.error("the attempt was stopped")
+            for _ in weights.tensors():
+                if stop.is_set():
+                    raise Reason.CANCELLED.error("the attempt was stopped")
+            left()
             return Sent()
         wanted = next((group for group in attempt.groups if group.source == self.source), None)
+        announced = self._announced.parse(attempt.buckets)
+        dtypes = {meta.name: meta.dtype for _, bucket in announced for meta in bucket.metas}
         digest = None if attempt.without_digests else ModelDigest()
         sent = Sent()
         started = time.perf_counter()
         if wanted is not None:
             group = self._join(wanted, attempt, stop)
             started = time.perf_counter()
-            sent.bytes += send(weights, _buckets(attempt, wanted.group_name), group, digest).bytes
-        if attempt.shared_devices:
-            # What went over the group has been digested.
-            sent.bytes += self._share(weights, attempt, digest if wanted is None else None, ship)
-        elif wanted is None and digest is not None:
-            dtypes = _dtypes(attempt)
+            own = [bucket for name, bucket in announced if name == wanted.group_name]
+            passing = SentInPassing(weights, own, group, digest)
+            try:
+                if attempt.shared_devices:
+                    # What goes over the group is digested there.
+                    sent.bytes += self._share(passing, dtypes, attempt, None, ship, left)
+                else:
+                    deque(passing.tensors(), maxlen=0)
+            finally:
+                passing.close()
+            sent.bytes += passing.bytes
+        elif attempt.shared_devices:
+            sent.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
+        elif digest is not None:
             for name, tensor in weights.tensors():
                 digest.add(name, tensor, dtypes.get(name))
+        if not attempt.shared_devices:
+            left()
         sent.elapsed.CopyFrom(duration(time.perf_counter() - started))
         if digest is not None:
             sent.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
@@ -140,16 +164,18 @@ class Part:
     def _share(
         self,
         weights: WeightSource,
+        dtypes: Mapping[str, torch.dtype],
         attempt: Attempt,
         digest: ModelDigest | None,
         ship: Callable[[Sequence[TensorSegment]], None],
+        left: Callable[[], None],
     ) -> int:
-        """Copy the weights into segments, and let the ranks take in one after the other; returns the bytes."""
+        """Copy the weights, in the wire's dtypes, into segments, while the ranks take in the one before; returns the
+        bytes.
+        """
         if self._segments is None:
             self._segments = SegmentSender()
-        dtypes = _dtypes(attempt)
         wire = [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
-        count = 0
         lease_s = seconds(attempt.timeout)
         written = self._segments.write(
             weights,
@@ -158,18 +184,25 @@ class Part:
             lease_s=lease_s,
             digest=digest,
             deadline=time.monotonic() + lease_s,
+            left=left,
         )
+        deliveries: list[concurrent.futures.Future[None]] = []
         try:
-            for segment in written:
-                ship(segment.messages)
-                segment.release()
-                count += segment.nbytes
+            with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ship") as shipper:
+                sizes = []
+                for segment in written:
+                    deliveries.append(shipper.submit(_deliver, segment, ship, self._segments))
+                    sizes.append(segment.nbytes)
+            for delivery in deliveries:
+                delivery.result()
+            return sum(sizes)
         except BaseException:
             # Somebody may still read what was lent: it is left to them, and the next update gets memory of its own.
             segments, self._segments = self._segments, None
             segments.close()
+            for delivery in deliveries:
+                delivery.result()  # why the segments were closed, if they were
             raise
-        return count
 
     def _join(self, wanted: GroupPlan, attempt: Attempt, stop: threading.Event) -> WeightGroup:
         """The group that stands, or a new one that every target rank joins with us."""
@@ -187,6 +220,16 @@ class Part:
             stop=stop,
         )
         return self._group
+
+
+def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], None], segments: SegmentSender) -> None:
+    """Let the ranks take a segment in. When they do not, whoever waits to write another one is let go."""
+    try:
+        ship(segment.messages)
+    except BaseException:
+        segments.close()
+        raise
+    segment.release()
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
@@ -214,15 +257,6 @@ def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def _buckets(attempt: Attempt, group_name: str) -> list[Bucket]:
-    return [from_proto(bucket) for bucket in attempt.buckets if bucket.group_name == group_name]
-
-
-def _dtypes(attempt: Attempt) -> dict[str, torch.dtype]:
-    """Dtypes of the wire, by name."""
-    return {meta.name: meta.dtype for bucket in attempt.buckets for meta in from_proto(bucket).metas}
 
 
 async def _awaited(work: Awaitable[None]) -> None:
@@ -259,6 +293,8 @@ def detail(error: BaseException) -> common_pb2.ErrorDetail:
     """What the other trainer ranks are told of an error."""
     if isinstance(error, RlctlError):
         return error.detail()
+    if isinstance(error, asyncio.CancelledError):
+        return Reason.CANCELLED.error("the update was cancelled").detail()
     return Reason.SOURCE_FAILED.error(f"{type(error).__name__}: {error}").detail()
 
 

@@ -24,6 +24,7 @@ from rlctl.client.enums import number
 from rlctl.client.following import follow
 from rlctl.client.leading import Leading
 from rlctl.client.part import Part
+from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.trainer import Lead, Members, share
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
@@ -36,9 +37,11 @@ from rlctl.v1.update_pb2 import (
     DATA_PATH_IPC,
     DATA_PATH_UNSPECIFIED,
     BeginWeightUpdateRequest,
+    RolloutStrategy,
     Trainer,
 )
 from rlctl.weights.digest import ModelDigest
+from rlctl.weights.ordering import trainer_stream
 from rlctl.weights.source import WeightSource, as_source
 
 if TYPE_CHECKING:
@@ -128,6 +131,8 @@ class AsyncPublisher:
         self._leading: Leading | None = None
         self._lead: Lead | None = None
         self._updates = 0
+        self._progress: Progress | None = None
+        self._pending: AsyncPending | None = None
 
     async def update(
         self,
@@ -143,7 +148,11 @@ class AsyncPublisher:
         quorum: int = 0,
         retries: int = 0,
         partial: bool = False,
+        apply: str = "in_place",
+        rollout: RolloutStrategy | None = None,
         deadline_s: float = DEADLINE_S,
+        stream: torch.cuda.Stream | None = None,
+        progress: Progress | None = None,
     ) -> UpdateResult:
         """Make ``weights`` the version that the fleet serves.
 
@@ -153,21 +162,29 @@ class AsyncPublisher:
         False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the highest level
         that each target reaches, or expected, replica, none. ``quorum``: targets that must confirm, 0 for all.
         ``retries``: times that the sources go through their weights again after a group failed, without the targets
-        that are gone. ``partial``: not every parameter is sent.
+        that are gone. ``partial``: not every parameter is sent. ``apply``: in_place, under the pause, or staged: into a
+        second copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all
+        targets swap at once, :func:`rolling` batch by batch (staged only). ``stream``: weights on a GPU are read after
+        what this stream was given before the call; None: after what the caller's current stream was given.
+        ``progress``: what :meth:`update_async` follows it by; leave it out.
 
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
-        version is served. Settings count at rank 0; ``deadline_s`` at every rank.
+        version is served. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended. Settings
+        count at rank 0; ``deadline_s`` and ``stream`` at every rank.
         """
         started = time.perf_counter()
-        source = as_source(weights)
+        if progress is None:
+            progress = self._next(stream)
+        self._progress = progress
         self._updates += 1
         limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
+            source = as_source(weights)
             async with limit:
                 await self._meet()
                 if self._lead is not None:
-                    operation, sent = await follow(self._lead, self._part, source, version, self._updates)
+                    operation, sent = await follow(self._lead, self._part, source, version, self._updates, progress)
                 else:
                     assert self._leading is not None
                     request = BeginWeightUpdateRequest(
@@ -184,16 +201,25 @@ class AsyncPublisher:
                             verify=_number(common_pb2.VerificationLevel, verify, "verify"),
                             quorum=quorum,
                         ),
+                        apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
+                        rollout=rollout,
                         lease_ttl=duration(LEASE_TTL_S),
                         retries=retries,
                     )
                     operation, sent = await self._leading.run(
-                        source, request, update=self._updates, checkpoint=checkpoint, deadline_s=deadline_s
+                        source,
+                        request,
+                        progress,
+                        update=self._updates,
+                        checkpoint=checkpoint,
+                        deadline_s=deadline_s,
                     )
         except TimeoutError:
             if not limit.expired():
                 raise  # the source's own
             raise Reason.DEADLINE_EXCEEDED.error(f"the update did not end within {deadline_s:g} s") from None
+        finally:
+            progress.end()
         return UpdateResult(
             version=operation.weight_version,
             operation=operation,
@@ -204,8 +230,35 @@ class AsyncPublisher:
             total_s=time.perf_counter() - started,
         )
 
+    def update_async(
+        self, weights: Weights, *, version: str, stream: torch.cuda.Stream | None = None, **settings: Any
+    ) -> AsyncPending:
+        """Start :meth:`update`, with its settings, and return at once; every rank of the trainer calls it.
+
+        The weights must stay as they are until the pending update's ``wait_sent`` has returned. Raises
+        UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended; what else goes wrong is raised by
+        the waits.
+        """
+        progress = self._next(stream)
+        update = self.update(weights, version=version, progress=progress, **settings)
+        self._progress, self._pending = progress, AsyncPending(update, progress)
+        return self._pending
+
+    def _next(self, stream: torch.cuda.Stream | None) -> Progress:
+        """Progress of another update. One at a time: groups and segments are kept from one to the next."""
+        if self._progress is not None and not self._progress.ended:
+            raise Reason.UPDATE_IN_PROGRESS.error(
+                "this publisher's last update has not ended", next_step="Wait for it, or cancel it."
+            )
+        return Progress(trainer_stream(stream))
+
     async def close(self) -> None:
-        """Leave the groups. Engines that are told of a new one forget them."""
+        """Leave the groups. Engines that are told of a new one forget them.
+
+        An update that is pending is cancelled or, where it is being committed, seen to its end.
+        """
+        if self._pending is not None:
+            await self._pending.close()
         self._part.close()
         if self._lead is not None:
             await self._lead.close()
@@ -248,13 +301,34 @@ class Publisher:
 
     def update(self, weights: Weights, *, version: str, **settings: Any) -> UpdateResult:
         """Make ``weights`` the version that the fleet serves; see :meth:`AsyncPublisher.update`."""
+        settings["stream"] = trainer_stream(settings.get("stream"))
         return self._loop.call(self.aio.update(weights, version=version, **settings))
 
+    def update_async(
+        self, weights: Weights, *, version: str, stream: torch.cuda.Stream | None = None, **settings: Any
+    ) -> Pending:
+        """Start an update and return at once; see :meth:`AsyncPublisher.update_async`."""
+        pending = self._start(weights, version=version, stream=trainer_stream(stream), **settings)
+        return Pending(self._loop.call(pending), self._loop)
+
+    async def _start(self, weights: Weights, **settings: Any) -> AsyncPending:
+        return self.aio.update_async(weights, **settings)
+
     def close(self) -> None:
-        """Leave the groups."""
+        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`."""
         self._loop.call(self.aio.close())
         if self._owns_loop:
             self._loop.stop()
+
+
+def rolling(max_unavailable: int = 1) -> RolloutStrategy:
+    """Let an update's targets take the version in batches of so many; until the last has, both versions are served.
+
+    Raises FIELD_INVALID for less than one.
+    """
+    if max_unavailable < 1:
+        raise Reason.FIELD_INVALID.error(f"max_unavailable is {max_unavailable}, at least 1", field="max_unavailable")
+    return RolloutStrategy(max_unavailable=max_unavailable)
 
 
 def model_digest(weights: Weights) -> str:
@@ -272,4 +346,4 @@ def _number(enum: Any, name: str, field: str) -> Any:
     return number(enum.DESCRIPTOR, name, field)
 
 
-__all__ = ["AsyncPublisher", "Publisher", "UpdateResult", "model_digest"]
+__all__ = ["AsyncPending", "AsyncPublisher", "Pending", "Publisher", "UpdateResult", "model_digest", "rolling"]

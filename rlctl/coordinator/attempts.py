@@ -6,6 +6,7 @@ Whoever fails first ends the others: a rank that waits in a group for one that w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -110,7 +111,7 @@ class Attempts:
     async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
         """Let targets of an update take in what its sources send; one request after the other."""
         session = opened.session
-        async with session.writing:
+        async with session.writing[of_request(request).name]:
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if opened.broken:
@@ -127,7 +128,8 @@ class Attempts:
             if isinstance(request, UpdateWeightsFromDistributedRequest):
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             try:
-                await self._together(request, session.reached_by(of_request(request)), run, timeout_s, group_names)
+                targets = session.reached_by(of_request(request))
+                await self._together(request, targets, run, timeout_s, group_names, aside=session.staged)
             finally:
                 opened.received += run.operation.stage_results
                 if not all(acknowledged(r, update=True) for r in run.operation.stage_results):
@@ -140,7 +142,9 @@ class Attempts:
         plan = opened.session.record.plan
         if request.failed_attempt < plan.attempt:
             return plan  # a repeat
-        async with opened.session.writing:  # what is still being taken in ends first
+        async with contextlib.AsyncExitStack() as writing:
+            for lock in opened.session.writing.values():  # what is still being taken in ends first
+                await writing.enter_async_context(lock)
             return await self._again(opened, request)
 
     async def _again(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
@@ -188,6 +192,7 @@ class Attempts:
         group_names: Sequence[str],
         *,
         step: str = "1",
+        aside: bool = False,
     ) -> None:
         """A verb during which ranks wait for each other inside groups: the first that fails, or a cancellation, makes
         all of them leave.
@@ -212,6 +217,7 @@ class Attempts:
             step=step,
             deadline=self._clock.now() + timeout_s,
             on_result=took,
+            aside=aside,
         )
         await asyncio.gather(*leaving)
 

@@ -45,13 +45,14 @@ class Fanout:
         step: str,
         deadline: float,
         on_result: Callable[[StageResult], None] = lambda _: None,
+        aside: bool = False,
     ) -> list[StageResult]:
         """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
 
         ``step`` tells apart several fan-outs of one operation: commands are identified by operation, slot,
         incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome of a
         mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is
-        served (groups, aborts).
+        served (groups, steps of a staged update). ``aside``: it is such a step.
         """
         verb = of_request(request)
         packed = self._pack(request)
@@ -59,14 +60,15 @@ class Fanout:
         async def one(slot: Slot) -> StageResult:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
             result = await self._one(packed, slot, verb, command_id, operation_id, deadline)
-            result = self._vetted(slot, verb, request, result)
+            result = self._vetted(slot, verb, request, result, mutates=verb.mutates(request) and not aside)
             on_result(result)
             return result
 
         results = list(await asyncio.gather(*(one(slot) for slot in slots)))
         if verb.mutates(request) and verb.waits:
             answers = zip(slots, results, strict=True)
-            spoilt = {slot: r.error for slot, r in answers if r.outcome in (OUTCOME_UNKNOWN, OUTCOME_DIRTY)}
+            spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
+            spoilt = {slot: r.error for slot, r in answers if r.outcome in spoiling}
             await self._roster.quarantine(spoilt)
             for slot in slots:
                 if slot.record.HasField("quarantine"):
@@ -111,7 +113,7 @@ class Fanout:
                 state=slot.state,
             )
 
-    def _vetted(self, slot: Slot, verb: Verb, request: Message, result: StageResult) -> StageResult:
+    def _vetted(self, slot: Slot, verb: Verb, request: Message, result: StageResult, *, mutates: bool) -> StageResult:
         """The result, if it answers what was asked: by this incarnation of this stage, under this epoch, with one entry
         for every rank that is no worse than the whole. Anything else is UNKNOWN and says why.
         """
@@ -122,7 +124,7 @@ class Fanout:
             wrong = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
         elif result.outcome not in _WITHOUT_RANKS or result.rank_results:
             entries = one_per_rank(slot.record.registration.layout.workers, result.rank_results)
-            outcome = of_ranks(verb, entries, mutates=verb.mutates(request))
+            outcome = of_ranks(verb, entries, mutates=mutates)
             if outcome != result.outcome:
                 wrong = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
         if not wrong:

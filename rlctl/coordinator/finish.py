@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from typing import Any
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.operations import Run, conclude
@@ -23,6 +24,7 @@ from rlctl.v1.common_pb2 import (
     EVIDENCE_VERIFIED,
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
@@ -39,9 +41,13 @@ from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
     FlushCacheRequest,
     PauseGenerationRequest,
+    SealUpdateRequest,
 )
 
 log = logging.getLogger(__name__)
+
+Levels = Mapping[str, common_pb2.VerificationLevel.ValueType]
+"""At which level each target is verified, by slot."""
 
 ADMISSION_S = 10.0
 """Time that a grant may take to a stage and its report back."""
@@ -55,60 +61,155 @@ class Finish:
         self._roster = roster
         self._peers = peers
         self._clock = clock
+        self._paused_s = 0.0
 
     async def commit(self, run: Run, expected_digest: str) -> None:
-        """Complete, flush, verify, publish, admit, resume. Raises when the version was not published."""
-        good, digest = await self._complete(run, expected_digest)
-        async with self._silencing(good):
-            good = self._present(run, good)
-            bad = [slot for slot in self._session.frozen if slot not in good]
-            if len(good) < self._session.quorum:
-                raise self._session.short_of_quorum(len(good), self._cause(run))
-            await self._session.step(AbortUpdateRequest(reason="did not confirm"), bad, cleanup=True)
+        """Complete, flush, verify, publish, admit, resume, batch by batch. Raises when the version was not published.
+
+        Shadow copies are complete and verified before anything is paused; what is in place is one batch.
+        """
+        session = self._session
+        levels = await self._written(expected_digest)
+        waiting, digest = list(session.targets), ""
+        if session.staged:
+            waiting, digest = await self._seal(run, levels, expected_digest)
+            self._refuse_short(run, len(waiting))
+        await session.advance(UPDATE_PHASE_COMMITTING)
+        done: list[Slot] = []
+        try:
+            await self._roll(run, waiting, done, levels, expected_digest, digest)
+        except RlctlError as error:
+            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+                raise
+            log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
+            await self._close(run, done, digest)
+        finally:
+            if session.record.phase == UPDATE_PHASE_PUBLISHED:
+                versions.close(session.model)
+        self._stamp(run)
+        whole = len(self._present(run, done)) == len(session.frozen)
+        conclude(run.operation, update=True)
+        if not whole or self._left_out() or any(r.HasField("warning") for r in run.operation.stage_results):
+            # What became of the others may be unknown, but they are quarantined, and the version is published.
+            run.operation.state = OPERATION_STATE_PARTIAL
+
+    async def _roll(
+        self, run: Run, waiting: list[Slot], done: list[Slot], levels: Levels, expected_digest: str, digest: str
+    ) -> None:
+        """Bring the waiting targets to the version, batch by batch (one, unless the update rolls), into ``done``.
+
+        From the first batch that serves it the version is published; what fails later only ends the rolling.
+        """
+        session = self._session
+        size = session.record.request.rollout.max_unavailable or len(waiting)
+        earlier = session.model.admitted
+        while waiting:
+            batch, waiting = waiting[:size], waiting[size:]
+            good, found = await self._complete(run, batch, levels, expected_digest)
+            done += good
+            if len(done) + len(waiting) < session.quorum:
+                if session.record.phase != UPDATE_PHASE_PUBLISHED:
+                    self._refuse_short(run, len(done) + len(waiting))
+                waiting = []  # what did not go well is not tried on the rest
+            if waiting and not done:
+                continue
+            if waiting:
+                await self._publish(run, good, digest, beside=earlier)
+                for slot in good:
+                    self._peers.grant(slot)
+            else:
+                await self._close(run, done, digest or found)
+            await self._serve(run, good)
+
+    async def _close(self, run: Run, done: Sequence[Slot], digest: str) -> None:
+        """No version but this one is served any more: not by the targets that did not confirm, not by anybody else."""
+        session = self._session
+        async with self._silencing(done):
+            good = self._present(run, done)
+            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+                self._refuse_short(run, len(good))
+            left = [slot for slot in session.frozen if slot not in good]
+            stopped = Reason.CANCELLED.error("the update ended before it came to this target")
+            answered = {result.slot for result in run.operation.stage_results}
+            for result in await session.step(AbortUpdateRequest(reason="did not confirm"), left, cleanup=True):
+                if result.slot not in answered:
+                    session.file(run, result, stopped)
             await self._publish(run, good, digest)
+            versions.close(session.model)
+            for slot in self._roster.slots.values():
+                slot.late = slot.late or (slot.model == session.model.record.name and slot not in good)
+
+    async def _serve(self, run: Run, good: Sequence[Slot]) -> None:
+        """Wait until targets that hold the published version serve it, and let them generate."""
         try:
             await self._await_admission(good)
             await self._resume_after(run, good)
         except RlctlError as error:
             log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
-        self._stamp(run)
-        whole = len(self._present(run, good)) == len(self._session.frozen)
-        conclude(run.operation, update=True)
-        if not whole or self._left_out() or any(r.HasField("warning") for r in run.operation.stage_results):
-            # What became of the others may be unknown, but they are quarantined, and the version is published.
-            run.operation.state = OPERATION_STATE_PARTIAL
+        if self._session.paused_at is not None:
+            self._paused_s = max(self._paused_s, self._clock.now() - self._session.paused_at)
+
+    def _refuse_short(self, run: Run, count: int) -> None:
+        if count < self._session.quorum:
+            raise self._session.short_of_quorum(count, self._cause(run))
 
     async def restore(self, run: Run, expected_digest: str) -> None:
         """Complete, flush, verify, admit, resume, for targets that are brought to a version that is published already.
 
         Raises when one did not confirm.
         """
-        good, _ = await self._complete(run, expected_digest)
+        levels = await self._written(expected_digest)
+        await self._session.advance(UPDATE_PHASE_COMMITTING)
+        good, _ = await self._complete(run, self._session.targets, levels, expected_digest)
         if len(good) < len(self._session.frozen):
             raise self._session.short_of_quorum(len(good), self._cause(run))
         await self._roster.lift_quarantine(good)
         for slot in good:
             slot.restoring = False
             self._peers.grant(slot)
-        await self._await_admission(good)
-        await self._resume_after(run, good)
+        await self._serve(run, good)
         self._stamp(run)
 
-    async def _complete(self, run: Run, expected_digest: str) -> tuple[list[Slot], str]:
-        """Finish, flush and verify the targets: those that confirmed, and the digest that they all have, or ""."""
+    async def _written(self, expected_digest: str) -> Levels:
+        """Once all targets have been written into: at which level each is verified."""
         if not self._session.written:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
         await self._session.ready()
-        await self._session.advance(UPDATE_PHASE_COMMITTING)
-        levels = self._session.levels(expected_digest)
-        good = self._keep(
-            run,
-            await self._session.step(
-                CommitUpdateRequest(version=self._session.record.plan.version), self._session.targets
-            ),
-        )
-        good = await self._flush(run, good)
-        return await self._verify(run, good, levels, expected_digest)
+        return self._session.levels(expected_digest)
+
+    async def _seal(self, run: Run, levels: Levels, expected_digest: str) -> tuple[list[Slot], str]:
+        """Complete and verify the shadow copies while generation goes on: the targets that are PREPARED, and the digest
+        that they all have, or "". What fails here has touched nothing that is served.
+        """
+        session = self._session
+        results = await session.step(SealUpdateRequest(), session.targets)
+        failed = [result for result in results if result.outcome != OUTCOME_APPLIED]
+        sealed = [slot for slot, r in zip(session.targets, results, strict=True) if r.outcome == OUTCOME_APPLIED]
+        found, wrong = await self._judge(sealed, levels, expected_digest)
+        for result in [*failed, *(r for r in found if r.slot in wrong)]:
+            if result.slot in wrong:
+                result.outcome = OUTCOME_REJECTED
+                result.error.CopyFrom(wrong[result.slot].detail())
+            run.add(result)
+        return [slot for slot in sealed if slot.name not in wrong], _common_digest(found, wrong)
+
+    async def _complete(
+        self, run: Run, slots: Sequence[Slot], levels: Levels, expected_digest: str
+    ) -> tuple[list[Slot], str]:
+        """Finish targets, flush, verify: those that confirmed, and the digest that they all have, or ""."""
+        session = self._session
+        if session.staged:
+            paused = await session.pause(slots)
+            slots = self._keep(run, slots, [r for r in paused if r.outcome != OUTCOME_APPLIED])
+        commit = CommitUpdateRequest(version=session.record.plan.version)
+        # A flush where the commit has failed costs entries that could have been kept, and nothing else.
+        committed, *flushed = await session.in_order(session.step(commit, slots), *self._flushing(slots))
+        good = self._flushed(run, self._keep(run, slots, committed), flushed)
+        digest = ""
+        if not session.staged:
+            good, digest = await self._verify(run, good, levels, expected_digest)
+        self._certify(run, good, levels)
+        return good, digest
 
     @contextlib.asynccontextmanager
     async def _silencing(self, good: Sequence[Slot]) -> AsyncIterator[None]:
@@ -132,56 +233,61 @@ class Finish:
         """Whether a stage that is there was left out because it could not take this update."""
         return any(excluded.state not in ABSENT for excluded in self._session.record.plan.excluded)
 
-    def _keep(self, run: Run, results: Sequence[StageResult]) -> list[Slot]:
+    def _keep(self, run: Run, slots: Sequence[Slot], results: Sequence[StageResult]) -> list[Slot]:
+        """File results; the slots of which none failed."""
         for result in results:
             run.add(result)
-        return [slot for slot, r in zip(self._session.targets, results, strict=True) if r.outcome == OUTCOME_APPLIED]
+        failed = {result.slot for result in results if result.outcome != OUTCOME_APPLIED}
+        return [slot for slot in slots if slot.name not in failed]
 
-    async def _flush(self, run: Run, slots: list[Slot]) -> list[Slot]:
+    def _flushing(self, slots: Sequence[Slot]) -> list[Coroutine[Any, Any, list[StageResult]]]:
+        """The steps that leave no KV entry of the old weights."""
         options = self._session.record.request.options
         if options.HasField("flush_cache") and not options.flush_cache:
-            return slots
-        results: list[StageResult] = []
+            return []
+        steps = []
         if options.pause == PAUSE_MODE_IN_PLACE:
             # Frozen requests would go on with KV entries of the old weights, which nobody asked for: recompute them.
-            results += await self._session.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), slots)
-        awake = [slot for slot in slots if slot.name in self._awake()]
-        results += await self._session.step(FlushCacheRequest(), awake)
-        failed = {r.slot: from_detail(r.error) for r in results if r.outcome != OUTCOME_APPLIED}
+            steps.append(self._session.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), slots))
+        steps.append(self._session.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)]))
+        return steps
+
+    def _flushed(self, run: Run, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
+        """Those that have done all of :meth:`_flushing`."""
+        kept = {slot.name for slot in slots}
+        flat = [result for step in results for result in step if result.slot in kept]
+        failed = {r.slot: from_detail(r.error) for r in flat if r.outcome != OUTCOME_APPLIED}
         self._spoil(run, failed)
         return [slot for slot in slots if slot.name not in failed]
 
-    def _awake(self) -> set[str]:
-        """Targets with a KV cache to flush."""
-        return {
-            slot.name
-            for slot in self._session.targets
-            if slot.report is not None and common_pb2.MEMORY_TAG_KV_CACHE not in slot.report.released
-        }
-
     async def _verify(
-        self,
-        run: Run,
-        slots: list[Slot],
-        levels: dict[str, common_pb2.VerificationLevel.ValueType],
-        expected_digest: str,
+        self, run: Run, slots: list[Slot], levels: Levels, expected_digest: str
     ) -> tuple[list[Slot], str]:
+        results, wrong = await self._judge(slots, levels, expected_digest)
+        self._spoil(run, wrong)
+        await self._roster.quarantine({slot: wrong[slot.name].detail() for slot in slots if slot.name in wrong})
+        return [slot for slot in slots if slot.name not in wrong], _common_digest(results, wrong)
+
+    async def _judge(
+        self, slots: Sequence[Slot], levels: Levels, expected_digest: str
+    ) -> tuple[list[StageResult], dict[str, RlctlError]]:
+        """What targets hold (staged: in their shadow copies), and what is wrong with it, by slot."""
         # A single target at level NONE has nothing to compare with, but its ranks must still agree among themselves.
         wanted = self._session.record.request.options.verify
         checked = [] if wanted == VERIFICATION_LEVEL_NONE else [slot for slot in slots if verification.digests(slot)]
-        results = await self._session.step(CheckWeightsRequest(), checked)
-        wrong = verification.judge(results, levels, expected_digest)
-        self._spoil(run, wrong)
-        await self._roster.quarantine({slot: wrong[slot.name].detail() for slot in slots if slot.name in wrong})
+        results = await self._session.step(CheckWeightsRequest(shadow=self._session.staged), checked)
+        return results, verification.judge(results, levels, expected_digest)
+
+    def _certify(self, run: Run, slots: Sequence[Slot], levels: Levels) -> None:
+        """Say in the results of targets that have confirmed how far they were verified."""
+        names = {slot.name for slot in slots}
         for result in run.operation.stage_results:
-            if result.outcome == OUTCOME_APPLIED and result.slot in levels:
+            if result.outcome == OUTCOME_APPLIED and result.slot in names:
                 result.verified = levels[result.slot]
                 if levels[result.slot] == VERIFICATION_LEVEL_EXPECTED:
                     result.evidence = EVIDENCE_VERIFIED
                     for rank in result.rank_results:
                         rank.evidence = EVIDENCE_VERIFIED
-        digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
-        return [slot for slot in slots if slot.name not in wrong], digests.pop() if len(digests) == 1 else ""
 
     def _spoil(self, run: Run, errors: dict[str, RlctlError]) -> None:
         """Targets that had committed and turned out wrong: their results say so."""
@@ -200,19 +306,23 @@ class Finish:
                 return f"{result.slot}: {result.error.message}"
         return ""
 
-    async def _publish(self, run: Run, good: Sequence[Slot], digest: str) -> None:
-        version = self._session.record.plan.version
-        record = versions.published(
-            self._session.model, version, model_digest=digest, checkpoint=self._session.checkpoint
-        )
+    async def _publish(
+        self, run: Run, good: Sequence[Slot], digest: str, beside: Sequence[common_pb2.WeightVersion] = ()
+    ) -> None:
+        """Publish the version, once, and trust these targets again. ``beside``: versions that may be served as well."""
+        session = self._session
+        trusted = good if session.full else []
+        if session.record.phase == UPDATE_PHASE_PUBLISHED:
+            await self._roster.lift_quarantine(trusted)
+            return
+        version = session.record.plan.version
+        record = versions.published(session.model, version, model_digest=digest, checkpoint=session.checkpoint)
 
         async def write(released: Sequence[Put]) -> None:
-            await self._session.advance(UPDATE_PHASE_PUBLISHED, model_put(record), *released)
+            await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record), *released)
 
-        await self._roster.lift_quarantine(good if self._session.full else [], write)
-        versions.publish(self._session.model, record)
-        for slot in self._roster.slots.values():
-            slot.late = slot.late or (slot.model == record.name and slot not in good)
+        await self._roster.lift_quarantine(trusted, write)
+        versions.publish(session.model, record, beside)
         self._roster.changed()
         run.operation.weight_version.CopyFrom(version)
         run.operation.model_digest = digest
@@ -247,11 +357,20 @@ class Finish:
                 target.warning.CopyFrom(warnings[target.slot])
 
     def _stamp(self, run: Run) -> None:
-        if self._session.paused_at is not None:
-            paused = self._clock.now() - self._session.paused_at
-            run.operation.pause_time.CopyFrom(duration(paused))
+        if self._paused_s:
+            run.operation.pause_time.CopyFrom(duration(self._paused_s))
         for result in run.operation.stage_results:
             report = self._roster.slots[result.slot].report
             if result.outcome == OUTCOME_APPLIED and report is not None:
                 result.state = report.state
                 result.weight_version.CopyFrom(self._session.record.plan.version)
+
+
+def _has_cache(slot: Slot) -> bool:
+    return slot.report is not None and common_pb2.MEMORY_TAG_KV_CACHE not in slot.report.released
+
+
+def _common_digest(results: Sequence[StageResult], wrong: Collection[str]) -> str:
+    """The one model digest of all targets that are right, or ""."""
+    digests = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
+    return digests.pop() if len(digests) == 1 else ""

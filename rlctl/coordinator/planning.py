@@ -31,6 +31,7 @@ from rlctl.v1.update_pb2 import (
     UpdateTarget,
 )
 from rlctl.v1.verbs_pb2 import (
+    AFTER_UPDATE_STAY_PAUSED,
     APPLY_MODE_STAGED,
     UPDATE_KIND_ADAPTER,
     UPDATE_KIND_DELTA,
@@ -158,18 +159,43 @@ class Planner:
             )
         later = {
             "kind": request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_ADAPTER),
-            "apply": request.apply == APPLY_MODE_STAGED,
-            "rollout.max_unavailable": bool(request.rollout.max_unavailable),
         }
         for name, asked in later.items():
             if asked:
                 raise Reason.NOT_IMPLEMENTED.error(f"this value of {name} is in the contract only, so far", field=name)
+        staged, options = request.apply == APPLY_MODE_STAGED, request.options
+        if staged and not options.pause and not options.abort_all_requests:
+            raise Reason.FIELD_REQUIRED.error(
+                "requests run until a staged update is swapped; say what becomes of them then",
+                field="options.pause",
+                next_step="Name a pause mode, retract say.",
+            )
+        if request.rollout.max_unavailable and not staged:
+            raise Reason.UNSUPPORTED.error(
+                "in place, every batch would need a pass of the sources of its own; only staged updates roll",
+                field="rollout.max_unavailable",
+                next_step="Ask for apply = staged.",
+            )
+        if request.rollout.max_unavailable and options.after == AFTER_UPDATE_STAY_PAUSED:
+            raise Reason.FIELD_CONFLICT.error(
+                "stages that stay paused are unavailable: an update that rolls resumes them", field="options.after"
+            )
 
     def _obstacle(self, request: BeginWeightUpdateRequest, slot: Slot) -> RlctlError | None:
         """Why a stage that holds weights of the model cannot take this update, or None."""
         if request.path == DATA_PATH_IPC and not _shares_memory(request, slot):
             return Reason.NOT_COLOCATED.error(
                 f"{slot.name}: not all of its ranks share memory with every source", field="path"
+            )
+        if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
+            engine = slot.record.registration.engine
+            return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
+        alone = len(slot.record.registration.layout.workers) == 1
+        if request.apply == APPLY_MODE_STAGED and not alone and _transport(request, slot) == TRANSPORT_TORCH_NCCL:
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name}: beside generation its ranks' own NCCL collectives and the update's could wait for each "
+                "other; offer gloo or shared memory",
+                field="transports",
             )
         missing = unsupported(slot, _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed"))
         if missing is not None:

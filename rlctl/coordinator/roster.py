@@ -364,6 +364,7 @@ class Roster:
     def _stage(self, slot: Slot) -> Stage:
         heard = self._clock.now() - slot.commander.last_heard if slot.commander else None
         obstacle = slot.not_routable()
+        staging = slot.report is not None and slot.report.update_staged
         return Stage(
             registration=slot.record.registration,
             incarnation=slot.record.incarnation,
@@ -373,6 +374,7 @@ class Roster:
             routable=not obstacle,
             not_routable=obstacle,
             quarantine=slot.quarantine,
+            staging_update_id=slot.report.update_id if slot.report is not None and staging else "",
             last_heard=duration(heard) if heard is not None else None,
             unhealable=bool(slot.unhealable),
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -39,9 +40,11 @@ from rlctl.v1.journal_pb2 import (
 )
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import (
+    APPLY_MODE_STAGED,
     UPDATE_KIND_FULL,
     UPDATE_KIND_UNSPECIFIED,
     AbortUpdateRequest,
+    CommitUpdateRequest,
     ContinueGenerationRequest,
     DestroyWeightsUpdateGroupRequest,
     PauseGenerationRequest,
@@ -58,6 +61,8 @@ _TRANSPORTS = {
 
 _GENERATING = (common_pb2.STAGE_STATE_PAUSED, common_pb2.STAGE_STATE_READY)
 
+_ENDING = (CommitUpdateRequest, AbortUpdateRequest)
+
 CLEANUP_S = 30.0
 """Time for steps that must be tried although the update's own time is up: abort, resume."""
 
@@ -69,9 +74,10 @@ class Session:
         frozen: the target set as it was when the update began.
         targets: those of them that have not been lost in an attempt.
         resume: targets that generate again afterwards.
-        paused_at: when the first target was paused, on the clock's ``now``; None: no target was told of the update.
+        paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
         unprepared: what those answered that could not be paused or prepared.
-        writing: held by whoever lets the targets take in weights, so that several sources come one after the other.
+        writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
+            the other. No target takes weights in by two verbs: those with different ones do not wait for each other.
     """
 
     def __init__(
@@ -101,10 +107,11 @@ class Session:
         self._steps = 0
         self.resume: set[str] = set()
         self.paused_at: float | None = None
+        self._told = False
         self._preparing: asyncio.Task[None] | None = None
         self._ended = False
         self.unprepared: list[StageResult] = []
-        self.writing = asyncio.Lock()
+        self.writing = {verb: asyncio.Lock() for verb in _TRANSPORTS}
 
     @property
     def update_id(self) -> str:
@@ -115,6 +122,11 @@ class Session:
     def full(self) -> bool:
         """Whether it writes every parameter."""
         return self.record.request.kind in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL)
+
+    @property
+    def staged(self) -> bool:
+        """Whether it lands in shadow copies while generation goes on."""
+        return self.record.request.apply == APPLY_MODE_STAGED
 
     @property
     def written(self) -> bool:
@@ -168,32 +180,52 @@ class Session:
 
     async def _prepare(self) -> None:
         await self.advance(UPDATE_PHASE_WRITING)
-        options = self.record.request.options
-        awake = [slot for slot in self.targets if slot.state != STAGE_STATE_ASLEEP]
+        self._told = True
+        prepare = self._prepare_request()
+        if self.staged:
+            self._all_applied(await self.step(prepare, self.targets))
+            return
+        running = self._generating(self.targets)
+        if self._pause_mode != PAUSE_MODE_UNSPECIFIED:
+            # Each stage carries them out in this order. Where the pause is refused nothing is lost by the other one: it
+            # writes nothing, and is aborted.
+            paused, prepared = await self.in_order(self._pause(running), self.step(prepare, self.targets))
+            self._all_applied([*paused, *prepared])
+            return
+        self._all_applied(await self.step(prepare, self.targets))
+        # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
+        self._all_applied(await self._pause(running))
+
+    async def pause(self, slots: Sequence[Slot]) -> list[StageResult]:
+        """Stop generation where it goes on, and remember that it is to go on again; the results of those."""
+        return await self._pause(self._generating(slots))
+
+    def _generating(self, slots: Sequence[Slot]) -> list[Slot]:
+        awake = [slot for slot in slots if slot.state != STAGE_STATE_ASLEEP]
         running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
         # In a further attempt most are paused already, and those that were paused by us are held.
         self.resume |= {slot.name for slot in awake if slot in running or slot.held}
-        self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
-        mode = options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
-        if mode != PAUSE_MODE_UNSPECIFIED:
-            self._all_applied(await self._pause(running, mode))
-        self._all_applied(await self.step(self._prepare_request(), self.targets))
-        if mode == PAUSE_MODE_UNSPECIFIED:
-            # Nothing was active: from here on the pause, not the open update, keeps it so, also if the update fails.
-            self._all_applied(await self._pause(running, PAUSE_MODE_RETRACT))
+        return running
+
+    async def _pause(self, slots: Sequence[Slot]) -> list[StageResult]:
+        if self.staged or self.paused_at is None:
+            self.paused_at = self._clock.now()
+        return await self.step(PauseGenerationRequest(mode=self._pause_mode or PAUSE_MODE_RETRACT), slots)
+
+    @property
+    def _pause_mode(self) -> common_pb2.PauseMode.ValueType:
+        options = self.record.request.options
+        return options.pause or (PAUSE_MODE_ABORT if options.abort_all_requests else PAUSE_MODE_UNSPECIFIED)
 
     def _prepare_request(self) -> PrepareUpdateRequest:
         return PrepareUpdateRequest(
             version=self.record.plan.version,
             kind=self.record.request.kind,
             apply=self.record.request.apply,
-            abort_all_requests=self.record.request.options.abort_all_requests,
+            abort_all_requests=self.record.request.options.abort_all_requests and not self.staged,
             num_sources=max(1, self.record.request.num_sources),
             selector=self.record.request.options.selector,
         )
-
-    async def _pause(self, slots: Sequence[Slot], mode: common_pb2.PauseMode.ValueType) -> list[StageResult]:
-        return await self.step(PauseGenerationRequest(mode=mode), slots)
 
     async def step(self, request: Message, slots: Sequence[Slot], *, cleanup: bool = False) -> list[StageResult]:
         """One verb of the update to some of its targets. ``cleanup``: it must be tried although the update has ended or
@@ -213,10 +245,17 @@ class Session:
                 operation_id=self.update_id,
                 step=step,
                 deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
+                aside=self.staged and verb.in_update and not isinstance(request, _ENDING),
             )
         except asyncio.CancelledError:
             self._fanout.cancel(slots, self.update_id, step)
             raise
+
+    async def in_order(self, *steps: Coroutine[Any, Any, list[StageResult]]) -> list[list[StageResult]]:
+        """Several steps without a round trip in between: every stage gets their commands over one stream, in this
+        order, and carries out one at a time. Each must be harmless where one before it has failed.
+        """
+        return await asyncio.gather(*steps)
 
     async def hand_over_pause(self, slots: Sequence[Slot]) -> None:
         """From here on the pause is its owner's, as if asked for by name: no other update lifts it."""
@@ -257,7 +296,7 @@ class Session:
         if self._preparing is not None:
             self._preparing.cancel()
             await asyncio.gather(self._preparing, return_exceptions=True)
-        if self.paused_at is not None:
+        if self._told:
             await self._abort(run, error)
         with contextlib.suppress(RlctlError):
             await self.advance(UPDATE_PHASE_ABORTED)
@@ -270,15 +309,17 @@ class Session:
             if result.outcome == OUTCOME_APPLIED and result.state in _GENERATING and slot.name in self.resume
         ]
         for result in results:
-            self._file(run, result, error)
+            self.file(run, result, error)
         # One that is READY may still have a pause of ours before it, waiting for requests to drain.
         resumed = await self.step(ContinueGenerationRequest(), restored, cleanup=True)
         for slot, result in zip(restored, resumed, strict=True):
             if result.outcome == OUTCOME_APPLIED:
                 next(r for r in run.operation.stage_results if r.slot == slot.name).state = result.state
 
-    def _file(self, run: Run, result: StageResult, error: RlctlError) -> None:
+    def file(self, run: Run, result: StageResult, error: RlctlError) -> None:
         """What the abort left at a target: DIRTY, or as it was (REJECTED); UNKNOWN when it did not answer."""
+        # Once a shadow copy is known to be dropped, what became of a step before that no longer matters.
+        dropped = self.staged and result.outcome == OUTCOME_APPLIED
         if result.outcome == OUTCOME_APPLIED:
             dirty = result.state == common_pb2.STAGE_STATE_DIRTY
             result.outcome = OUTCOME_DIRTY if dirty else common_pb2.OUTCOME_REJECTED
@@ -289,7 +330,7 @@ class Session:
         for earlier in run.operation.stage_results:
             if earlier.slot == result.slot and earlier.outcome not in (OUTCOME_APPLIED, 0):
                 result.error.CopyFrom(earlier.error)
-                result.outcome = max(result.outcome, earlier.outcome)
+                result.outcome = result.outcome if dropped else max(result.outcome, earlier.outcome)
                 if earlier.rank_results:
                     del result.rank_results[:]
                     result.rank_results.extend(earlier.rank_results)

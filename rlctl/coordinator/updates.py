@@ -34,6 +34,7 @@ from rlctl.v1.update_pb2 import (
     JoinWeightUpdateResponse,
     RenewLeaseResponse,
     RetryWeightUpdateRequest,
+    RolloutStrategy,
     Trainer,
 )
 from rlctl.v1.verbs_pb2 import (
@@ -150,6 +151,8 @@ class Updates:
             version=request.weight_version or f"disk-{self._clock.new_id()[:8]}",
             path=DATA_PATH_DISK,
             kind=UPDATE_KIND_PARTIAL if request.target_modules else UPDATE_KIND_FULL,
+            apply=request.apply,
+            rollout=RolloutStrategy(max_unavailable=request.max_unavailable),
             options=request.options,
             trainer=Trainer(name="disk"),
         )

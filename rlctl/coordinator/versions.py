@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import WeightVersion
@@ -35,10 +37,15 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
     return bool(model.checkpoint) and model.checkpoint == report.checkpoint
 
 
-def publish(model: ModelState, record: ModelRecord) -> None:
-    """Admit a version whose record is durable, and only it."""
+def publish(model: ModelState, record: ModelRecord, beside: Iterable[WeightVersion] = ()) -> None:
+    """Admit a version whose record is durable, and of the earlier ones only those ``beside`` it."""
     model.record = record
-    model.admitted = [record.latest]
+    model.admitted = [*beside, record.latest]
+
+
+def close(model: ModelState) -> None:
+    """Admit the latest version only."""
+    model.admitted = [model.record.latest]
 
 
 def published(model: ModelState, version: WeightVersion, *, model_digest: str, checkpoint: str) -> ModelRecord:

@@ -90,14 +90,13 @@ def _always_right(results: Any, levels: Any, expected_digest: str) -> dict[str, 
     return {}
 
 
-async def _published_first(self: Finish, run: Any, expected_digest: str) -> tuple[list[Any], str]:
+async def _published_first(self: Finish, run: Any, expected_digest: str) -> None:
     """The version is published as soon as it was written."""
-    good = list(self._session.targets)
-    await self._publish(run, good, expected_digest)
-    return await _complete(self, run, expected_digest)
+    await self._publish(run, list(self._session.targets), expected_digest)
+    await _commit(self, run, expected_digest)
 
 
-_complete = Finish._complete
+_commit = Finish.commit
 
 
 MUTANTS: dict[str, list[Patch]] = {
@@ -113,7 +112,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "lease_expiry": [(Updates, "_decision", _no_lease)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
     "presumed_abort": [(Orphans, "_orphan", _nothing)],
-    "publish_last": [(Finish, "_complete", _published_first)],
+    "publish_last": [(Finish, "commit", _published_first)],
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
     "silence": [(Peers, "silence", _not_silenced)],

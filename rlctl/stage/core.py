@@ -252,6 +252,8 @@ class Stage:
             lease_held=self._clock.now() < self._lease_until,
             paused_by_update=facts.paused_by,
             grant_number=self._confirmed_grant,
+            update_staged=facts.update is not None and facts.update.aside,
+            update_prepared=facts.update is not None and facts.update.prepared,
         )
 
     def _serving(self) -> Serving:
@@ -303,8 +305,9 @@ class Stage:
     async def _relayed(self, verb: Verb, request: Message, call: Call) -> StageResult:
         self.facts.refuse(verb, request)
         self._place(request)
+        aside = self.facts.is_aside(verb, request)
         results = await self._relay.run(verb, request, call)
-        outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request))
+        outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         self.facts.settle(verb, request, outcome, results)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(request.version)

@@ -50,8 +50,11 @@ class OpenUpdate:
         full: it writes every parameter, so that it clears MIXED and LOST.
         before: what the weights were when it opened.
         checkpoint: checkpoint that it loaded, when it came from disk.
-        touched: a byte may have been written.
+        touched: a byte of what serves may have been written.
         committed: this stage has finished it; it waits for the version's admission.
+        staged: it fills a shadow copy.
+        prepared: that copy is complete.
+        digest: model digest of that copy, hex, once somebody has computed it.
     """
 
     update_id: str
@@ -61,6 +64,14 @@ class OpenUpdate:
     checkpoint: str = ""
     touched: bool = False
     committed: bool = False
+    staged: bool = False
+    prepared: bool = False
+    digest: str = ""
+
+    @property
+    def aside(self) -> bool:
+        """Whether it has left alone what serves: the stage is what it would be without this update."""
+        return self.staged and not (self.touched or self.committed)
 
 
 @dataclass
@@ -85,7 +96,7 @@ class Facts:
         """The state that follows."""
         if not self.joined:
             return common_pb2.STAGE_STATE_JOINING
-        if self.update is not None:
+        if self.update is not None and not self.update.aside:
             return common_pb2.STAGE_STATE_UPDATING
         if self.weights is Weights.MIXED:
             return common_pb2.STAGE_STATE_DIRTY
@@ -127,8 +138,14 @@ class Facts:
             self._refuse_update(request)
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and MEMORY_TAG_WEIGHTS in self.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released")
+        staging = self.update is not None and self.update.aside
+        if staging or _of_staged(request):
+            self._refuse_staged(request)
         state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
-        if not verb.allows(self.state):
+        # The steps of a staged update leave the stage in whatever state it is.
+        a_step = verb.in_update or _of_staged(request)
+        in_staged = staging and a_step and verb.allows(common_pb2.STAGE_STATE_UPDATING)
+        if not in_staged and not verb.allows(self.state):
             raise Reason.ILLEGAL_STATE.error(
                 f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; this one is {state}",
                 metadata={"state": state},
@@ -145,7 +162,28 @@ class Facts:
         if self.state == common_pb2.STAGE_STATE_STALE:
             raise Reason.WEIGHTS_STALE.error()
 
+    def _refuse_staged(self, request: Message) -> None:
+        """What only a staged update has, only in one, and in its order: written, sealed, then committed."""
+        update = self.update
+        if _of_staged(request) and (update is None or not update.aside):
+            raise Reason.UPDATE_NOT_FOUND.error("no staged update is open: there is no shadow copy")
+        if isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow:
+            fence = request.header.fence
+            if update is not None and fence.update_id != update.update_id:
+                raise Reason.UPDATE_FENCED.error(
+                    f"the shadow copy is update {update.update_id}'s", field="header.fence.update_id"
+                )
+            if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
+                raise Reason.FIELD_CONFLICT.error("a shadow copy can only be digested", field="action")
+        prepared = update is not None and update.prepared
+        if isinstance(request, verbs_pb2.CommitUpdateRequest) and not prepared:
+            raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
+        if isinstance(request, _WRITES) and prepared:
+            raise Reason.ILLEGAL_STATE.error("the shadow copy is sealed: nothing more is written into it")
+
     def _refuse_update(self, request: verbs_pb2.PrepareUpdateRequest) -> None:
+        if self.update is not None and self.update.staged != (request.apply == verbs_pb2.APPLY_MODE_STAGED):
+            raise Reason.FIELD_CONFLICT.error("the update was opened with another apply mode", field="apply")
         if MEMORY_TAG_WEIGHTS in self.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
         full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
@@ -171,7 +209,13 @@ class Facts:
                 self.released = _reported(results)
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
                 full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
-                self.update = OpenUpdate(request.header.fence.update_id, request.version, full, self.weights)
+                staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
+                update_id = request.header.fence.update_id
+                self.update = OpenUpdate(update_id, request.version, full, self.weights, staged=staged)
+            case verbs_pb2.PrepareUpdateRequest() if possible and self.update is not None:
+                self.update.prepared, self.update.digest, self.update.checkpoint = False, "", ""
+            case verbs_pb2.SealUpdateRequest() if applied and self.update is not None:
+                self.update.prepared = True
             case verbs_pb2.CommitUpdateRequest() if applied and self.update is not None:
                 self._committed(self.update, request.version)
             case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
@@ -182,16 +226,25 @@ class Facts:
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
                 self._mixed()
             case verbs_pb2.CheckWeightsRequest() if applied and not request.skip_tensors:
-                self._digested(results)
+                self._digested(results, shadow=request.shadow)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
-        if verb.writes_weights and possible and not finished:
+        # A write of a staged update reaches what serves only if the engine itself says that it has gone wrong so far.
+        spared = self.is_aside(verb, request) and outcome != OUTCOME_DIRTY
+        if verb.writes_weights and possible and not finished and not spared:
             if self.update is not None:
                 self.update.touched = True
             self._mixed()
+
+    def is_aside(self, verb: Verb, request: Message) -> bool:
+        """Whether a verb, a step of a staged update, leaves alone what serves, whatever becomes of it."""
+        if isinstance(request, verbs_pb2.PrepareUpdateRequest):
+            return request.apply == verbs_pb2.APPLY_MODE_STAGED
+        staging = self.update is not None and self.update.aside
+        return staging and verb.in_update and not _ends_update(request)
 
     def admit(self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None) -> None:
         """Take in which versions may be served, and optionally which one the weights at hand are."""
@@ -216,9 +269,11 @@ class Facts:
         self.model_digest = ""
         self.checkpoint = ""
 
-    def _digested(self, results: Iterable[RankResult]) -> None:
+    def _digested(self, results: Iterable[RankResult], *, shadow: bool) -> None:
         digests = {result.check.model_digest for result in results if result.check.model_digest}
-        if self.weights is Weights.WHOLE and len(digests) == 1:
+        if shadow and self.update is not None:
+            self.update.digest = digests.pop() if len(digests) == 1 else ""
+        elif not shadow and self.weights is Weights.WHOLE and len(digests) == 1:
             self.model_digest = digests.pop()
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
@@ -226,8 +281,24 @@ class Facts:
         # An update that was not full leaves what it found around it as it was.
         self.weights = Weights.WHOLE if update.full else update.before
         self.version = version
-        self.model_digest = ""
+        self.model_digest = update.digest
         self.checkpoint = update.checkpoint
+
+
+_WRITES = (
+    verbs_pb2.UpdateWeightsFromDiskRequest,
+    verbs_pb2.UpdateWeightsFromTensorRequest,
+    verbs_pb2.UpdateWeightsFromDistributedRequest,
+    verbs_pb2.SealUpdateRequest,
+)
+"""What fills the weights or the shadow copy, its completion among it."""
+
+
+def _of_staged(request: Message) -> bool:
+    """Whether a request has no meaning without a shadow copy."""
+    return isinstance(request, verbs_pb2.SealUpdateRequest) or (
+        isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow
+    )
 
 
 def _ends_update(request: Message) -> bool:

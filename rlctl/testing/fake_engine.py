@@ -22,6 +22,7 @@ from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
     OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
@@ -92,6 +93,8 @@ class FakeEngine(Engine):
         self._version = WeightVersion()
         self._snapshot = ""
         self._update = ""
+        self._shadow: str | None = None
+        self._sealed = False
         self._written = False
         self._groups: set[str] = set()
         self._interrupted = asyncio.Event()
@@ -118,6 +121,7 @@ class FakeEngine(Engine):
                 verification=[VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA],
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
+                staged_apply=True,
             ),
             checkpoint=self.config.model_path,
             model_digest=_digest(self.weights),
@@ -233,12 +237,26 @@ class FakeEngine(Engine):
     async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Open an update."""
         await self._begin("prepare_update", call)
-        if self._running and self._paused is None:
-            if not request.abort_all_requests:
-                raise Reason.ACTIVE_REQUESTS.error(f"{len(self._running)} requests run")
+        staged = request.apply == verbs.APPLY_MODE_STAGED
+        if not staged and not request.abort_all_requests:
+            self._refuse_active()
+        if request.abort_all_requests:
             self._abort(None)
-        self._update, self._written = call.update_id, False
+        self._update, self._written, self._sealed = call.update_id, False, False
+        self._shadow = "" if staged else None
         return verbs.WeightsReport()
+
+    def _refuse_active(self) -> None:
+        if self._running and self._paused is None:
+            raise Reason.ACTIVE_REQUESTS.error(f"{len(self._running)} requests run")
+
+    def _take_in(self, text: str) -> None:
+        """Write the weights, or their shadow copy."""
+        self._written = True
+        if self._shadow is None:
+            self.weights = text
+        else:
+            self._shadow = text
 
     async def update_weights_from_disk(
         self, request: verbs.UpdateWeightsFromDiskRequest, call: Call
@@ -246,7 +264,7 @@ class FakeEngine(Engine):
         """Read a checkpoint."""
         text = _read(request.model_path)
         await self._begin("update_weights_from_disk", call)
-        self.weights, self._written = text, True
+        self._take_in(text)
         return verbs.WeightsReport(tensors=1, bytes_received=len(text))
 
     async def init_weights_update_group(
@@ -274,12 +292,13 @@ class FakeEngine(Engine):
             raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
         await self._begin("update_weights_from_distributed", call)
         names = [name for bucket in request.buckets for name in bucket.names]
-        self._written = True
         if "stuck" in names:
+            self._written = self._shadow is None
             self._interrupted.clear()
             await self._interrupted.wait()
-            raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=OUTCOME_DIRTY)
-        self.weights = ",".join(names)
+            outcome = OUTCOME_DIRTY if self._written else OUTCOME_REJECTED
+            raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=outcome)
+        self._take_in(",".join(names))
         return verbs.WeightsReport(tensors=len(names))
 
     async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
@@ -288,21 +307,37 @@ class FakeEngine(Engine):
         await self._begin("commit_update", call)
         if not self._written:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+        if self._shadow is not None:
+            self._refuse_active()
+            if not self._sealed:
+                raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed")
+            self.weights, self._shadow = self._shadow, None
         self._update = ""
+        return verbs.WeightsReport(tensors=1)
+
+    async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
+        """Complete the shadow copy."""
+        del request
+        await self._begin("seal_update", call)
+        if self._shadow is None:
+            raise Reason.UPDATE_NOT_FOUND.error("no staged update is open")
+        if not self._written:
+            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+        self._sealed = True
         return verbs.WeightsReport(tensors=1)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
         """Drop an update."""
         del request
         await self._begin("abort_update", call)
-        self._update = ""
+        self._update, self._shadow = "", None
 
     async def check_weights(self, request: verbs.CheckWeightsRequest, call: Call) -> verbs.CheckReport:
         """Digest the text."""
         await self._begin("check_weights", call)
         if request.action == verbs.CHECK_ACTION_RESET_TENSORS:
             self.weights = "scrambled"
-        digest = _digest(self.weights)
+        digest = _digest(self._shadow or "" if request.shadow else self.weights)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
             self._snapshot = digest
         report = verbs.CheckReport(action=request.action, tensor_count=1, rank_digest=digest, model_digest=digest)

@@ -266,6 +266,8 @@ class StageReport(_message.Message):
     UPDATE_COMMITTED_FIELD_NUMBER: _builtins.int
     PAUSED_BY_UPDATE_FIELD_NUMBER: _builtins.int
     GRANT_NUMBER_FIELD_NUMBER: _builtins.int
+    UPDATE_STAGED_FIELD_NUMBER: _builtins.int
+    UPDATE_PREPARED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which incarnation reports."""
     state: _common_pb2.StageState.ValueType
@@ -292,6 +294,10 @@ class StageReport(_message.Message):
     """Update that paused generation. Empty: somebody asked for the pause by name; an update does not lift it."""
     grant_number: _builtins.int
     """Number of the newest grant that was taken in and asked to be confirmed."""
+    update_staged: _builtins.bool
+    """The open update fills a shadow copy and has not touched what is served: the state is what it would be without it."""
+    update_prepared: _builtins.bool
+    """That shadow copy is complete: a commit only swaps."""
     @_builtins.property
     def weight_version(self) -> _common_pb2.WeightVersion:
         """Version that the weights are at; sequence 0: a checkpoint that no version was published for."""
@@ -328,10 +334,12 @@ class StageReport(_message.Message):
         update_committed: _builtins.bool = ...,
         paused_by_update: _builtins.str = ...,
         grant_number: _builtins.int = ...,
+        update_staged: _builtins.bool = ...,
+        update_prepared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -366,7 +366,7 @@ class Operation(_message.Message):
 
     @_builtins.property
     def pause_time(self) -> _duration_pb2.Duration:
-        """Weight updates: from the first target's pause to the last one's resume, as the coordinator saw it."""
+        """Weight updates: from the first target's pause to the last one's resume, as the coordinator saw it. Rolling: of the batch that took longest."""
 
     def __init__(
         self,

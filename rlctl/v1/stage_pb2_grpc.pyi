@@ -278,10 +278,22 @@ class StageServiceStub:
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
     """
+    SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.StageResult]
+    """Completes the shadow copy of a staged update.
+
+    Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+    written, and a commit only swaps. What is served does not change.
+    Idempotency: with the same request_id, yes.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Deadline: 120 s.
+    """
     AbortUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.AbortUpdateRequest, _results_pb2.StageResult]
     """Ends an update at a participant without a version.
 
-    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+    stage is as it was, unless a swap has failed.
     Idempotency: with the same request_id, yes; a participant that has no update open confirms.
     States: UPDATING with this update, and every other state without one.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -537,10 +549,22 @@ class StageServiceAsyncStub(StageServiceStub):
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
     """
+    SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.StageResult]  # type: ignore[assignment]
+    """Completes the shadow copy of a staged update.
+
+    Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+    written, and a commit only swaps. What is served does not change.
+    Idempotency: with the same request_id, yes.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Deadline: 120 s.
+    """
     AbortUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.AbortUpdateRequest, _results_pb2.StageResult]  # type: ignore[assignment]
     """Ends an update at a participant without a version.
 
-    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+    stage is as it was, unless a swap has failed.
     Idempotency: with the same request_id, yes; a participant that has no update open confirms.
     States: UPDATING with this update, and every other state without one.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -939,6 +963,23 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def SealUpdate(
+        self,
+        request: _verbs_pb2.SealUpdateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
+        """Completes the shadow copy of a staged update.
+
+        Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+        written, and a commit only swaps. What is served does not change.
+        Idempotency: with the same request_id, yes.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+        Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Deadline: 120 s.
+        """
+
+    @_abc_1.abstractmethod
     def AbortUpdate(
         self,
         request: _verbs_pb2.AbortUpdateRequest,
@@ -946,7 +987,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
         """Ends an update at a participant without a version.
 
-        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+        stage is as it was, unless a swap has failed.
         Idempotency: with the same request_id, yes; a participant that has no update open confirms.
         States: UPDATING with this update, and every other state without one.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

@@ -241,8 +241,11 @@ class JoinResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     SHIPPED_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
     update: _builtins.int
     """Which update."""
+    delivered: _builtins.bool
+    """Every target has taken the weights in: nobody goes through them again. Said after an attempt that is not the last one."""
     @_builtins.property
     def attempt(self) -> Global___Attempt:
         """Join your group if you are a source, then go through your weights."""
@@ -272,12 +275,13 @@ class JoinResponse(_message.Message):
         ended: _results_pb2.Operation | None = ...,
         failed: _common_pb2.ErrorDetail | None = ...,
         shipped: Global___Shipped | None = ...,
+        delivered: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ended", b"ended", "failed", b"failed", "message", b"message", "shipped", b"shipped", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivered", b"delivered", "ended", b"ended", "failed", b"failed", "message", b"message", "shipped", b"shipped", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ended", b"ended", "failed", b"failed", "message", b"message", "shipped", b"shipped", "stop", b"stop", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivered", b"delivered", "ended", b"ended", "failed", b"failed", "message", b"message", "shipped", b"shipped", "stop", b"stop", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attempt", "stop", "ended", "failed", "shipped"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attempt", "stop", "ended", "failed", "shipped", "delivered"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -297,6 +301,7 @@ class Attempt(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     SHARED_DEVICES_FIELD_NUMBER: _builtins.int
     WITHOUT_DIGESTS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the passes of this update, from 1 on."""
     store_address: _builtins.str
@@ -305,6 +310,8 @@ class Attempt(_message.Message):
     """Port of that store."""
     without_digests: _builtins.bool
     """Nobody will compare digests: do not compute them."""
+    last: _builtins.bool
+    """No other attempt follows if this one fails: what was sent need not be kept."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.GroupPlan]:
         """Groups, in the one order in which they are formed."""
@@ -332,10 +339,11 @@ class Attempt(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         shared_devices: _abc.Iterable[_builtins.str] | None = ...,
         without_digests: _builtins.bool = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "number", b"number", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "last", b"last", "number", b"number", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -646,6 +646,8 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     TOKEN_STEP_FIELD_NUMBER: _builtins.int
     IS_ASYNC_FIELD_NUMBER: _builtins.int
     EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
+    MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Directory of the checkpoint, as the ranks see it, below a directory that the engine may read. Required."""
     load_format: _builtins.str
@@ -658,6 +660,10 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     """Answer when the operation is accepted instead of when it has ended."""
     expected_digest: _builtins.str
     """Model digest that the checkpoint must have after loading, hex. Empty: not compared."""
+    apply: Global___ApplyMode.ValueType
+    """Into the weights that generate, under a pause, or into a shadow copy while generation goes on; the pause is for the swap then."""
+    max_unavailable: _builtins.int
+    """Staged: targets that swap at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -682,10 +688,12 @@ class UpdateWeightsFromDiskRequest(_message.Message):
         token_step: _builtins.int = ...,
         is_async: _builtins.bool = ...,
         expected_digest: _builtins.str = ...,
+        apply: Global___ApplyMode.ValueType = ...,
+        max_unavailable: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "header", b"header", "is_async", b"is_async", "load_format", b"load_format", "model_path", b"model_path", "options", b"options", "target_modules", b"target_modules", "token_step", b"token_step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "expected_digest", b"expected_digest", "header", b"header", "is_async", b"is_async", "load_format", b"load_format", "max_unavailable", b"max_unavailable", "model_path", b"model_path", "options", b"options", "target_modules", b"target_modules", "token_step", b"token_step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1132,6 +1140,7 @@ class WeightsReport(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    SWAP_FIELD_NUMBER: _builtins.int
     tensors: _builtins.int
     """Tensors of the wire that were written, wholly or the rank's slice."""
     bytes_received: _builtins.int
@@ -1148,6 +1157,10 @@ class WeightsReport(_message.Message):
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Parameters of the reference that were not written, at commit."""
 
+    @_builtins.property
+    def swap(self) -> _duration_pb2.Duration:
+        """Staged, at commit: from the end of the rank's last generation step until the new weights were in use; 0: none ran before."""
+
     def __init__(
         self,
         *,
@@ -1156,10 +1169,11 @@ class WeightsReport(_message.Message):
         transfer: _duration_pb2.Duration | None = ...,
         load: _duration_pb2.Duration | None = ...,
         missing: _abc.Iterable[_builtins.str] | None = ...,
+        swap: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "swap", b"swap", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "load", b"load", "missing", b"missing", "tensors", b"tensors", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "load", b"load", "missing", b"missing", "swap", b"swap", "tensors", b"tensors", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1360,6 +1374,7 @@ class CheckWeightsRequest(_message.Message):
     PER_TENSOR_FIELD_NUMBER: _builtins.int
     SKIP_TENSORS_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """What to do. Default CHECKSUM."""
     model_digest: _builtins.bool
@@ -1370,6 +1385,8 @@ class CheckWeightsRequest(_message.Message):
     """List every tensor's digest in the answer."""
     selector: _common_pb2.WeightSelector.ValueType
     """Which of the engine's models."""
+    shadow: _builtins.bool
+    """Digest the shadow copy of the staged update that the fence names, beside generation, instead of the weights that serve. CHECKSUM only."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1388,10 +1405,11 @@ class CheckWeightsRequest(_message.Message):
         per_tensor: _builtins.bool = ...,
         skip_tensors: _abc.Iterable[_builtins.str] | None = ...,
         selector: _common_pb2.WeightSelector.ValueType = ...,
+        shadow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "header", b"header", "model_digest", b"model_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "expected_digest", b"expected_digest", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "selector", b"selector", "skip_tensors", b"skip_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest", "action", b"action", "expected_digest", b"expected_digest", "header", b"header", "model_digest", b"model_digest", "per_tensor", b"per_tensor", "selector", b"selector", "shadow", b"shadow", "skip_tensors", b"skip_tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model_digest: _TypeAlias = _typing.Literal["model_digest"]  # noqa: Y015
     _WhichOneofArgType__model_digest: _TypeAlias = _typing.Literal["_model_digest", b"_model_digest"]  # noqa: Y015
@@ -1880,8 +1898,34 @@ class PrepareUpdateRequest(_message.Message):
 Global___PrepareUpdateRequest: _TypeAlias = PrepareUpdateRequest  # noqa: Y015
 
 @_typing.final
+class SealUpdateRequest(_message.Message):
+    """Completes the shadow copy of a staged update: the engine finalises its load, every parameter must have been written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id, target, timeout, fence."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealUpdateRequest: _TypeAlias = SealUpdateRequest  # noqa: Y015
+
+@_typing.final
 class CommitUpdateRequest(_message.Message):
-    """Finishes an update at a participant: the engine finalises its load, every parameter must have been written."""
+    """Finishes an update at a participant: the engine finalises its load, every parameter must have been written. Staged: the sealed
+    shadow copy takes the place of the weights.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1911,7 +1955,9 @@ Global___CommitUpdateRequest: _TypeAlias = CommitUpdateRequest  # noqa: Y015
 
 @_typing.final
 class AbortUpdateRequest(_message.Message):
-    """Ends an update at a participant without a new version. Before the first byte the earlier state comes back, past it the stage is DIRTY."""
+    """Ends an update at a participant without a new version. Before the first byte the earlier state comes back, past it the stage is DIRTY;
+    a staged one drops the shadow copy, and only past a failed swap the stage is DIRTY.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -158,6 +158,11 @@ class WorkerServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_verbs__pb2.SendWeightsRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_results__pb2.RankResult.FromString,
                 _registered_method=True)
+        self.SealUpdate = channel.unary_unary(
+                '/rlctl.v1.WorkerService/SealUpdate',
+                request_serializer=rlctl_dot_v1_dot_verbs__pb2.SealUpdateRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_results__pb2.RankResult.FromString,
+                _registered_method=True)
         self.AbortUpdate = channel.unary_unary(
                 '/rlctl.v1.WorkerService/AbortUpdate',
                 request_serializer=rlctl_dot_v1_dot_verbs__pb2.AbortUpdateRequest.SerializeToString,
@@ -506,10 +511,26 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SealUpdate(self, request, context):
+        """Completes the shadow copy of a staged update.
+
+        Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+        written, and a commit only swaps. What is served does not change.
+        Idempotency: with the same request_id, yes.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+        Partial failure: none: one rank answers for itself.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Deadline: 120 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortUpdate(self, request, context):
         """Ends an update at a participant without a version.
 
-        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+        stage is as it was, unless a swap has failed.
         Idempotency: with the same request_id, yes; a participant that has no update open confirms.
         States: UPDATING with this update, and every other state without one.
         Partial failure: none: one rank answers for itself.
@@ -641,6 +662,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
             'SendWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.SendWeights,
                     request_deserializer=rlctl_dot_v1_dot_verbs__pb2.SendWeightsRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_results__pb2.RankResult.SerializeToString,
+            ),
+            'SealUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.SealUpdate,
+                    request_deserializer=rlctl_dot_v1_dot_verbs__pb2.SealUpdateRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_results__pb2.RankResult.SerializeToString,
             ),
             'AbortUpdate': grpc.unary_unary_rpc_method_handler(
@@ -1298,6 +1324,33 @@ class WorkerService(object):
             target,
             '/rlctl.v1.WorkerService/SendWeights',
             rlctl_dot_v1_dot_verbs__pb2.SendWeightsRequest.SerializeToString,
+            rlctl_dot_v1_dot_results__pb2.RankResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SealUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.WorkerService/SealUpdate',
+            rlctl_dot_v1_dot_verbs__pb2.SealUpdateRequest.SerializeToString,
             rlctl_dot_v1_dot_results__pb2.RankResult.FromString,
             options,
             channel_credentials,

@@ -277,10 +277,22 @@ class WorkerServiceStub:
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
     """
+    SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]
+    """Completes the shadow copy of a staged update.
+
+    Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+    written, and a commit only swaps. What is served does not change.
+    Idempotency: with the same request_id, yes.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    Partial failure: none: one rank answers for itself.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Deadline: 120 s.
+    """
     AbortUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.AbortUpdateRequest, _results_pb2.RankResult]
     """Ends an update at a participant without a version.
 
-    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+    stage is as it was, unless a swap has failed.
     Idempotency: with the same request_id, yes; a participant that has no update open confirms.
     States: UPDATING with this update, and every other state without one.
     Partial failure: none: one rank answers for itself.
@@ -535,10 +547,22 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
     """
+    SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
+    """Completes the shadow copy of a staged update.
+
+    Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+    written, and a commit only swaps. What is served does not change.
+    Idempotency: with the same request_id, yes.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    Partial failure: none: one rank answers for itself.
+    Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+    Deadline: 120 s.
+    """
     AbortUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.AbortUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Ends an update at a participant without a version.
 
-    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+    Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+    stage is as it was, unless a swap has failed.
     Idempotency: with the same request_id, yes; a participant that has no update open confirms.
     States: UPDATING with this update, and every other state without one.
     Partial failure: none: one rank answers for itself.
@@ -936,6 +960,23 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def SealUpdate(
+        self,
+        request: _verbs_pb2.SealUpdateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
+        """Completes the shadow copy of a staged update.
+
+        Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
+        written, and a commit only swaps. What is served does not change.
+        Idempotency: with the same request_id, yes.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+        Partial failure: none: one rank answers for itself.
+        Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
+        Deadline: 120 s.
+        """
+
+    @_abc_1.abstractmethod
     def AbortUpdate(
         self,
         request: _verbs_pb2.AbortUpdateRequest,
@@ -943,7 +984,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Ends an update at a participant without a version.
 
-        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY.
+        Effect: before the first byte the earlier state comes back; past it the stage is DIRTY. Staged: the shadow copy is dropped and the
+        stage is as it was, unless a swap has failed.
         Idempotency: with the same request_id, yes; a participant that has no update open confirms.
         States: UPDATING with this update, and every other state without one.
         Partial failure: none: one rank answers for itself.

@@ -94,15 +94,21 @@ class SegmentReader:
         mine = at(segments, host_id(), device_id(self._device))
         for segment in mine:
             for index, (meta, _) in enumerate(segment.tensors):
+                if receiver.fits(meta):
+                    continue
                 path = f"{segment.field}.tensors[{index}]"
                 receiver.check(meta, f"{path}.name", f"{path}.dtype", f"{path}.shape")
         reading = Reading([(segment, self._map(segment)) for segment in mine])
         reading.proceed()
         return reading
 
-    def read(self, reading: Reading, receiver: Receiver) -> ReceiveStats:
-        """Copy what was checked into place. Raises as :meth:`Receiver.copy` does, SEGMENT_EXPIRED among it."""
-        return receiver.copy("shared segments", reading.tensors(), reading.proceed, threads=self._threads)
+    def read(self, reading: Reading, receiver: Receiver, *, gently: bool = False) -> ReceiveStats:
+        """Copy what was checked into place; ``gently``: in this thread alone, beside what else the cores do.
+
+        Raises as :meth:`Receiver.copy` does, SEGMENT_EXPIRED among it.
+        """
+        threads = 1 if gently else self._threads
+        return receiver.copy("shared segments", reading.tensors(), reading.proceed, threads=threads)
 
     def close(self) -> None:
         """Unmap everything, as soon as nobody reads it. From any thread."""

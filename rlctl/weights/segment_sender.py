@@ -87,15 +87,17 @@ class SegmentSender:
         lease_s: float = LEASE_S,
         digest: ModelDigest | None = None,
         deadline: float | None = None,
+        left: Callable[[], None] = lambda: None,
     ) -> Iterator[SentSegment]:
         """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
 
         ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.
         ``devices``: device identities of the ranks on this host that read it; none: the sender's own. ``lease_s``: at
         least the timeout of the calls that announce the segments; receivers stop at whichever ends first. ``digest``
-        takes in exactly what is sent, beside the copying; it is complete when the iterator has ended. Then, too, the
-        source's tensors may be overwritten. When all segments are lent, the iterator waits for a release or the end of
-        a lease, until ``deadline`` (on :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now).
+        takes in exactly what is sent, beside the copying; it is complete when the iterator has ended. When all segments
+        are lent, the iterator waits for a release or the end of a lease, until ``deadline`` (on
+        :func:`time.monotonic`'s clock; None: twice ``lease_s`` from now). ``left`` is called when the source is at its
+        end, once the last segment has been taken from the iterator: the source's tensors may be overwritten.
 
         Raises FIELD_INVALID when source and wire do not fit each other; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED,
         CANCELLED (closed). What the source itself raises passes through.
@@ -123,6 +125,7 @@ class SegmentSender:
                 yield sent
             if (extra := next(tensors, None)) is not None:
                 raise _unfit(f"the source yields {extra[0]!r}, which was not announced, or yields it twice")
+            left()
             for future in itertools.chain(*digesting.values()):
                 future.result()
 

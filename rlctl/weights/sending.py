@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from rlctl.weights.buckets import Bucket, put, room_for, unpack
 from rlctl.weights.digest import ModelDigest, usable_cores
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.source import WeightSource, is_stable
-from rlctl.weights.tensors import castable
+from rlctl.weights.tensors import TensorMeta, castable
 
 _SHOWN = 5
 
@@ -54,18 +54,55 @@ def send(
     shape, another order; before anything is sent, a dtype that a cast would ruin), GROUP_FAILED; the outcome is DIRTY
     once something was sent. What the source itself raises passes through.
     """
-    given = {meta.name: meta.dtype for meta in source.metas()}
-    for meta in (meta for bucket in buckets for meta in bucket.metas):
-        if not castable(given.get(meta.name, meta.dtype), meta.dtype):
-            raise _unfit(
-                f"{meta.name} is {given[meta.name]}, and {meta.dtype} was announced: that takes more than a cast"
-            )
+    sent = SentInPassing(source, buckets, group, digest)
     started = time.perf_counter()
-    with _Sending(buckets, group, digest, stable=is_stable(source)) as sending:
-        for name, tensor in source.tensors():
-            sending.add(name, tensor)
-        sending.finish()
-    return SendStats(sending.sent, time.perf_counter() - started)
+    for _ in sent.tensors():
+        pass
+    return SendStats(sent.bytes, time.perf_counter() - started)
+
+
+class SentInPassing:
+    """A source that is sent over a group, as by :func:`send`, while somebody goes through it, once.
+
+    Attributes:
+        bytes: bytes that went over the group, once the iteration has ended.
+    """
+
+    def __init__(
+        self, source: WeightSource, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None
+    ) -> None:
+        """Raises FIELD_INVALID for a dtype that a cast would ruin."""
+        given = {meta.name: meta.dtype for meta in source.metas()}
+        for meta in (meta for bucket in buckets for meta in bucket.metas):
+            if not castable(given.get(meta.name, meta.dtype), meta.dtype):
+                raise _unfit(
+                    f"{meta.name} is {given[meta.name]}, and {meta.dtype} was announced: that takes more than a cast"
+                )
+        self.bytes = 0
+        self.stable = is_stable(source)
+        self._source = source
+        self._sending = _Sending(buckets, group, digest, stable=self.stable)
+        self._tensors = self._pass()
+
+    def metas(self) -> list[TensorMeta]:
+        """The source's."""
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The source's; each is sent, or kept until its bucket is full. At the end all have arrived."""
+        return self._tensors
+
+    def close(self) -> None:
+        """End an iteration that whoever goes through it has broken off."""
+        self._tensors.close()
+
+    def _pass(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        with self._sending as sending:
+            for name, tensor in self._source.tensors():
+                sending.add(name, tensor)
+                yield name, tensor
+            sending.finish()
+            self.bytes = sending.sent
 
 
 @dataclass
@@ -124,7 +161,10 @@ class _Sending:
         else:
             self._in_order(bucket, filled == index + 1)
             self._start(wire.contiguous(), [(name, wire)])
-            self._await(_AHEAD if self._stable else 0)
+            if not self._stable:
+                self._await(0)
+            elif len(self._on_their_way) > _AHEAD:
+                self._await(1)
         if filled == len(bucket.metas):
             self._in_order(bucket, True)
             if bucket.flattened:
@@ -159,7 +199,12 @@ class _Sending:
 
     def _await(self, left: int) -> None:
         """Wait until no more than so many are on their way; raises what became of them."""
-        while len(self._on_their_way) > left:
+        over = len(self._on_their_way) - left
+        if over > 0:
+            # They end in order. Whoever wakes up for each of them takes the interpreter from the thread that starts
+            # the next one.
+            wait(self._on_their_way[over - 1].jobs)
+        for _ in range(over):
             way = self._on_their_way.popleft()
             for job in way.jobs:
                 job.result()

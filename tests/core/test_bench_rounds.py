@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from rlctl.bench.figures import Figure, Reading, Setting
 from rlctl.bench.report import entry
 from rlctl.bench.rounds import Spread, interleaved, ratios
+from rlctl.bench.weights.collectives import busy_s
 
 
 def test_sides_take_turns_after_a_warm_up_that_does_not_count() -> None:
@@ -68,3 +71,11 @@ def test_what_figures_share_is_made_once_and_left_when_another_is_asked_for(tmp_
         assert events == ["+one", "-one", "+other"]
         assert setting.once(lambda _: len(events)) == 3
     assert events == ["+one", "-one", "+other", "-other"]
+
+
+def test_only_waiting_that_nobody_uses_is_control_time() -> None:
+    sending = [(1.0, 3.0), (4.0, 6.0)]
+    first = ([(2.0, 2.5), (2.5, 6.0)], [(6.0, 6.5)])
+    second = ([(2.2, 3.5), (3.6, 6.1)], [])
+    # From 2.0 a rank receives; until 3.5 the other one does; from 4.0 all are in the next one; then one copies.
+    assert busy_s(sending, [first, second]) == pytest.approx((3.5 - 2.0) + (6.5 - 4.0))

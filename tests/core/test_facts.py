@@ -224,6 +224,76 @@ def test_a_version_is_compared_by_sequence_and_label(ready: Facts) -> None:
     assert state(ready) == "STALE"
 
 
+def stage_update(facts: Facts, *, sealed: bool = True) -> None:
+    apply(facts, v.PrepareUpdateRequest(version=version(2), apply=v.APPLY_MODE_STAGED), update_id="s")
+    apply(facts, v.UpdateWeightsFromDiskRequest(model_path="/new"), update_id="s")
+    if sealed:
+        apply(facts, v.SealUpdateRequest(), update_id="s")
+
+
+def test_a_staged_update_leaves_the_state_alone_until_the_swap(ready: Facts) -> None:
+    stage_update(ready)
+    assert (state(ready), ready.version, ready.checkpoint) == ("READY", version(1), "")
+    apply(ready, v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    apply(ready, v.ContinueGenerationRequest())
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="s")
+    assert (state(ready), ready.version, ready.checkpoint) == ("UPDATING", version(2), "/new")
+    ready.admit([version(1), version(2)], adopt=None)
+    assert state(ready) == "READY"
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_UNKNOWN, OUTCOME_REJECTED, OUTCOME_APPLIED])
+def test_whatever_becomes_of_a_staged_write_an_abort_restores_the_stage(ready: Facts, outcome: int) -> None:
+    stage_update(ready, sealed=False)
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), outcome, update_id="s")
+    apply(ready, v.SealUpdateRequest(), outcome, update_id="s")
+    assert state(ready) == "READY"
+    apply(ready, v.AbortUpdateRequest(), update_id="s")
+    assert (state(ready), ready.version, ready.update) == ("READY", version(1), None)
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+def test_a_swap_that_may_have_gone_wrong_serves_nothing(ready: Facts, outcome: int) -> None:
+    stage_update(ready)
+    apply(ready, v.CommitUpdateRequest(version=version(2)), outcome, update_id="s")
+    assert state(ready) == "UPDATING"
+    apply(ready, v.AbortUpdateRequest(), update_id="s")
+    assert state(ready) == "DIRTY"
+
+
+def test_an_engine_that_calls_a_staged_write_dirty_is_believed(ready: Facts) -> None:
+    stage_update(ready, sealed=False)
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), OUTCOME_DIRTY, update_id="s")
+    assert state(ready) == "UPDATING"
+
+
+def test_a_staged_update_is_written_sealed_and_committed_in_this_order(ready: Facts) -> None:
+    for request in (v.SealUpdateRequest(), v.CheckWeightsRequest(shadow=True)):
+        assert refused(ready, request, "s") == "UPDATE_NOT_FOUND"
+    stage_update(ready, sealed=False)
+    assert refused(ready, v.CommitUpdateRequest(), "s") == "ILLEGAL_STATE"
+    assert refused(ready, v.PrepareUpdateRequest(version=version(2)), "s") == "FIELD_CONFLICT"
+    assert refused(ready, v.CheckWeightsRequest(shadow=True), "other") == "UPDATE_FENCED"
+    scramble = v.CheckWeightsRequest(shadow=True, action=v.CHECK_ACTION_RESET_TENSORS)
+    assert refused(ready, scramble, "s") == "FIELD_CONFLICT"
+    apply(ready, v.SealUpdateRequest(), update_id="s")
+    assert refused(ready, v.UpdateWeightsFromDiskRequest(model_path="/x"), "s") == "ILLEGAL_STATE"
+    # Another attempt starts over.
+    apply(ready, v.PrepareUpdateRequest(version=version(2), apply=v.APPLY_MODE_STAGED), update_id="s")
+    assert refused(ready, v.CommitUpdateRequest(), "s") == "ILLEGAL_STATE"
+
+
+def test_the_digest_of_a_shadow_copy_is_the_weights_once_they_are_swapped(ready: Facts) -> None:
+    stage_update(ready)
+    ready.model_digest = "old"
+    check = fenced(v.CheckWeightsRequest(shadow=True), "s")
+    results = [RankResult(outcome=OUTCOME_APPLIED, check=v.CheckReport(model_digest="new"))]
+    ready.settle(of_request(check), check, OUTCOME_APPLIED, results)
+    assert ready.model_digest == "old"
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="s")
+    assert ready.model_digest == "new"
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Verbs with any outcome in any order: what is READY is whole, at an admitted version, resident and not paused."""
 
@@ -262,21 +332,27 @@ class AnyOrder(RuleBasedStateMachine):
     def resume(self) -> None:
         self._try(v.ResumeMemoryRequest(), OUTCOME_APPLIED)
 
-    @rule(outcome=outcomes)
-    def prepare(self, outcome: int) -> None:
-        self._try(v.PrepareUpdateRequest(version=version(self.sequence + 1)), outcome, update_id="u")
+    @rule(outcome=outcomes, mode=st.sampled_from([v.APPLY_MODE_IN_PLACE, v.APPLY_MODE_STAGED]))
+    def prepare(self, outcome: int, mode: int) -> None:
+        self._try(v.PrepareUpdateRequest(version=version(self.sequence + 1), apply=mode), outcome, update_id="u")
 
     @rule(outcome=outcomes)
     def write(self, outcome: int) -> None:
         request = v.UpdateWeightsFromDistributedRequest(group_name="g")
-        if self._try(request, outcome, update_id="u") and outcome != OUTCOME_REJECTED:
+        aside = self.facts.update is not None and self.facts.update.staged
+        harmless = (OUTCOME_REJECTED, OUTCOME_APPLIED, OUTCOME_UNKNOWN) if aside else (OUTCOME_REJECTED,)
+        if self._try(request, outcome, update_id="u") and outcome not in harmless:
             self.whole_at = None
+
+    @rule(outcome=outcomes)
+    def seal(self, outcome: int) -> None:
+        self._try(v.SealUpdateRequest(), outcome, update_id="u")
 
     @rule(outcome=outcomes)
     def commit(self, outcome: int) -> None:
         request = v.CommitUpdateRequest(version=version(self.sequence + 1))
-        if self._try(request, outcome, update_id="u") and outcome == OUTCOME_APPLIED:
-            self.whole_at = self.sequence + 1
+        if self._try(request, outcome, update_id="u") and outcome != OUTCOME_REJECTED:
+            self.whole_at = self.sequence + 1 if outcome == OUTCOME_APPLIED else None
 
     @rule(outcome=outcomes)
     def abort(self, outcome: int) -> None:

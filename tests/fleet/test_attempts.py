@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from updating import begin, commit, digest, join, unreachable, version_of, weights, write
 
+from rlctl.control import commander
 from rlctl.coordinator import peers
 from rlctl.engine import Call
 from rlctl.testing import fake_engine
@@ -31,7 +32,8 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lost_in: str, pause: common.PauseMode.ValueType
 ) -> None:
     # How much longer than its lease the lost one may serve, as far as the coordinator knows: it is waited for.
-    monkeypatch.setattr(peers, "SILENCE_S", 0.1)
+    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)  # leases run from the pongs
     async with make_fleet(a=1, b=1, c=2, lease_s=0.3) as fleet, AsyncExitStack() as away:
 
         async def lose(engine: FakeEngine, name: str, call: Call) -> None:

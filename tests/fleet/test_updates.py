@@ -337,7 +337,17 @@ async def test_begin_is_repeatable_and_validate_only_opens_nothing(fleet: InProc
             Reason.VERIFICATION_UNREACHABLE,
             "options.verify",
         ),
-        ({"apply": v.APPLY_MODE_STAGED}, Reason.NOT_IMPLEMENTED, "apply"),
+        ({"apply": v.APPLY_MODE_STAGED}, Reason.FIELD_REQUIRED, "options.pause"),
+        ({"rollout": u.RolloutStrategy(max_unavailable=1)}, Reason.UNSUPPORTED, "rollout.max_unavailable"),
+        (
+            {
+                "apply": v.APPLY_MODE_STAGED,
+                "rollout": u.RolloutStrategy(max_unavailable=1),
+                "options": v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT, after=v.AFTER_UPDATE_STAY_PAUSED),
+            },
+            Reason.FIELD_CONFLICT,
+            "options.after",
+        ),
         ({"kind": v.UPDATE_KIND_DELTA}, Reason.NOT_IMPLEMENTED, "kind"),
         ({"path": u.DATA_PATH_IPC}, Reason.NOT_COLOCATED, "path"),
         ({"num_sources": 5000}, Reason.FIELD_INVALID, "num_sources"),

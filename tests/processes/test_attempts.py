@@ -138,11 +138,18 @@ def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(thre
         publisher.update(demo_tiny.make(seed=1), version="whole")
         model = demo_tiny.make(seed=2)
         weights = Interrupted(model, lambda: publisher.aio._part._group.interrupt())  # type: ignore[union-attr]
-        result = publisher.update(weights, version="again", retries=1, deadline_s=60)
-        assert weights.passes == 2
-        assert held(fleet) == {rlctl.model_digest(model)} == {result.model_digest}
+        digest = rlctl.model_digest(model)
+        pending = publisher.update_async(weights, version="again", retries=1, deadline_s=60)
+        pending.wait_sent()
+        assert weights.passes == 2, "the tensors were needed once more"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        result = pending.wait()
+        assert held(fleet) == {digest} == {result.model_digest}
         assert all(stage.routable for stage in fleet.status().stages)
         # Without retries the same failure ends the update.
+        model = demo_tiny.make(seed=2)
         weights = Interrupted(model, lambda: publisher.aio._part._group.interrupt())  # type: ignore[union-attr]
         with pytest.raises((OperationFailed, RlctlError)):
             publisher.update(weights, version="once", deadline_s=60)

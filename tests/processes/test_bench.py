@@ -20,9 +20,15 @@ IDS = {
     "control_null_bucket",
     "control_null_rest",
     "second_update_groups",
+    "trainer_stall",
+    "tensor",
+    "tensor_copy",
     "disk",
     "checksum",
     "extra_memory_in_place",
+    "staged_swap",
+    "staged_fleet_pause",
+    "extra_memory_staged",
 }
 
 

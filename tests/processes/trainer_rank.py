@@ -88,6 +88,14 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
     return StageSource(model, rank // 2, stage_group, 3 if dies else -1, happens)
 
 
+def scramble(weights: Any) -> None:
+    """What a trainer does as soon as it may: overwrite what was sent."""
+    held = weights._local.values() if isinstance(weights, StageSource) else weights.parameters()
+    with torch.no_grad():
+        for tensor in held:
+            tensor.fill_(7.0)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -114,12 +122,16 @@ def main() -> None:
         started = time.monotonic()
         said: dict[str, Any] = {"rank": rank}
         try:
-            result = publisher.update(
-                weights_of(settings, seed, stage_group),
+            weights = weights_of(settings, seed, stage_group)
+            pending = publisher.update_async(
+                weights,
                 version=f"seed-{seed}",
                 deadline_s=settings["deadline_s"],
                 **settings.get("options", {}),
             )
+            pending.wait_sent()
+            scramble(weights)
+            result = pending.wait()
             said |= {"digest": result.model_digest, "sent": result.bytes_sent, "sequence": result.version.sequence}
         except rlctl.RlctlError as error:
             said |= {"reason": error.reason.name, "message": str(error)}

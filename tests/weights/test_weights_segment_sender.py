@@ -238,3 +238,17 @@ def test_ranks_are_reached_by_host_and_device_never_by_name(sender: SegmentSende
     messages = write(sender, {"a": torch.ones(3)}, devices=["cpu", "GPU-1"])[0].messages
     assert [m.device for m in messages] == ["cpu", "GPU-1"]
     assert len({m.shared_memory for m in messages}) == 1
+
+
+def test_the_source_is_free_once_the_last_segment_is_taken_whether_or_not_it_is_read() -> None:
+    full = full_model()
+    source, left = as_source(full.items()), threading.Event()
+    sender = SegmentSender(segment_bytes=max(tensor.nbytes for tensor in full.values()), segments=64)
+    segments = sender.write(source, source.metas(), left=left.set, digest=ModelDigest())
+    taken: list[SentSegment] = []
+    for segment in segments:
+        assert not left.is_set()
+        taken.append(segment)
+    assert left.is_set()
+    assert len(taken) > 2
+    sender.close()

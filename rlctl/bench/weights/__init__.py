@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlctl.bench.figures import Figure
-from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, small_tensors
+from rlctl.bench.weights import broadcast, checksum, control, disk, overhead, shared, small_tensors, staged
 
 FIGURES: list[Figure] = [
     broadcast.TP1,
@@ -14,7 +14,13 @@ FIGURES: list[Figure] = [
     control.BUCKET,
     control.REST,
     overhead.GROUPS,
+    overhead.STALL,
+    shared.TENSOR,
+    shared.TENSOR_COPY,
     disk.FIGURE,
     checksum.FIGURE,
     overhead.MEMORY,
+    staged.SWAP,
+    staged.PAUSE,
+    staged.MEMORY,
 ]

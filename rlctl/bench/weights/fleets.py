@@ -44,14 +44,17 @@ class Running:
     peers: Peers
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def update(self, weights: Any = None, **settings: Any) -> Update:
+    def update(self, weights: Any = None, publisher: Publisher | None = None, **settings: Any) -> Update:
         """One update of the source's weights (or of ``weights``), verified only if ``verify`` says so."""
         watched = {"verify": "none", **settings}
         started = time.perf_counter()
-        result = self.publisher.update(
+        pending = (publisher or self.publisher).update_async(
             self.source if weights is None else weights, version=f"bench-{next(self._numbers)}", **watched
         )
-        return Update(result, time.perf_counter() - started)
+        pending.wait_sent()
+        sent_s = time.perf_counter() - started
+        result = pending.wait()
+        return Update(result, sent_s, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,12 @@ class Update:
 
     Attributes:
         result: what the publisher says of it.
+        sent_s: from the call until the source's tensors may be overwritten, seconds.
         total_s: from the call to its return: begin to resumed, seconds.
     """
 
     result: UpdateResult
+    sent_s: float
     total_s: float
 
 

@@ -39,6 +39,8 @@ class Member:
 
     def __init__(self) -> None:
         self._buffer: Any = None
+        self._memcpy: Any = None
+        self._watch: Any = None
 
     def join(self, address: str, rank: int, world_size: int) -> None:
         """Join the default process group of torch.distributed."""
@@ -81,6 +83,25 @@ class Member:
             end += tensor.nbytes
         return time.perf_counter() - started
 
+    def memcpy(self, nbytes: int) -> float:
+        """Copy memory that was written before; returns the seconds."""
+        from rlctl.bench.weights.copies import Memcpy
+
+        if self._memcpy is None or self._memcpy.nbytes != nbytes:
+            self._memcpy = Memcpy(nbytes)
+        return self._memcpy.run()  # type: ignore[no-any-return]
+
+    def watch(self) -> None:
+        """Note from now on when the product's own code receives and copies."""
+        from rlctl.bench.weights.collectives import Watch
+
+        self._watch = Watch()
+
+    def watched(self) -> Any:
+        """End it; returns the spans of broadcasts and of copies."""
+        self._watch.end()
+        return self._watch.broadcasts, self._watch.copies
+
     def _room(self, nbytes: int) -> Any:
         """Memory that has been written before: a first touch would be charged to the peer."""
         import torch
@@ -102,7 +123,7 @@ async def _start(member: Member) -> int:
     server = grpc.aio.server()
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         name: grpc.unary_unary_rpc_method_handler(_answering(getattr(member, name)))
-        for name in ("join", "leave", "broadcast", "receive", "load")
+        for name in ("join", "leave", "broadcast", "receive", "load", "memcpy", "watch", "watched")
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -18,6 +18,16 @@ def _control(setting: Setting) -> Reading:
     )
 
 
+def _stall(setting: Setting) -> Reading:
+    samples = setting.once(tp1).plain
+    return Reading.of(
+        ratios([sample.sent_s for sample in samples], [sample.receiving_s for sample in samples]),
+        stall_ms=median([sample.sent_s for sample in samples]) * 1e3,
+        transfer_ms=median([sample.receiving_s for sample in samples]) * 1e3,
+        update_ms=median([sample.total_s for sample in samples]) * 1e3,
+    )
+
+
 def _groups(setting: Setting) -> Reading:
     first, later = setting.once(tp1).formed
     return Reading(later, later, later, details={"first_update_groups": first})
@@ -41,6 +51,13 @@ CONTROL = Figure(
     "ratio",
     _control,
     at_most=0.03,
+)
+STALL = Figure(
+    "trainer_stall",
+    "from update_async to the return of wait_sent ÷ transfer (a rank's first broadcast to its last copy)",
+    "ratio",
+    _stall,
+    at_most=1.05,
 )
 GROUPS = Figure(
     "second_update_groups", "groups formed by later updates with unchanged membership", "groups", _groups, at_most=0

@@ -54,6 +54,18 @@ class Peers:
         """All members load a safetensors file and copy its tensors into place, together; the slowest's seconds."""
         return max(float(seconds) for seconds in self._await(self._all("load", path=str(path))))
 
+    def memcpy(self, nbytes: int) -> float:
+        """All members copy memory, together; the slowest's seconds."""
+        return max(float(seconds) for seconds in self._await(self._all("memcpy", nbytes=nbytes)))
+
+    def watch(self) -> None:
+        """Let all members note when the product's own code receives and copies."""
+        self._await(self._all("watch"))
+
+    def watched(self) -> list[Any]:
+        """End it; every member's spans of broadcasts and of copies."""
+        return self._await(self._all("watched"))
+
     def close(self) -> None:
         """Leave the group."""
         self._await(self._all("leave"))

@@ -10,9 +10,8 @@ import torch
 from rlctl.bench.figures import Setting
 from rlctl.bench.rounds import interleaved
 from rlctl.bench.weights import collectives, fleets
-from rlctl.bench.weights.fleets import Running, Update
+from rlctl.bench.weights.fleets import Running
 from rlctl.bench.weights.memory import peaks
-from rlctl.times import seconds
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 from rlctl.weights.tensors import as_bytes
 
@@ -25,13 +24,16 @@ class Sample:
 
     Attributes:
         total_s: the whole of it.
-        control_s: of an update: what was neither collective nor copying into place; packing while nothing was sent
-            is part of it.
+        control_s: of an update: what was neither collective nor copying into place.
+        receiving_s: of an update: from a rank's first broadcast to its last copy, the longest rank's.
+        sent_s: of an update: from the call until the source's tensors may be overwritten.
         extra_bytes: most memory that a rank's process took beyond what it held before.
     """
 
     total_s: float
     control_s: float = 0.0
+    receiving_s: float = 0.0
+    sent_s: float = 0.0
     extra_bytes: int = 0
 
 
@@ -78,18 +80,13 @@ def _rounds(setting: Setting, *, tp_size: int) -> Rounds:
 
 
 def _update(fleet: Running, verify: str) -> Sample:
-    with collectives.timed() as inside, peaks(fleet.engines) as extra:
+    with collectives.timed() as sending, peaks(fleet.engines) as extra:
+        fleet.peers.watch()
         update = fleet.update(verify=verify)
-    return Sample(update.total_s, _control_s(update, inside.seconds), max(extra))
-
-
-def _control_s(update: Update, inside_s: float) -> float:
-    """Receiving goes on from the last rank's first broadcast to its last copy; what the source spends outside of
-    broadcasts meanwhile is packing that was not overlapped."""
-    ranks = [rank.weights for stage in update.result.operation.stage_results for rank in stage.rank_results]
-    receiving_s = min(seconds(weights.transfer) + seconds(weights.load) for weights in ranks)
-    packing_s = update.result.transfer_s - inside_s
-    return update.total_s - (receiving_s - packing_s)
+        ranks = fleet.peers.watched()
+    control_s = update.total_s - collectives.busy_s(sending, ranks)
+    receiving_s = max(max(end for _, end in taken) - min(start for start, _ in taken) for taken, _ in ranks)
+    return Sample(update.total_s, control_s, receiving_s, update.sent_s, max(extra))
 
 
 def _groups_formed(fleet: Running) -> int:

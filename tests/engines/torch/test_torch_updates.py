@@ -18,7 +18,6 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FINISH_TYPE_LENGTH
 from rlctl.v1.verbs_pb2 import (
-    APPLY_MODE_STAGED,
     UPDATE_KIND_DELTA,
     UPDATE_KIND_PARTIAL,
     AbortUpdateRequest,
@@ -264,9 +263,8 @@ async def test_steps_belong_to_the_open_update(stage: Stage, new: str) -> None:
     assert (await all_refuse(stage, ContinueGenerationRequest())).reason is Reason.UPDATE_IN_PROGRESS
     await stage(PrepareUpdateRequest(), update=update)
     await stage(AbortUpdateRequest(), update=update)
-    for fields, field in (({"kind": UPDATE_KIND_DELTA}, "kind"), ({"apply": APPLY_MODE_STAGED}, "apply")):
-        error = await all_refuse(stage, PrepareUpdateRequest(**fields), update="u")
-        assert (error.reason, error.field) == (Reason.UNSUPPORTED, field)
+    error = await all_refuse(stage, PrepareUpdateRequest(kind=UPDATE_KIND_DELTA), update="u")
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "kind")
 
 
 async def test_buckets_are_checked_before_the_first_byte(stage: Stage, new: str) -> None:

@@ -1,0 +1,105 @@
+"""Work beside generation: what a command leaves to a thread of its own, so that the engine's steps go on meanwhile.
+
+A rank has one such thread. Commands reach it when the step stream does, so the threads of all ranks do the same things
+in the same order and may wait for each other (:attr:`rlctl_torch.ranks.Ranks.aside`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import Message
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl_torch.heap import give_back
+from rlctl_torch.ranks import Broken
+
+log = logging.getLogger(__name__)
+
+REST_S = 1.0
+"""How long memory rests before it is freed. A gigabyte takes a tenth of a second of a core, which after a swap has more
+urgent things to do: the pause of a fleet was ten times as long."""
+
+Settle = Callable[[Message | None, RlctlError | None], None]
+
+
+@dataclass(frozen=True)
+class Later:
+    """What an action returns whose work goes on beside generation. Its command is answered when the work has ended."""
+
+    work: Callable[[], Message | None]
+
+
+class Beside:
+    """The thread, which starts with the first work."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._spare: list[torch.Tensor] = []
+
+    def do(self, later: Later, settle: Settle) -> None:
+        """Do some work once what was asked for earlier is done, and answer with what comes of it."""
+
+        def work() -> None:
+            try:
+                settle(later.work(), None)
+            except RlctlError as error:
+                settle(None, error)
+            except Broken as broken:
+                settle(None, broken.error)
+            except Exception as error:
+                log.exception("work beside generation failed")
+                settle(None, Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=OUTCOME_UNKNOWN))
+
+        self._put(work)
+
+    def let_go(self, memory: list[torch.Tensor]) -> None:
+        """Take tensors over and free them: in a moment, or before the next work."""
+
+        def take_over() -> None:
+            self._spare.extend(memory)
+            memory.clear()
+
+        self._put(take_over)
+
+    def stop(self) -> None:
+        """End the thread after what it is at; returns at once."""
+        if self._thread is not None:
+            self._queue.put(None)
+
+    def _put(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            # Copies would otherwise queue up between the kernels of the steps.
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        while True:
+            work: Callable[[], None] | None = self._free
+            with contextlib.suppress(queue.Empty):
+                work = self._queue.get(timeout=REST_S if self._spare else None)
+            self._free()
+            if work is None:
+                return
+            work()
+            del work
+
+    def _free(self) -> None:
+        if self._spare:
+            while self._spare:
+                self._spare.pop()
+            give_back(self._device)

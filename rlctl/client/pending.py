@@ -1,0 +1,121 @@
+"""An update that is under way while the trainer goes on: how far it has come, waiting for it, giving it up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlctl.errors import Reason
+from rlctl.loops import LoopThread
+from rlctl.weights.ordering import Ordering
+
+if TYPE_CHECKING:
+    from rlctl.client.publisher import UpdateResult
+
+
+class Progress:
+    """How far an update has come at this trainer rank. Belongs to the publisher's event loop.
+
+    Attributes:
+        ordering: after what on the trainer's stream the weights are read.
+        sent: the tensors of this rank may be overwritten: they were read for the last time, whatever follows.
+        decided: it can no longer be cancelled from here.
+        ended: it has ended, well or not.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """``stream``: the trainer's. What it was given so far comes before the update. Raises FIELD_INVALID."""
+        self.ordering = Ordering(stream)
+        self.sent = asyncio.Event()
+        self.decided = False
+        self.ended = False
+
+    def end(self) -> None:
+        """It has ended."""
+        self.ended = True
+
+
+class AsyncPending:
+    """An update that :meth:`AsyncPublisher.update_async` has started."""
+
+    def __init__(self, update: Coroutine[Any, Any, UpdateResult], progress: Progress) -> None:
+        """Starts it. Use :meth:`AsyncPublisher.update_async`."""
+        self._task = asyncio.create_task(update)
+        self._task.add_done_callback(lambda _: progress.end())
+        self._progress = progress
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._task.done()
+
+    async def wait_sent(self) -> None:
+        """Return as soon as this rank's tensors may be overwritten: device work is done, not merely enqueued.
+
+        The version is not served yet. With ``retries`` that is when every target has taken the weights in, since
+        sources may have to go through them again until then. Raises what the update has failed with.
+        """
+        sent = asyncio.create_task(self._progress.sent.wait())
+        try:
+            await asyncio.wait({sent, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sent.cancel()
+        if self._task.done():
+            self._outcome()
+
+    async def wait(self) -> UpdateResult:
+        """The published update; raises what it failed with. Cancelling the wait leaves the update alone."""
+        await asyncio.wait({self._task})
+        return self._outcome()
+
+    def cancel(self) -> bool:
+        """Give the update up: it is aborted, and the waits raise CANCELLED, on every rank of the trainer.
+
+        False: it has ended, or is being committed, or (at ranks other than 0) this rank has sent all that it has; it
+        goes on, and :meth:`wait` says how it ends.
+        """
+        if self._task.done() or self._progress.decided:
+            return False
+        return self._task.cancel()
+
+    async def close(self) -> None:
+        """Give it up, or see it to its end where it is too late for that; never longer than its deadline."""
+        self.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.exception()  # retrieved: whoever closes does not ask
+
+    def _outcome(self) -> UpdateResult:
+        if self._task.cancelled():
+            raise Reason.CANCELLED.error("the update was cancelled")
+        return self._task.result()
+
+
+class Pending:
+    """:class:`AsyncPending` for blocking code, from any thread."""
+
+    def __init__(self, pending: AsyncPending, loop: LoopThread) -> None:
+        self.aio = pending
+        self._loop = loop
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.aio.done()
+
+    def wait_sent(self) -> None:
+        """Return as soon as this rank's tensors may be overwritten; see :meth:`AsyncPending.wait_sent`."""
+        self._loop.call(self.aio.wait_sent())
+
+    def wait(self) -> UpdateResult:
+        """The published update; raises what it failed with. An interrupt leaves the update alone."""
+        return self._loop.call(self.aio.wait())
+
+    def cancel(self) -> bool:
+        """Give the update up; see :meth:`AsyncPending.cancel`."""
+        return self._loop.call(_cancel(self.aio))
+
+
+async def _cancel(pending: AsyncPending) -> bool:
+    return pending.cancel()

@@ -1,0 +1,376 @@
+"""Staged and rolling updates: what serves is touched by nothing but the swap, and batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+
+import pytest
+from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.times import duration
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_READY,
+    STAGE_STATE_STALE,
+)
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
+
+RETRACT = common.PAUSE_MODE_RETRACT
+Hook = Callable[[FakeEngine, str, Call], Awaitable[None]]
+
+
+@pytest.fixture
+async def three(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
+    """Stages a, b and c; b has two ranks. Nothing heals by itself."""
+    async with make_fleet(a=1, b=2, c=1, heal=False) as fleet:
+        yield fleet
+
+
+@contextmanager
+def hooked(fleet: InProcessFleet, slot: str, method: str, hook: Hook, rank: int = 0) -> Iterator[None]:
+    """Whenever a rank of this stage starts with the method, the hook runs first."""
+    worker = fleet.stages[slot] if rank == 0 else fleet.workers[slot, rank]._follower
+    path = fleet.specs[0].model_path
+
+    async def fault(engine: FakeEngine, name: str, call: Call) -> None:
+        if engine is worker._engine and name == method:
+            await hook(engine, name, call)
+
+    fake_engine.FAULTS[path, rank] = fault
+    yield
+    del fake_engine.FAULTS[path, rank]
+
+
+def failing(error: RlctlError) -> Hook:
+    async def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+async def stage_weights(fleet: InProcessFleet, *names: str, **fields: object) -> u.BeginWeightUpdateResponse:
+    """Begin a staged update and fill the shadow copies."""
+    options = v.UpdateOptions(pause=RETRACT, quorum=fields.pop("quorum", 0))  # type: ignore[arg-type]
+    plan = await begin(fleet, apply=v.APPLY_MODE_STAGED, options=options, **fields)
+    await join(fleet, plan)
+    await write(fleet, plan, *names)
+    return plan
+
+
+def held(fleet: InProcessFleet) -> dict[str, str]:
+    """What the engine of every stage's rank 0 holds."""
+    return {slot: stage._engine.weights for slot, stage in sorted(fleet.stages.items())}
+
+
+def states(fleet: InProcessFleet) -> dict[str, int]:
+    return {slot: fleet.stage(slot).state for slot in sorted(fleet.stages)}
+
+
+def outcomes(operation: Operation) -> dict[str, int]:
+    return {result.slot: result.outcome for result in operation.stage_results}
+
+
+async def one_token(fleet: InProcessFleet, slot: str) -> rollout.GenerateResponse:
+    async with aclosing(fleet.stages[slot]._engine.generate(rollout.GenerateRequest())) as messages:
+        return await anext(messages)
+
+
+async def test_stages_serve_the_old_version_until_the_swap(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1")
+    for slot in "abc":
+        seen = three.stage(slot)
+        assert (seen.state, seen.routable, seen.staging_update_id) == (STAGE_STATE_READY, True, plan.update_id)
+    assert weights(three) == ["one"] * 4
+    assert (await one_token(three, "a")).samples[0].output_ids
+    operation = await commit(three, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    assert weights(three) == ["w1"] * 4
+    assert version_of(three) == ("step-1", 2)
+    assert operation.model_digest == digest("w1")
+    assert {r.verified for r in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+    assert {r.evidence for s in operation.stage_results for r in s.rank_results} == {common.EVIDENCE_VERIFIED}
+    for slot in "abc":
+        assert three.stage(slot).routable
+        assert three.stage(slot).report.model_digest == digest("w1")
+        assert not three.stage(slot).staging_update_id
+
+
+async def test_nothing_is_paused_before_every_copy_is_sealed_and_verified(three: InProcessFleet) -> None:
+    order: list[str] = []
+
+    async def note(engine: FakeEngine, name: str, _: Call) -> None:
+        order.append(name)
+
+    plan = await stage_weights(three, "w1")
+    with hooked(three, "a", "seal_update", note):
+        path = three.specs[0].model_path
+
+        async def every(engine: FakeEngine, name: str, call: Call) -> None:
+            order.append(name)
+
+        fake_engine.FAULTS[path, 0] = every
+        assert (await commit(three, plan)).state == OPERATION_STATE_OK
+    steps = ["seal_update", "check_weights", "pause_generation", "commit_update", "flush_cache", "continue_generation"]
+    assert [name for name in order if name in steps] == [name for name in steps for _ in range(3)]
+
+
+async def test_what_runs_is_treated_as_the_pause_says(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1")
+    running = FakeEngine.generate(three.stages["a"]._engine, rollout.GenerateRequest())
+    await anext(running)
+    assert (await commit(three, plan)).state == OPERATION_STATE_OK
+    assert (await anext(running)).samples[0].output_ids
+    await running.aclose()
+
+
+@pytest.mark.parametrize("method", ["prepare_update", "update_weights_from_distributed", "seal_update"])
+@pytest.mark.parametrize("outcome", [OUTCOME_REJECTED, OUTCOME_UNKNOWN])
+async def test_one_rank_that_fails_before_the_swap_and_nobody_swaps(
+    three: InProcessFleet, method: str, outcome: int
+) -> None:
+    with hooked(three, "b", method, failing(Reason.ENGINE_FAILED.error("no memory", outcome=outcome)), rank=1):
+        plan = await stage_weights(three, "w1")
+        operation = await commit(three, plan) if method == "seal_update" else await abort(three, plan)
+    assert operation.state == OPERATION_STATE_FAILED, operation
+    assert set(outcomes(operation).values()) == {OUTCOME_REJECTED}, "an abort that is confirmed leaves nothing unknown"
+    assert weights(three) == ["one"] * 4
+    assert set(states(three).values()) == {STAGE_STATE_READY}
+    assert all(three.stage(slot).routable for slot in "abc"), [three.stage(slot).not_routable for slot in "abc"]
+    again = await stage_weights(three, "w2", version="step-2")
+    assert (await commit(three, again, digest("w2"))).state == OPERATION_STATE_OK
+
+
+async def test_another_attempt_starts_with_empty_copies_and_nothing_was_quarantined(three: InProcessFleet) -> None:
+    options = v.UpdateOptions(pause=RETRACT)
+    plan = await begin(three, apply=v.APPLY_MODE_STAGED, options=options, retries=1)
+    await join(three, plan)
+    broken = Reason.GROUP_FAILED.error("broken", outcome=OUTCOME_UNKNOWN)
+    with hooked(three, "b", "update_weights_from_distributed", failing(broken)):
+        assert (await write(three, plan, "w1")).state != OPERATION_STATE_OK
+    assert all(three.stage(slot).routable for slot in "abc")
+    three.server.coordinator.updates._open[plan.update_id].received.clear()  # all ranks are there
+    again = await three.stub.RetryWeightUpdate(
+        u.RetryWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=1)
+    )
+    assert (again.attempt, list(again.lost)) == (2, [])
+    await join(three, again)
+    await write(three, again, "w2")
+    assert (await commit(three, again, digest("w2"))).state == OPERATION_STATE_OK
+    assert weights(three) == ["w2"] * 4
+
+
+async def test_a_copy_with_another_digest_is_never_swapped(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1")
+    three.workers["b", 1]._follower._engine._shadow = "off by a byte"
+    operation = await commit(three, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_FAILED
+    by_slot = {result.slot: result for result in operation.stage_results}
+    assert (by_slot["b"].outcome, by_slot["b"].error.reason) == (OUTCOME_REJECTED, "DIGEST_MISMATCH")
+    assert weights(three) == ["one"] * 4
+    assert all(three.stage(slot).routable for slot in "abc")
+
+
+async def test_with_a_quorum_the_rest_swaps_and_who_failed_stays_whole_but_stale(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1", quorum=2)
+    three.workers["b", 1]._follower._engine._shadow = "off by a byte"
+    operation = await commit(three, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert outcomes(operation) == {"a": OUTCOME_APPLIED, "b": OUTCOME_REJECTED, "c": OUTCOME_APPLIED}
+    assert held(three) == {"a": "w1", "b": "one", "c": "w1"}
+    assert states(three) == {"a": STAGE_STATE_READY, "b": STAGE_STATE_STALE, "c": STAGE_STATE_READY}
+
+
+async def test_an_abort_after_everybody_is_prepared_leaves_the_fleet_as_it_was(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1")
+    for slot in "abc":
+        request = v.SealUpdateRequest(header=common.RequestHeader(fence=common.Fence(update_id=plan.update_id)))
+        session = three.server.coordinator.updates._open[plan.update_id].session
+        await session.step(request, [three.server.coordinator.roster.slots[slot]])
+        assert three.stage(slot).report.update_prepared
+    operation = await abort(three, plan)
+    assert set(outcomes(operation).values()) == {OUTCOME_REJECTED}
+    assert all(three.stage(slot).routable and not three.stage(slot).report.update_id for slot in "abc")
+    assert {stage._engine._shadow for stage in three.stages.values()} == {None}
+
+
+async def test_a_swap_of_unknown_outcome_is_dirty(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1")
+    error = Reason.RANK_SILENT.error("silent", outcome=OUTCOME_UNKNOWN)
+    with hooked(three, "b", "commit_update", failing(error), rank=1):
+        operation = await commit(three, plan)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert version_of(three) == ("initial", 1)
+    assert outcomes(operation)["b"] == OUTCOME_DIRTY
+    assert three.stage("b").state == STAGE_STATE_DIRTY
+    assert not three.stage("b").routable
+
+
+async def test_an_owner_that_is_gone_costs_nothing(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1", lease_ttl=duration(0.2))
+    run = three.server.coordinator.operations.get(plan.update_id)
+    async with asyncio.timeout(10):
+        await run.ended.wait()
+    assert run.operation.error.reason == "LEASE_EXPIRED"
+    assert all(three.stage(slot).routable for slot in "abc")
+    assert weights(three) == ["one"] * 4
+
+
+async def test_a_prepared_stage_keeps_its_copy_until_a_coordinator_decides(
+    three: InProcessFleet, tmp_path: Path
+) -> None:
+    await stage_weights(three, "w1")
+    await three.server.coordinator._peers.stop()  # as if it had died: nobody is told anything
+    assert {stage._engine._shadow for stage in three.stages.values()} == {"w1"}
+    successor = InProcessFleet(tmp_path / "another.db", [], heal=False)
+    await successor.start_coordinator()
+    for slot in "abc":
+        await successor.server.coordinator.adopt(three.stages[slot].address)
+    await successor.until(
+        lambda stages: len(stages) == 3 and all(stage.routable and not stage.report.update_id for stage in stages)
+    )
+    assert {stage._engine._shadow for stage in three.stages.values()} == {None}
+    assert weights(three) == ["one"] * 4
+    await successor.channel.close()
+    await successor.server.stop()
+
+
+async def test_from_disk_staged(three: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    request = v.UpdateWeightsFromDiskRequest(
+        model_path=checkpoint("two"),
+        expected_digest=digest("two"),
+        options=v.UpdateOptions(pause=RETRACT),
+        apply=v.APPLY_MODE_STAGED,
+        max_unavailable=1,
+    )
+    operation = await three.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_OK, operation
+    assert weights(three) == ["two"] * 4
+    assert all(three.stage(slot).report.checkpoint == request.model_path for slot in "abc")
+
+
+async def test_an_engine_without_shadow_copies_is_refused_by_name(three: InProcessFleet) -> None:
+    three.server.coordinator.roster.slots["b"].record.registration.capabilities.staged_apply = False
+    error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=v.UpdateOptions(pause=RETRACT)))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "apply")
+    assert error.message.startswith("b:")
+
+
+async def test_nccl_beside_the_collectives_of_several_ranks_is_refused_by_name(three: InProcessFleet) -> None:
+    options, transports = v.UpdateOptions(pause=RETRACT), [common.TRANSPORT_TORCH_NCCL]
+    error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=options, transports=transports))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "transports")
+    assert error.message.startswith("b:")
+
+
+# Rolling.
+
+
+def rolling(k: int) -> dict[str, u.RolloutStrategy]:
+    return {"rollout": u.RolloutStrategy(max_unavailable=k)}
+
+
+async def test_batches_take_the_version_one_after_the_other(three: InProcessFleet) -> None:
+    seen: list[tuple[dict[str, bool], list[str], dict[str, str]]] = []
+
+    async def look(*_: object) -> None:
+        admitted = three.server.coordinator.roster.models["actor"].admitted
+        routable = {slot: three.stage(slot).routable for slot in "abc"}
+        seen.append((routable, [version.label for version in admitted], held(three)))
+
+    plan = await stage_weights(three, "w1", **rolling(1))
+    with hooked(three, "b", "commit_update", look):
+        operation = await commit(three, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_OK, operation
+    assert seen == [({"a": True, "b": False, "c": True}, ["initial", "step-1"], {"a": "w1", "b": "one", "c": "one"})]
+    assert weights(three) == ["w1"] * 4
+    assert [version.label for version in three.server.coordinator.roster.models["actor"].admitted] == ["step-1"]
+    assert all(three.stage(slot).routable for slot in "abc")
+
+
+async def test_no_more_than_allowed_are_out_of_service(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, b=1, c=1, d=1, e=1) as fleet:
+        least = 5
+        watching = asyncio.Event()
+
+        async def watch() -> None:
+            nonlocal least
+            async with aclosing(fleet.server.coordinator.roster.watch()) as events:
+                async for _ in events:
+                    watching.set()
+                    least = min(least, sum(fleet.stage(slot).routable for slot in "abcde"))
+
+        plan = await stage_weights(fleet, "w1", **rolling(2))
+        task = asyncio.create_task(watch())
+        await watching.wait()
+        assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+        task.cancel()
+        assert least == 3
+
+
+@pytest.mark.parametrize("outcome", [OUTCOME_REJECTED, OUTCOME_UNKNOWN])
+async def test_a_second_batch_that_fails_leaves_the_first_serving_and_the_rest_stale(
+    three: InProcessFleet, outcome: int
+) -> None:
+    plan = await stage_weights(three, "w1", **rolling(1))
+    with hooked(three, "b", "commit_update", failing(Reason.ENGINE_FAILED.error("no swap", outcome=outcome)), rank=1):
+        operation = await commit(three, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert version_of(three) == ("step-1", 2)
+    found = outcomes(operation)
+    assert (found["a"], found["c"]) == (OUTCOME_APPLIED, OUTCOME_REJECTED)
+    assert found["b"] == (OUTCOME_UNKNOWN if outcome == OUTCOME_UNKNOWN else OUTCOME_REJECTED)
+    assert three.stage("a").routable
+    assert not three.stage("b").routable
+    assert not three.stage("c").routable
+    assert three.stage("c").state == STAGE_STATE_STALE
+    assert three.stage("b").state == (STAGE_STATE_DIRTY if outcome == OUTCOME_UNKNOWN else STAGE_STATE_STALE)
+    assert held(three) == {"a": "w1", "b": "one", "c": "one"}
+    admitted = three.server.coordinator.roster.models["actor"].admitted
+    assert [version.label for version in admitted] == ["step-1"]
+    assert not any(three.stage(slot).report.update_id for slot in "abc")
+
+
+async def test_a_first_batch_that_fails_publishes_nothing(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1", **rolling(1))
+    with hooked(three, "a", "commit_update", failing(Reason.ENGINE_FAILED.error("no swap"))):
+        operation = await commit(three, plan)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert version_of(three) == ("initial", 1)
+    assert set(outcomes(operation).values()) == {OUTCOME_REJECTED}
+    await three.until(lambda stages: all(stage.routable for stage in stages))
+    assert weights(three) == ["one"] * 4
+
+
+async def test_what_a_quorum_allows_does_not_stop_the_rolling(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1", quorum=1, **rolling(1))
+    with hooked(three, "a", "commit_update", failing(Reason.ENGINE_FAILED.error("no swap"))):
+        operation = await commit(three, plan)
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert outcomes(operation) == {"a": OUTCOME_REJECTED, "b": OUTCOME_APPLIED, "c": OUTCOME_APPLIED}
+    assert held(three) == {"a": "one", "b": "w1", "c": "w1"}
+    assert three.stage("a").state == STAGE_STATE_STALE
+
+
+async def test_what_was_paused_by_name_stays_paused(three: InProcessFleet) -> None:
+    target = common.RequestHeader(target=common.Target(slots=["b"]))
+    await three.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
+    plan = await stage_weights(three, "w1", **rolling(1))
+    assert (await commit(three, plan)).state == OPERATION_STATE_OK
+    assert states(three) == {"a": STAGE_STATE_READY, "b": STAGE_STATE_PAUSED, "c": STAGE_STATE_READY}
