@@ -15,8 +15,10 @@ from rlctl_sglang.process import ServerProcess
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-PROBE_S = 5.0
-MISSED = 3
+PROBE_S = 10.0
+UNREACHABLE_LOOKS = 3
+SILENT_S = 90.0
+"""A server that takes connections and does not answer is busy, for a while."""
 
 
 class Server:
@@ -84,14 +86,18 @@ class Server:
 
     async def _look(self) -> None:
         """Notice a server that is gone, or whose front does not answer. Never by a generation: /ready makes none."""
-        missed = 0
-        while missed < MISSED:
+        now = asyncio.get_running_loop().time
+        heard, unreachable = now(), 0
+        while unreachable < UNREACHABLE_LOOKS and now() - heard < SILENT_S:
             await asyncio.sleep(LOOK_S)
             try:
                 await self.http.call("/ready", timeout_s=PROBE_S)
-                missed = 0
-            except (RlctlError, TimeoutError) as error:
-                missed += 1
-                log.warning("SGLang at %s did not answer: %s", self.http.url, error or "in time")
-        self._on_end(Reason.ENGINE_FAILED.error(f"SGLang at {self.http.url} has not answered {MISSED} times"))
+                heard, unreachable = now(), 0
+            except TimeoutError:
+                log.warning("SGLang at %s did not answer in %g s", self.http.url, PROBE_S)
+            except RlctlError as error:
+                unreachable += error.reason is Reason.UNREACHABLE
+                log.warning("%s", error)
+        reason = Reason.ENGINE_FAILED if unreachable else Reason.ENGINE_WEDGED
+        self._on_end(reason.error(f"SGLang at {self.http.url} has not answered for {now() - heard:.0f} s"))
         self.kill()

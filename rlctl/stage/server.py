@@ -217,8 +217,8 @@ class StageServer:
         pause_s = RESTART_AFTER_S
         while True:
             await self._engine.stop()
-            self._engine = self._new_engine()
             try:
+                self._engine = self._new_engine()
                 async with asyncio.timeout(START_S):
                     await self._start_engine()
                 break
