@@ -15,6 +15,7 @@ from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import Roster
 from rlctl.coordinator.updates import Updates
+from rlctl.simulation.journal import SimJournal
 from rlctl.stage.core import Serving, Stage
 from rlctl.stage.facts import Facts
 from rlctl.verbs import Verb
@@ -105,7 +106,12 @@ MUTANTS: dict[str, list[Patch]] = {
     "bucket_order": [],
     "completeness": [],
     "dirty_refusal": [(Facts, "_mixed", _nothing)],
-    "fencing": [(Facts, "refuse", _no_epoch), (Stage, "_refuse_attach", _nothing)],
+    "fencing": [
+        (Facts, "refuse", _no_epoch),
+        (Stage, "_refuse_attach", _nothing),
+        (SimJournal, "held", lambda self: self is not None),
+    ],
+    "journal_fencing": [(SimJournal, "held", lambda self: self is not None)],
     "grant_order": [(Stage, "grant", _any_grant)],
     "idempotency": [(Operations, "known", _never_known)],
     "lease_echo": [(Stage, "grant", _from_receipt)],

@@ -89,10 +89,14 @@ class Node:
         self.loop = NodeLoop(world, world.random.uniform(1.0, 1e6))
         self.loop.set_exception_handler(self._defect)
         self.at_end: list[Callable[[], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in the process."""
-        return self.loop.create_task(work)
+        task = self.loop.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def later(self, delay: float, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the process, some seconds from now; it never happens if the process is gone by then."""
@@ -119,7 +123,8 @@ class Node:
             error = context.get("exception")
             where = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
             lines = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(where))
-            self.world.defects.append(f"{self.name}: {context['message']}: {error!r} at {lines}")
+            what = error or context.get("task")
+            self.world.defects.append(f"{self.name}: {context['message']}: {what!r} at {lines}")
 
 
 class World:

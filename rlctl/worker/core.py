@@ -26,6 +26,9 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import Verb, of_request
 
+REMEMBERED = 1024
+"""Commands that were withdrawn and have not come, or had ended before."""
+
 
 @dataclass
 class _Withdrawable:
@@ -56,6 +59,7 @@ class Worker:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._withdrawable: dict[str, _Withdrawable] = {}
+        self._withdrawn_early: dict[str, None] = {}
         self._running: set[asyncio.Future[Any]] = set()
 
     async def carry_out(self, request: Message, call: Call) -> list[RankResult]:
@@ -71,12 +75,18 @@ class Worker:
         return results
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up an ordered command that will not be ordered, now or as soon as the engine holds it."""
+        """Give up an ordered command that will not be ordered: now, before it has its turn, or as soon as the engine
+        holds it. One that is not here yet is given up when it comes; nothing would ever end it.
+        """
         command = self._withdrawable.get(command_id)
-        if command is not None:
-            command.withdrawn = True
-            if command.accepted:
-                await self.engine.withdraw(command_id)
+        if command is None:
+            self._withdrawn_early[command_id] = None
+            while len(self._withdrawn_early) > REMEMBERED:
+                del self._withdrawn_early[next(iter(self._withdrawn_early))]
+            return
+        command.withdrawn = True
+        if command.accepted:
+            await self.engine.withdraw(command_id)
 
     def _accepted(self, command_id: str, accept: Callable[[], None]) -> None:
         command = self._withdrawable.get(command_id)
@@ -107,15 +117,17 @@ class Worker:
             raise self.failure
         if verb.interrupts:
             await self.engine.interrupt(call.update_id)
+        command = self._withdrawable[call.command_id] = _Withdrawable()
+        command.withdrawn = call.command_id in self._withdrawn_early
         queued = verb.mutating and verb.waits
-        if queued:
-            await self._take_turn(verb, call)
-        if self._clock.now() >= call.deadline:
+        try:
             if queued:
-                self._turn.release()
-            raise Reason.DEADLINE_EXCEEDED.error("the time was up before the rank started")
+                await self._take_turn(verb, call)
+            self._refuse_late(call, command, queued=queued)
+        except RlctlError:
+            self._withdrawable.pop(call.command_id, None)
+            raise
         accept, call.accept = call.accept, lambda: self._accepted(call.command_id, accept)
-        self._withdrawable[call.command_id] = _Withdrawable()
         task = asyncio.ensure_future(method(request, call))
         task.add_done_callback(lambda _: self._withdrawable.pop(call.command_id, None))
         self._running.add(task)
@@ -130,6 +142,16 @@ class Worker:
                 f"the engine was still busy with {verb.name} when the time was up", outcome=OUTCOME_UNKNOWN
             )
         return self._answer(verb, request, call, task)
+
+    def _refuse_late(self, call: Call, command: _Withdrawable, *, queued: bool) -> None:
+        late = self._clock.now() >= call.deadline
+        if not late and not command.withdrawn:
+            return
+        if queued:
+            self._turn.release()
+        if late:
+            raise Reason.DEADLINE_EXCEEDED.error("the time was up before the rank started")
+        raise Reason.CANCELLED.error("withdrawn before the rank started")
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running.discard(task)

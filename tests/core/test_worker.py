@@ -1,76 +1,85 @@
-"""A worker whose engine speaks for several ranks: one answer is filed for each of them, as the engine's."""
+"""One rank's worker: what is withdrawn is never left waiting for an order that nobody will give."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
-from rlctl import outcomes
-from rlctl.engine import Call, brings_ranks
+import pytest
+
+from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import SystemClock
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.common_pb2 import (
-    EVIDENCE_ENGINE,
-    EVIDENCE_RANK,
-    OUTCOME_APPLIED,
-    OUTCOME_DIRTY,
-    OUTCOME_SKIPPED,
-    WorkerCoordinates,
-)
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, WorkerCoordinates
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.worker.core import Worker
 
-RANKS = [WorkerCoordinates(rank=rank) for rank in range(3)]
+SOON_S = 5.0
 
 
-class OneAnswer:
-    """An engine with a few verbs."""
+class Ordered:
+    """An engine whose commands wait until they are ordered or withdrawn."""
 
-    name = "one"
+    name = "ordered"
 
-    async def get_loads(self, request: v.GetLoadsRequest, call: Call) -> v.Loads:
-        return v.Loads(running=2)
+    def __init__(self) -> None:
+        self.held: dict[str, asyncio.Future[None]] = {}
 
-    async def flush_cache(self, request: v.FlushCacheRequest, call: Call) -> None:
-        raise Reason.ENGINE_FAILED.error("half of it", outcome=OUTCOME_DIRTY)
+    async def pause_generation(self, request: v.PauseGenerationRequest, call: Call) -> None:
+        self.held[call.command_id] = asyncio.get_running_loop().create_future()
+        call.accept()
+        await self.held[call.command_id]
 
-    async def check_weights(self, request: v.CheckWeightsRequest, call: Call) -> list[RankResult]:
-        return [RankResult(coordinates=r, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK) for r in RANKS]
-
-
-async def carry_out(request: Any, ranks: int) -> list[RankResult]:
-    clock = SystemClock()
-    worker = Worker(OneAnswer(), RANKS[0], clock, others=RANKS[1:ranks])  # type: ignore[arg-type]
-    return await worker.carry_out(request, Call("c", clock.now() + 5))
+    async def withdraw(self, command_id: str) -> None:
+        self.held[command_id].set_exception(Reason.CANCELLED.error("withdrawn"))
 
 
-async def test_one_answer_is_filed_for_every_rank_and_its_data_once() -> None:
-    results = await carry_out(v.GetLoadsRequest(), 3)
-    assert [result.coordinates.rank for result in results] == [0, 1, 2]
-    assert {result.evidence for result in results} == {EVIDENCE_ENGINE}
-    assert [result.HasField("loads") for result in results] == [True, False, False]
-    assert outcomes.one_per_rank(RANKS, results) == results
-    assert outcomes.evidence_of(results) == EVIDENCE_ENGINE
+@pytest.fixture
+def engine() -> Ordered:
+    return Ordered()
 
 
-async def test_an_error_is_every_ranks() -> None:
-    results = await carry_out(v.FlushCacheRequest(), 3)
-    assert {result.outcome for result in results} == {OUTCOME_DIRTY}
-    assert {result.error.reason for result in results} == {"ENGINE_FAILED"}
-    skipped = await carry_out(v.PauseGenerationRequest(), 3)
-    assert {result.outcome for result in skipped} == {OUTCOME_SKIPPED}
+@pytest.fixture
+def worker(engine: Ordered) -> Worker:
+    return Worker(cast(Any, engine), WorkerCoordinates(rank=1), SystemClock())
 
 
-async def test_ranks_that_answer_for_themselves_are_believed() -> None:
-    results = await carry_out(v.CheckWeightsRequest(), 3)
-    assert {result.evidence for result in results} == {EVIDENCE_RANK}
+def pause(worker: Worker, command_id: str) -> asyncio.Task[list[RankResult]]:
+    call = Call(command_id, asyncio.get_running_loop().time() + 30)
+    return asyncio.create_task(worker.carry_out(v.PauseGenerationRequest(), call))
 
 
-async def test_an_engine_of_one_rank_answers_for_it() -> None:
-    (result,) = await carry_out(v.GetLoadsRequest(), 1)
-    assert result.evidence == EVIDENCE_RANK
+async def test_what_is_withdrawn_while_it_waits_its_turn_does_not_start(worker: Worker, engine: Ordered) -> None:
+    first, second = pause(worker, "first"), pause(worker, "second")
+    async with asyncio.timeout(SOON_S):
+        await eventually(lambda: "first" in engine.held)
+        await worker.withdraw("second")
+        engine.held["first"].set_result(None)
+        assert (await first)[0].outcome == OUTCOME_APPLIED
+        (result,) = await second
+    assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "CANCELLED")
+    assert "second" not in engine.held
 
 
-def test_which_plugins_have_ranks_of_their_own() -> None:
-    assert brings_ranks("sglang")
-    assert not brings_ranks("torch")
+async def test_what_is_withdrawn_before_it_comes_does_not_start(worker: Worker, engine: Ordered) -> None:
+    # The process was stopped: the command and its withdrawal are read at once.
+    await worker.withdraw("late")
+    async with asyncio.timeout(SOON_S):
+        (result,) = await pause(worker, "late")
+    assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "CANCELLED")
+    assert not engine.held
+
+
+async def test_what_is_withdrawn_once_the_engine_holds_it_ends_there(worker: Worker, engine: Ordered) -> None:
+    running = pause(worker, "held")
+    async with asyncio.timeout(SOON_S):
+        await eventually(lambda: "held" in engine.held)
+        await worker.withdraw("held")
+        assert (await running)[0].error.reason == "CANCELLED"
+        # The turn is free again.
+        following = pause(worker, "next")
+        await eventually(lambda: "next" in engine.held)
+        engine.held["next"].set_result(None)
+        assert (await following)[0].outcome == OUTCOME_APPLIED
