@@ -18,6 +18,10 @@ command under ``call.command_id``, calls ``call.accept()`` and waits. Once every
 reaches it. If a rank refused or never got it, the stage calls :meth:`Engine.withdraw` on all ranks and nobody carries
 it out. An engine of one rank may ignore both and act at once.
 
+Ranks of its own. An engine that is a server with rank processes of its own is listed in the entry point group
+``rlctl.engines.own_ranks`` too. No followers are started for it: one object speaks for all of its ranks, and what it
+answers once is filed for each of them with evidence ENGINE. It says by itself which ranks answered for themselves.
+
 Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
 :class:`rlctl.weights.loading.LoadHooks`: ``prepare_load`` before the first tensor of an update, ``finalize_load`` after
 the last; :class:`rlctl.weights.loading.Loading` calls each once.
@@ -87,15 +91,17 @@ class EngineInfo:
 
     Attributes:
         layout: every rank's coordinates, rank 0 first.
-        capabilities: what it can do; ``verbs`` is filled in from its methods.
+        capabilities: what it can do; ``verbs`` is filled in from its methods, less those in ``unsupported``.
         checkpoint: what it loaded.
         model_digest: hex digest of the full tensors that it loaded, or "".
+        fenced: nobody but this object can reach the engine.
     """
 
     layout: fleet_pb2.StageLayout
     capabilities: fleet_pb2.Capabilities
     checkpoint: str = ""
     model_digest: str = ""
+    fenced: bool = True
 
 
 class Engine(abc.ABC):
@@ -130,6 +136,10 @@ class Engine(abc.ABC):
     async def interrupt(self, update_id: str) -> None:  # noqa: B027
         """Break whatever blocks inside this update (a receive whose sender is gone, say), from outside."""
 
+    def can_restart(self) -> bool:
+        """After a failure: whether a new object may start the engine again in this process, as a new incarnation."""
+        return False
+
     def set_version(self, version: common_pb2.WeightVersion) -> None:  # noqa: B027
         """The weights are at this version from now on: what responses are stamped with. From any thread."""
 
@@ -148,6 +158,11 @@ class Engine(abc.ABC):
     def verbs(cls) -> list[str]:
         """Names of the verbs that the engine has a method for."""
         return [verb.name for verb in VERBS.values() if hasattr(cls, verb.method)]
+
+
+def brings_ranks(name: str) -> bool:
+    """Whether the plug-in of this name has rank processes of its own; it is not loaded to find out."""
+    return any(point.name == name for point in entry_points(group="rlctl.engines.own_ranks"))
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+from rlctl.sampling import DEFAULT_NEW_TOKENS, check_sampling
+from rlctl.v1.rollout_pb2 import GenerateRequest
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this take the most likely token: dividing logits by them would overflow."""
-
-_DEFAULT_NEW_TOKENS = 128
-_MOST_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def check(request: GenerateRequest, *, vocab_size: int, eos: frozenset[int], tok
     if request.engine_fields.fields:
         raise _invalid(f"the torch engine has no fields {', '.join(request.engine_fields.fields)}", "engine_fields")
     params = request.sampling_params
-    _check_ranges(params, vocab_size)
+    check_sampling(params, vocab_size)
     if params.stop and not tokenizer:
         raise Reason.UNSUPPORTED.error(
             "the checkpoint has no tokenizer, so there is no text to find stop strings in", field="sampling_params.stop"
@@ -81,7 +78,7 @@ def check(request: GenerateRequest, *, vocab_size: int, eos: frozenset[int], tok
         raise _invalid(f"logprob_start_len is {start}; it must be -1 or a position", "logprob_start_len")
     temperature = params.temperature if params.HasField("temperature") else 1.0
     return Settings(
-        max_new_tokens=params.max_new_tokens if params.HasField("max_new_tokens") else _DEFAULT_NEW_TOKENS,
+        max_new_tokens=params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS,
         min_new_tokens=params.min_new_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=params.top_p if params.HasField("top_p") else 1.0,
@@ -100,35 +97,6 @@ def check(request: GenerateRequest, *, vocab_size: int, eos: frozenset[int], tok
         logprob_start=None if start < 0 else start,
         top_logprobs=request.top_logprobs_num,
     )
-
-
-def _check_ranges(params: SamplingParams, vocab_size: int) -> None:
-    """Raise FIELD_INVALID for the first value that is not allowed. The comparisons are false for NaN."""
-    allowed = {
-        "temperature": (not params.HasField("temperature") or 0 <= params.temperature < math.inf, "0 or more"),
-        "top_p": (not params.HasField("top_p") or 0 < params.top_p <= 1, "above 0 and at most 1"),
-        "top_k": (not params.HasField("top_k") or params.top_k == -1 or params.top_k >= 1, "-1 or at least 1"),
-        "min_p": (0 <= params.min_p <= 1, "from 0 to 1"),
-        "n": (params.n <= _MOST_SAMPLES, f"at most {_MOST_SAMPLES}"),
-        "stop": (all(params.stop), "without empty strings"),
-        "stop_token_ids": (all(i < vocab_size for i in params.stop_token_ids), f"below {vocab_size}"),
-        "frequency_penalty": (-2 <= params.frequency_penalty <= 2, "from -2 to 2"),
-        "presence_penalty": (-2 <= params.presence_penalty <= 2, "from -2 to 2"),
-        "repetition_penalty": (
-            not params.HasField("repetition_penalty") or 0 < params.repetition_penalty <= 2,
-            "above 0 and at most 2",
-        ),
-        "min_new_tokens": (
-            params.min_new_tokens
-            <= (params.max_new_tokens if params.HasField("max_new_tokens") else _DEFAULT_NEW_TOKENS),
-            "at most max_new_tokens",
-        ),
-    }
-    for name, (fine, words) in allowed.items():
-        if not fine:
-            value = getattr(params, name)
-            shown = list(value) if name.startswith("stop") else value
-            raise _invalid(f"{name} is {shown}; it must be {words}", f"sampling_params.{name}")
 
 
 def _invalid(message: str, field: str) -> RlctlError:

@@ -12,6 +12,13 @@ import click
 
 @click.command()
 @click.option("--steps", default=40, show_default=True, type=click.IntRange(1), help="GRPO steps.")
+@click.option(
+    "--engine",
+    default="torch",
+    show_default=True,
+    type=click.Choice(["torch", "sglang"]),
+    help="What generates; sglang: two real SGLang servers (tools/engines install sglang).",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per step, a last one with the verdict.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG of reward and pauses.")
@@ -20,21 +27,23 @@ import click
     type=click.Choice(["skip-sync", "stale-engine", "drop-tensor", "wrong-rank"]),
     help="Break one thing on purpose; the demo must notice and fail.",
 )
-def demo(steps: int, seed: int, as_json: bool, plot: Path | None, sabotage: str | None) -> None:
+def demo(steps: int, engine: str, seed: int, as_json: bool, plot: Path | None, sabotage: str | None) -> None:
     """Train a tiny model by GRPO through a fleet on this machine.
 
-    Makes a small Llama, starts a coordinator, an engine with two tensor-parallel ranks and one with a single rank, and
-    trains on sums of two digits: rollouts through the fleet, a gradient step in this process, the new weights to both
-    engines over gloo after every step. Exits non-zero unless the reward rose, every engine held exactly the trainer's
-    weights after every step, and log probabilities of engines and trainer agreed.
+    Makes a small Llama, starts a coordinator, an engine with two tensor-parallel ranks and one with a single rank (or
+    two SGLang servers), and trains on sums of two digits: rollouts through the fleet, a gradient step in this process,
+    the new weights to both engines over gloo after every step. Exits non-zero unless the reward rose, every engine held
+    exactly the trainer's weights after every step, and log probabilities of engines and trainer agreed.
     """
     if plot is not None and not os.access(plot if plot.exists() else plot.absolute().parent, os.W_OK):
         raise click.BadParameter(f"{plot} cannot be written", param_hint="--plot")
+    if engine != "torch" and sabotage not in (None, "skip-sync"):
+        raise click.BadParameter(f"{sabotage} breaks the torch engine only", param_hint="--sabotage")
     from rlctl.demo import loop, show
     from rlctl.errors import RlctlError
 
     display = show.Display(as_json=as_json)
-    settings = loop.Settings(seed=seed, steps=steps, sabotage=sabotage or "")
+    settings = loop.Settings(seed=seed, steps=steps, engine=engine, sabotage=sabotage or "")
     try:
         with tempfile.TemporaryDirectory(prefix="rlctl-demo-") as directory:
             verdict = loop.run(settings, loop.Listener(display.note, display.step), Path(directory))

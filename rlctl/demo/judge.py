@@ -25,6 +25,7 @@ class Step:
         max_logprob_diff: largest |log probability of the engine − of the trainer| over the rollouts.
         digests: model digest that each engine reports afterwards, by slot.
         expected: model digest of the trainer's weights.
+        verified: level at which the update was verified, by slot.
         problem: why the step failed, or "".
     """
 
@@ -37,6 +38,7 @@ class Step:
     max_logprob_diff: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
     expected: str = ""
+    verified: dict[str, str] = field(default_factory=dict)
     problem: str = ""
 
     def json(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from rlctl.client.aio import Sampling
 from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher, model_digest
 from rlctl.demo import tiny
@@ -18,9 +19,10 @@ from rlctl.demo.judge import Judge, Step, Verdict
 from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
 from rlctl.errors import RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1.common_pb2 import VerificationLevel
 
 SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank")
-"""Negative controls: each breaks one thing on purpose, and the demo must notice."""
+"""Negative controls: each breaks one thing on purpose, and the demo must notice. All but the first are torch's own."""
 
 _ENGINE_SABOTAGE = {
     "stale-engine": ("actor-1", "stale"),
@@ -28,6 +30,12 @@ _ENGINE_SABOTAGE = {
     "wrong-rank": ("actor-0", "wrong-rank"),
 }
 SKIPPED_STEP = 2
+
+_LAYOUTS = {"torch": (2, 1), "sglang": (1, 1)}
+"""Tensor-parallel sizes of the engines. Of an SGLang server with several ranks the weights cannot be read back."""
+
+_OPTIONS = {"torch": {"max_running": "256", "max_total_tokens": "8192"}, "sglang": {}}
+"""Their settings."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,10 @@ def _engines(settings: Settings, checkpoint: Path) -> list[EngineSpec]:
             str(checkpoint),
             engine=settings.engine,
             tp_size=tp_size,
-            options={"max_running": "256", "max_total_tokens": "8192"},
+            options=_OPTIONS[settings.engine],
             environment={"RLCTL_TORCH_SABOTAGE": value} if name == slot else {},
         )
-        for name, tp_size in (("actor-0", 2), ("actor-1", 1))
+        for name, tp_size in zip(("actor-0", "actor-1"), _LAYOUTS[settings.engine], strict=True)
     ]
 
 
@@ -126,21 +134,26 @@ class _Loop:
             step.pause_ms = update.pause_s * 1e3
             step.transfer_ms = update.transfer_s * 1e3
             self._sequence = update.version.sequence
+            step.verified = {
+                result.slot: VerificationLevel.Name(result.verified).removeprefix("VERIFICATION_LEVEL_").lower()
+                for result in update.operation.stage_results
+            }
         checked = self._fleet.check_weights()
         step.digests = {result.slot: result.rank_results[0].check.model_digest for result in checked.stage_results}
 
     def _roll_out(self, step: int) -> list[Rollout]:
+        sampling: Sampling = {"n": self._settings.samples, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
+        if self._settings.engine == "torch":
+            # SGLang draws by seeds only where it can make inference deterministic, which is not on a CPU.
+            sampling["seed"] = self._settings.seed * 1_000_003 + step * 1_009
         problems = draw(self._random, self._settings.prompts)
         prompts = [tiny.encode(problem.prompt) for problem in problems]
         responses = self._fleet.generate_batch(
             prompts,
             model="actor",
-            n=self._settings.samples,
-            max_new_tokens=MAX_NEW_TOKENS,
-            temperature=1.0,
             return_logprob=True,
             min_version_seq=self._sequence,
-            seed=self._settings.seed * 1_000_003 + step * 1_009,
+            **sampling,
         )
         return [
             Rollout(

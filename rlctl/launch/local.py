@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from rlctl.client.fleet import Fleet, connect
+from rlctl.engine import brings_ranks
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.processes import STOP_S, Process, stop_all
 
@@ -45,6 +46,11 @@ class EngineSpec:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     frozen: bool = False
+
+
+def _followers(spec: EngineSpec) -> range:
+    """Ranks that are processes of ours beside rank 0."""
+    return range(1, 1 if brings_ranks(spec.engine) else spec.tp_size)
 
 
 def interrupted(processes: int) -> str:
@@ -139,11 +145,11 @@ class LocalFleet:
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log.
         """
         spec = next(spec for spec in self.engines if spec.slot == slot)
-        names = [slot, *(f"{slot}.{rank}" for rank in range(1, spec.tp_size))]
+        names = [slot, *(f"{slot}.{rank}" for rank in _followers(spec))]
         old = [process for process in self.processes if process.name in names]
         stop_all(old)
         self.processes = [process for process in self.processes if process not in old]
-        followers = [self._rank(spec, rank) for rank in range(1, spec.tp_size)]
+        followers = [self._rank(spec, rank) for rank in _followers(spec)]
         self._rank(spec, 0, [process.announced(START_S)["address"] for process in followers]).announced(START_S)
 
     def _start(self) -> None:
@@ -154,7 +160,7 @@ class LocalFleet:
         )
         self.address = coordinator.announced(START_S)["address"]
         self._say(f"coordinator at {self.address}")
-        followers = {spec.slot: [self._rank(spec, rank) for rank in range(1, spec.tp_size)] for spec in self.engines}
+        followers = {spec.slot: [self._rank(spec, rank) for rank in _followers(spec)] for spec in self.engines}
         leaders = []
         for spec in self.engines:
             addresses = [process.announced(START_S)["address"] for process in followers[spec.slot]]

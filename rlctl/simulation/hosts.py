@@ -197,7 +197,7 @@ class StageHost:
         for rank, commander in enumerate(commanders, start=1):
             if commander.lost:
                 self.stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
-        self._generation = Generation(engine, self._serving, clock)
+        self._generation = Generation(lambda: engine, self._serving, clock)
         executor = Executor(self.stage, clock)
         sim.network.listen(node, self._address(0), lambda end: _obey(executor, end, self._link_ended))
         node.start(self._stay_registered(self.stage))

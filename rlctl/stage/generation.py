@@ -23,9 +23,11 @@ LOOK_S = 0.5
 
 
 class Generation:
-    """The service's methods. ``serving`` gives the stage's present state; it is read at every message."""
+    """The service's methods. ``engine`` gives the one that runs now; ``serving`` the stage's present state, which is
+    read at every message.
+    """
 
-    def __init__(self, engine: Engine, serving: Callable[[], Serving], clock: Clock) -> None:
+    def __init__(self, engine: Callable[[], Engine], serving: Callable[[], Serving], clock: Clock) -> None:
         self._engine = engine
         self._serving = serving
         self._clock = clock
@@ -48,7 +50,7 @@ class Generation:
         if request.WhichOneof("prompt") is None:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
-        async with contextlib.aclosing(self._engine.generate(request)) as parts:
+        async with contextlib.aclosing(self._engine().generate(request)) as parts:
             async for part in self._watched(parts, deadline, request.adapter):
                 part.slot, part.incarnation = serving.slot, serving.incarnation
                 part.elapsed.CopyFrom(duration(self._clock.now() - started))
@@ -85,7 +87,7 @@ class Generation:
         request = cast(AbortRequest, request)
         if request.abort_all == bool(request.rids):
             raise Reason.FIELD_CONFLICT.error("set either rids or abort_all", field="rids")
-        return await self._engine.abort(request)
+        return await self._engine().abort(request)
 
 
 def merge(whole: GenerateResponse, part: GenerateResponse) -> None:

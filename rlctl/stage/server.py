@@ -15,7 +15,7 @@ import grpc.aio
 
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
-from rlctl.engine import Engine, EngineConfig, EngineInfo, engine_class
+from rlctl.engine import Engine, EngineConfig, EngineInfo, brings_ranks, engine_class
 from rlctl.errors import Reason, RlctlError
 from rlctl.loops import LoopThread
 from rlctl.ports import SystemClock
@@ -44,6 +44,8 @@ REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
 START_S = 1800.0
+RESTART_AFTER_S = 1.0
+RESTART_AT_MOST_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,12 @@ class StageServer:
         self._loop = asyncio.get_running_loop()
         self._stage: Stage | None = None
         self._executor: Executor | None = None
-        self._engine: Engine = engine_class(config.engine)(config.engine_config, self._engine_failed)
+        self._engine = self._new_engine()
         self._rollout_loop = LoopThread(f"rollout {config.slot}")
         self._left = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._registering: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
         methods = admin_methods("StageService", self._commanded, self._clock, on_link_end=self._link_ended)
         service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
         self._admin = GrpcServer(
@@ -112,14 +116,14 @@ class StageServer:
         async with asyncio.timeout(START_S):
             await self._start_engine()
         await self._admin.serving(True)
-        if self.config.coordinator:
-            self._tasks.append(asyncio.create_task(self._stay_registered()))
+        self._register()
 
     async def stop(self) -> None:
         """Leave the fleet, let calls in flight finish, end the engine."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *(task for task in (self._registering, self._restarting) if task is not None)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._deregister()
         await self._rollout_loop.acall(self._stop_rollout())
         await self._engine.stop()
@@ -129,7 +133,7 @@ class StageServer:
         await asyncio.to_thread(self._rollout_loop.stop)
 
     async def _start_rollout(self) -> str:
-        generation = Generation(self._engine, self._serving, SystemClock())
+        generation = Generation(lambda: self._engine, self._serving, SystemClock())
         service = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
         methods: dict[str, Unary | Streaming] = {
             "Generate": generation.generate,
@@ -151,11 +155,12 @@ class StageServer:
         joining = asyncio.gather(*(commander.attach(attach) for commander in followers))
         info, joined = await asyncio.gather(self._engine.start(setup), joining)
         workers = list(info.layout.workers)
-        worker = Worker(self._engine, workers[0], self._clock)
-        ranks: list[Rank] = [LocalRank(worker), *map(RemoteRank, workers[1:], followers)]
-        statuses = [RankStatus(coordinates=w, alive=True) for w in workers]
-        for status, pid in zip(statuses, (os.getpid(), *(each.report.ranks[0].pid for each in joined)), strict=True):
-            status.pid = pid
+        own = brings_ranks(self.config.engine)
+        worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if own else ())
+        ranks: list[Rank] = [LocalRank(worker), *([] if own else map(RemoteRank, workers[1:], followers))]
+        pids = [os.getpid(), *(each.report.ranks[0].pid for each in joined)]
+        pids += [os.getpid()] * (len(workers) - 1 if own else 0)  # who answers for them
+        statuses = [RankStatus(coordinates=w, alive=True, pid=pid) for w, pid in zip(workers, pids, strict=True)]
         stage = Stage(
             self._registration(info),
             self._engine,
@@ -190,14 +195,40 @@ class StageServer:
             if not status.alive:
                 self._stage.rank_lost(rank, Reason.ENGINE_FAILED.error(status.reason))
 
-    def _engine_failed(self, error: RlctlError) -> None:
-        self._loop.call_soon_threadsafe(self._rank_zero_failed, error)
+    def _new_engine(self) -> Engine:
+        def failed(error: RlctlError) -> None:
+            self._loop.call_soon_threadsafe(self._rank_zero_failed, engine, error)
 
-    def _rank_zero_failed(self, error: RlctlError) -> None:
+        engine = engine_class(self.config.engine)(self.config.engine_config, failed)
+        return engine
+
+    def _rank_zero_failed(self, engine: Engine, error: RlctlError) -> None:
         log.error("engine failed: %s", error)
-        if self._stage is not None:
-            self._worker.failure = error
-            self._stage.rank_lost(0, error)
+        if self._stage is None or engine is not self._engine:
+            return
+        self._worker.failure = error
+        for rank in range(1 + len(self._worker.others)):
+            self._stage.rank_lost(rank, error)
+        if engine.can_restart() and self._restarting is None:
+            self._restarting = asyncio.create_task(self._restart(self._stage))
+
+    async def _restart(self, old: Stage) -> None:
+        """Start the engine again in this process: a new incarnation, which knows nothing of the one before."""
+        pause_s = RESTART_AFTER_S
+        while True:
+            await self._engine.stop()
+            try:
+                self._engine = self._new_engine()
+                async with asyncio.timeout(START_S):
+                    await self._start_engine()
+                break
+            except (RlctlError, TimeoutError) as error:
+                log.error("%s: the engine did not start again: %s", self.config.slot, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RESTART_AT_MOST_S)
+        await old.leave()
+        self._register()
+        self._restarting = None
 
     def _commanded(self) -> Executor:
         if self._executor is None:
@@ -221,8 +252,8 @@ class StageServer:
     def _registration(self, info: EngineInfo) -> StageRegistration:
         capabilities = info.capabilities
         del capabilities.verbs[:]
-        capabilities.verbs.extend(type(self._engine).verbs())
-        capabilities.fenced = True
+        capabilities.verbs.extend(verb for verb in self._engine.verbs() if verb not in capabilities.unsupported)
+        capabilities.fenced = info.fenced
         return StageRegistration(
             slot=self.config.slot,
             model=self.config.model,
@@ -241,6 +272,12 @@ class StageServer:
         )
 
     # Its place with the coordinator.
+
+    def _register(self) -> None:
+        if self._registering is not None:
+            self._registering.cancel()
+        if self.config.coordinator:
+            self._registering = asyncio.create_task(self._stay_registered())
 
     async def _stay_registered(self) -> None:
         """Register, and again whenever no coordinator has been attached for a while: it may have been replaced."""

@@ -13,7 +13,7 @@ from typing import Self
 import grpc.aio
 
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
-from rlctl.engine import EngineConfig
+from rlctl.engine import EngineConfig, brings_ranks
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.transport.channel import open_channel
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -82,7 +82,7 @@ class InProcessFleet:
         """Start a stage with its followers and let it register."""
         config = EngineConfig(spec.model_path, tp_size=spec.tp_size, options=spec.options)
         followers = []
-        for rank in range(1, spec.tp_size):
+        for rank in range(1, 1 if brings_ranks(spec.engine) else spec.tp_size):
             worker = WorkerServer(WorkerConfig(spec.engine, dataclasses.replace(config, rank=rank), token=self.token))
             followers.append(await worker.start())
             self.workers[spec.slot, rank] = worker

@@ -71,7 +71,8 @@ def plan(
     """Put tensors into buckets, in their order; a sequence of tensors in place of one is never split.
 
     A tensor of ``large_bytes`` or more, and a sequence that has such a one, is a bucket of its own, sent tensor by
-    tensor. The others are packed, at most ``bucket_bytes`` together (a sequence that is larger makes a larger bucket).
+    tensor. The others are packed, at most ``bucket_bytes`` together (a sequence that is larger makes a larger bucket);
+    one that would leave a gap behind the ones before it starts another bucket, which SGLang can read too.
     Packing goes on past a large tensor; the buckets are in the order in which their last tensors come, and within a
     bucket the order is kept.
 
@@ -89,7 +90,8 @@ def plan(
         if any(meta.nbytes >= large_bytes for meta in group):
             closed[position] = (group, False)
             continue
-        if packing and _end(group, end) > bucket_bytes:
+        apart = bool(group) and _aligned(end, group[0]) != end
+        if packing and (apart or _end(group, end) > bucket_bytes):
             closed[last] = (packing, True)
             packing, end = [], 0
         packing += group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
     EVIDENCE_RANK,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
@@ -42,9 +43,18 @@ class Worker:
     deadline passed and the caller was told UNKNOWN. Reads, and verbs that must get through, do not queue.
     """
 
-    def __init__(self, engine: Engine, coordinates: WorkerCoordinates, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        coordinates: WorkerCoordinates,
+        clock: Clock,
+        *,
+        others: Sequence[WorkerCoordinates] = (),
+    ) -> None:
+        """``others``: further ranks that the engine speaks for, because they are processes of its own."""
         self.engine = engine
         self.coordinates = coordinates
+        self.others = others
         self.failure: RlctlError | None = None
         self._clock = clock
         self._turn = asyncio.Lock()
@@ -58,7 +68,7 @@ class Worker:
         try:
             results = await self._carry_out(of_request(request), request, call)
         except RlctlError as error:
-            results = [self.result(error.outcome, error)]
+            results = self._for_all(self.result(error.outcome, error))
         elapsed = self._clock.now() - started
         for result in results:
             result.elapsed.CopyFrom(duration(elapsed))
@@ -174,4 +184,17 @@ class Worker:
         result.step = call.step
         if answer is not None:
             getattr(result, verb.data).CopyFrom(answer)
-        return [result]
+        return self._for_all(result)
+
+    def _for_all(self, result: RankResult) -> list[RankResult]:
+        """The engine's one answer, filed under every rank that it speaks for; its data under the first only."""
+        if not self.others:
+            return [result]
+        result.evidence = EVIDENCE_ENGINE
+        results = [result]
+        for coordinates in self.others:
+            entry = RankResult(coordinates=coordinates, outcome=result.outcome, evidence=EVIDENCE_ENGINE)
+            if result.HasField("error"):
+                entry.error.CopyFrom(result.error)
+            results.append(entry)
+        return results

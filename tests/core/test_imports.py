@@ -12,16 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BASE = {
-    "rlctl.v1",
-    "rlctl.errors",
-    "rlctl.verbs",
-    "rlctl.checks",
-    "rlctl.outcomes",
-    "rlctl.times",
-    "rlctl.version",
-    "rlctl.fingerprints",
-}
+_SHARED = ["v1", "errors", "verbs", "checks", "outcomes", "sampling", "times", "version", "fingerprints"]
+BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -33,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/transport": PORTS | {"rlctl.control"},
     "rlctl/simulation": PORTS | {"rlctl.control", "rlctl.worker", "rlctl.stage", "rlctl.coordinator"},
     "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.loops"},
+    "engines/rlctl_sglang": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
 }
 """Folder → what it may import of the project, beside itself."""

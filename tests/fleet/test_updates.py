@@ -349,7 +349,7 @@ async def test_begin_is_repeatable_and_validate_only_opens_nothing(fleet: InProc
             Reason.FIELD_CONFLICT,
             "options.after",
         ),
-        ({"kind": v.UPDATE_KIND_ADAPTER}, Reason.NOT_IMPLEMENTED, "kind"),
+        ({"kind": v.UPDATE_KIND_ADAPTER}, Reason.FIELD_REQUIRED, "adapter"),
         ({"kind": v.UPDATE_KIND_DELTA}, Reason.FIELD_REQUIRED, "base.label"),
         ({"kind": v.UPDATE_KIND_DELTA, "base": V(label="x")}, Reason.BASE_MISMATCH, "base"),
         ({"kind": v.UPDATE_KIND_DELTA, "base": V(label="initial", sequence=2)}, Reason.BASE_MISMATCH, "base"),

@@ -1,0 +1,84 @@
+"""The checker: SGLang's checksums of every rank, and the model digest where it can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl.engine import Call
+from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import EVIDENCE_RANK, OUTCOME_APPLIED, OUTCOME_SKIPPED, OUTCOME_UNKNOWN, WorkerCoordinates
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.v1.verbs_pb2 import (
+    CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_RESET_TENSORS,
+    CheckAction,
+    CheckReport,
+    CheckWeightsRequest,
+)
+from rlctl_sglang.control import Control
+from rlctl_sglang.readback import Readback
+
+ACTIONS = (CHECK_ACTION_CHECKSUM, CHECK_ACTION_RESET_TENSORS)
+
+
+class Checker:
+    """Checks the weights of one server. Each rank's checksum is its own: evidence RANK."""
+
+    def __init__(self, control: Control, readback: Readback | None, workers: Sequence[WorkerCoordinates]) -> None:
+        """``readback``: None where the model digest cannot be had."""
+        self._control = control
+        self._readback = readback
+        self._workers = workers
+
+    async def check(self, request: CheckWeightsRequest, call: Call) -> list[RankResult]:
+        """One report for each rank. Raises UNSUPPORTED (SKIPPED), DIGEST_MISMATCH."""
+        action = request.action or CHECK_ACTION_CHECKSUM
+        if action not in ACTIONS:
+            name = CheckAction.Name(action) if action in CheckAction.values() else action
+            raise Reason.UNSUPPORTED.error(
+                f"SGLang's checker is not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
+            )
+        if request.per_tensor:
+            raise Reason.UNSUPPORTED.error(
+                "SGLang's checksums of single tensors are no digests of theirs", field="per_tensor"
+            )
+        if request.expected_digest and self._readback is None:
+            raise Reason.UNSUPPORTED.error("the model digest of this server cannot be had", field="expected_digest")
+        if action == CHECK_ACTION_RESET_TENSORS:
+            # Whatever comes of it, something may have been scrambled.
+            await self._control.must(
+                "/weights_checker", {"action": "reset_tensors"}, call=call, outcome=OUTCOME_UNKNOWN
+            )
+        body = {"action": "checksum", "skip_tensor_list": list(request.skip_tensors) or None}
+        told = await self._control.ask("/weights_checker", body, call=call)
+        wants = request.model_digest if request.HasField("model_digest") else True
+        digest = ""
+        if self._readback is not None and (request.expected_digest or (wants and not request.skip_tensors)):
+            digest = await self._readback.digest(call)
+        if request.expected_digest and digest != request.expected_digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"the model digest is {digest}, {request.expected_digest} was expected",
+                field="expected_digest",
+                metadata={"expected": request.expected_digest, "found": digest},
+            )
+        ranks = told.get("ranks") or []
+        if len(ranks) != len(self._workers):
+            raise Reason.ANSWER_INVALID.error(f"SGLang's checker told of {len(ranks)} ranks, not {len(self._workers)}")
+        return [self._result(action, rank, digest) for rank in ranks]
+
+    def _result(self, action: CheckAction.ValueType, told: dict[str, object], digest: str) -> RankResult:
+        checksums, places = told.get("checksums"), told.get("parallelism_info")
+        assert isinstance(checksums, dict)
+        assert isinstance(places, list)
+        number = int(places[0].get("rank", 0))
+        return RankResult(
+            coordinates=next(worker for worker in self._workers if worker.rank == number),
+            outcome=OUTCOME_APPLIED,
+            evidence=EVIDENCE_RANK,
+            check=CheckReport(
+                action=action,
+                tensor_count=len(checksums),
+                rank_digest=str(told.get("per_gpu_checksum")),
+                model_digest="" if action == CHECK_ACTION_RESET_TENSORS else digest,
+            ),
+        )

@@ -1,0 +1,153 @@
+"""Checkpoints that SGLang is to load: what it would load without a word is refused before it hears of it.
+
+SGLang loads a checkpoint of another architecture whose tensors have the same names, skips names that it does not know
+and keeps what it finds no name for, all with success; and a load that fails half-way may end it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import OUTCOME_SKIPPED
+from rlctl.v1.verbs_pb2 import CheckpointReport, PullReport, PullWeightsRequest
+from rlctl.weights.checkpoint import Checkpoint, compare, open_checkpoint
+from rlctl.weights.digest import ModelDigest
+from rlctl.weights.loaders import STANDARD
+from rlctl.weights.manifest import read_manifest
+from rlctl.weights.pulling import pull
+from rlctl.weights.roots import Roots
+from rlctl.weights.storage import Patience
+from rlctl.weights.tensors import TensorMeta, dtype_name
+
+_VOLATILE = (
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "auto_map", "pretraining_tp"),
+)
+"""Entries of a config that may differ between checkpoints of one model."""
+
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def digest_of(checkpoint: Checkpoint) -> str:
+    """The model digest of what lies on disk, hex."""
+    digest = ModelDigest()
+    for name in checkpoint.metas:
+        digest.add(name, checkpoint.read(name))
+    return digest.digest()
+
+
+class Checkpoints:
+    """The checkpoints of one engine.
+
+    Attributes:
+        reference: the tensors that updates carry, by name: those of the checkpoint that the engine was started with.
+    """
+
+    def __init__(self, model_path: str, allowed_roots: tuple[str, ...]) -> None:
+        """Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
+        first = open_checkpoint(model_path)
+        self._model_path = model_path
+        self._config = first.config
+        self.reference: Mapping[str, TensorMeta] = dict(first.metas)
+        self._roots = Roots.around(model_path, allowed_roots)
+        self._stop = threading.Event()
+        first.close()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most of the first checkpoint's bytes are in, "float32" say; "" when weights are quantised."""
+        sizes: Counter[torch.dtype] = Counter()
+        for meta in self.reference.values():
+            sizes[meta.dtype] += meta.nbytes
+        (dtype, _), *_ = sizes.most_common(1)
+        return dtype_name(dtype).removeprefix("torch.") if dtype in _COMPUTED else ""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Contents of the first checkpoint's config.json."""
+        return self._config
+
+    def refuse_other(self, path: str) -> None:
+        """Raise CHECKPOINT_MISMATCH when a server that runs already was not started with the checkpoint."""
+        if os.path.realpath(path) != os.path.realpath(self._model_path):
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"the server has loaded {path}, not {self._model_path}", field="model_path"
+            )
+
+    def open(self, path: str, load_format: str, target_modules: object = ()) -> Checkpoint:
+        """A checkpoint that SGLang can be told to load; the caller closes it.
+
+        Raises PATH_NOT_ALLOWED, UNSUPPORTED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
+        """
+        if load_format not in STANDARD:
+            raise Reason.UNSUPPORTED.error(
+                f"SGLang is told to read safetensors only, not {load_format!r}", field="load_format"
+            )
+        if target_modules:
+            raise Reason.UNSUPPORTED.error(
+                "SGLang loads checkpoints whole", field="target_modules", outcome=OUTCOME_SKIPPED
+            )
+        checkpoint = open_checkpoint(self._roots.resolve_checkpoint(path, field="model_path"))
+        try:
+            compare(checkpoint.metas, self.reference, what=f"the checkpoint {path}")
+            self._compare_configs(path, checkpoint.config)
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def inspect(self, path: str, load_format: str, target_modules: object) -> CheckpointReport:
+        """What a load would find; raises what it would raise before its first byte."""
+        checkpoint = self.open(path, load_format, target_modules)
+        checkpoint.close()
+        manifest = read_manifest(Path(checkpoint.path), blame="model_path")
+        return CheckpointReport(
+            tensors=len(checkpoint.metas),
+            bytes=sum(meta.nbytes for meta in checkpoint.metas.values()),
+            version=manifest.version if manifest else "",
+            model_digest=manifest.digest if manifest else "",
+        )
+
+    def pull(self, request: PullWeightsRequest, timeout_s: float) -> PullReport:
+        """Bring a local directory to a published version, beside generation. Raises as the torch engine does."""
+        pulled = pull(
+            self._roots.resolve(request.source_dir, field="source_dir"),
+            self._roots.resolve(request.local_checkpoint_dir, field="local_checkpoint_dir"),
+            request.target_version,
+            base_dir=os.path.realpath(self._model_path),
+            patience=Patience(time.monotonic() + timeout_s, self._stop),
+        )
+        return PullReport(
+            version=pulled.manifest.version,
+            sequence=pulled.manifest.sequence,
+            model_digest=pulled.manifest.digest,
+            changed=pulled.changed,
+            deltas=pulled.deltas,
+            bytes_read=pulled.bytes_read,
+        )
+
+    def stop(self) -> None:
+        """End pulls that are under way."""
+        self._stop.set()
+
+    def _compare_configs(self, path: str, config: Mapping[str, Any]) -> None:
+        # What only one of them has is a default that another version of transformers writes out.
+        names = sorted((self._config.keys() & config.keys()) - set(_VOLATILE) | {"architectures", "model_type"})
+        different = [
+            f"{name} is {config.get(name)!r} instead of {self._config.get(name)!r}"
+            for name in names
+            if config.get(name) != self._config.get(name)
+        ]
+        if different:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"{path} is of another architecture: {'; '.join(different)}", field="model_path"
+            )

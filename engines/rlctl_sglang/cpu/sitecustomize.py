@@ -1,0 +1,91 @@
+"""Lets an unmodified SGLang run on a machine without a GPU; its folder comes first on PYTHONPATH, so Python runs it.
+
+Three packages that SGLang imports exist for GPUs only. None of their code runs on a CPU, but the names must be there:
+
+triton       an empty package in its place: every name can be imported, decorators return what they decorate.
+torchvision  the wheel's compiled part belongs to a CUDA build of torch; the operators that its Python part registers
+             for are declared, without a body, just before it is imported.
+sgl_kernel   the package of that name beside this file.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+_TORCHVISION_OPERATORS = ("nms", "qnms")
+_LIBRARIES: list[Any] = []
+"""Declarations stand while the object that made them does."""
+
+
+class _Anything:
+    """A class out of the empty package: an annotation, a dtype, a base class."""
+
+    def __init__(self, *values: object, **_named: object) -> None:
+        self.value = values[0] if values else None
+
+
+class _Empty(types.ModuleType):
+    """A module that has every name."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        is_class = name[0].isupper() or name in ("constexpr", "dtype", "tensor")
+        found = type(name, (_Anything,), {}) if is_class else _Empty(f"{self.__name__}.{name}")
+        setattr(self, name, found)
+        return found
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """As a decorator, with or without arguments, it changes nothing."""
+        if len(arguments) == 1 and callable(arguments[0]) and not named:
+            return arguments[0]
+        decorator: Callable[[Any], Any] = lambda decorated: decorated  # noqa: E731
+        return decorator
+
+
+class _Triton(_Empty):
+    """What SGLang computes with triton's own helpers at import."""
+
+    __version__ = "3.0.0"
+
+    @staticmethod
+    def cdiv(dividend: int, divisor: int) -> int:
+        """The quotient, rounded up."""
+        return (dividend + divisor - 1) // divisor
+
+    @staticmethod
+    def next_power_of_2(number: int) -> int:
+        """The least power of two that is not smaller."""
+        return 1 << max(number - 1, 0).bit_length()
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Finds the empty packages, and prepares what is really there."""
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        if name.partition(".")[0] == "triton":
+            return ModuleSpec(name, self, is_package=True)
+        if name == "torchvision" and not _LIBRARIES:
+            import torch
+
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            _LIBRARIES.append(library)
+            for operator in _TORCHVISION_OPERATORS:
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Triton(spec.name) if spec.name == "triton" else _Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+sys.meta_path.insert(0, _StandIns())

@@ -1,0 +1,346 @@
+"""The port that rlctl drives: verbs in, calls to SGLang out. One object speaks for all of the server's ranks.
+
+Admin methods run on the admin event loop, :meth:`SGLangEngine.generate` and ``abort`` on another one.
+"""
+
+# ruff: noqa: ARG002 (the port says which arguments a method has)
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from typing import ClassVar
+
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.errors import Reason, RlctlError
+from rlctl.times import seconds
+from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.weights.tensors import to_proto
+from rlctl_sglang import facts as facts_
+from rlctl_sglang import memory
+from rlctl_sglang.checking import Checker
+from rlctl_sglang.checkpoints import Checkpoints
+from rlctl_sglang.control import Control
+from rlctl_sglang.generation import Requests, Stamps
+from rlctl_sglang.groups import Groups
+from rlctl_sglang.options import parse_options
+from rlctl_sglang.readback import Readback
+from rlctl_sglang.server import Server
+from rlctl_sglang.state import MODES, State
+from rlctl_sglang.updates import Updates
+
+START_CALL_S = 60.0
+IDLE_S = 0.05
+INTERRUPT_S = 10.0
+"""How long a broadcast of an aborted update may take to end: its source has left the group by then."""
+
+
+class SGLangEngine(Engine):
+    """One SGLang server, with all of its ranks. Options: :class:`rlctl_sglang.options.Options`."""
+
+    name: ClassVar[str] = "sglang"
+
+    def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
+        self._options = parse_options(config.options)
+        self._on_failure = on_failure
+        self._checkpoints = Checkpoints(config.model_path, self._options.allowed_roots)
+        if config.dtype == "auto":
+            # SGLang's own "auto" holds a float32 checkpoint in half of its precision.
+            config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
+        self._config = config
+        self._server = Server(config, self._options, self._failed)
+        self._control = Control(self._server.http, self._wedged)
+        self._state = State()
+        self._failure: RlctlError | None = None
+        self._ready = False
+        self._since = time.monotonic()
+
+    # The life of the engine.
+
+    def setup(self) -> dict[str, str]:
+        """There are no followers."""
+        return {}
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Launch the server, or attach to it, and find out what it is and can do."""
+        await self._server.start()
+        call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
+        self._facts = facts = await facts_.ask(self._control, self.verbs(), call)
+        loaded = await self._control.ask("/model_info", call=call, admin=False)
+        if not self._server.launched:
+            self._checkpoints.refuse_other(str(loaded.get("model_path", "")))
+        readback = Readback(self._control, self._checkpoints.reference)
+        digest = await readback.proves(self._config.model_path, call)
+        self._stamps = Stamps(str(loaded.get("weight_version", "")))
+        self._updates = Updates(self._control, self._state, self._checkpoints, ranks=facts.ranks, draft=facts.draft)
+        self._groups = Groups(self._control, self._state, ranks=facts.ranks)
+        self._checker = Checker(self._control, readback if digest else None, facts.layout(self._config).workers)
+        self._requests = Requests(
+            self._server.http,
+            facts.limits(self._checkpoints.config),
+            self._stamps,
+            incremental=facts.incremental,
+        )
+        self._loaded = loaded
+        self._ready = True
+        return EngineInfo(
+            layout=facts.layout(self._config),
+            capabilities=facts.capabilities(readable=bool(digest)),
+            checkpoint=self._config.model_path,
+            model_digest=digest,
+            fenced=self._server.fenced,
+        )
+
+    async def stop(self) -> None:
+        """End the server if it was launched, and whatever waits for it."""
+        self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
+        self._checkpoints.stop()
+        await self._server.stop()
+
+    def can_restart(self) -> bool:
+        """A server that was launched can be launched again."""
+        return self._server.launched
+
+    async def interrupt(self, update_id: str) -> None:
+        """A broadcast cannot be broken from outside: when its source's leaving does not end it, the server is stuck."""
+        if self._ready and update_id and not await self._updates.interrupted(update_id, INTERRUPT_S):
+            self._control.wedged("a broadcast whose update was aborted")
+
+    def set_version(self, version: common_pb2.WeightVersion) -> None:
+        """What the server's present label stands for."""
+        if self._ready:
+            self._stamps.bind(version)
+
+    def _failed(self, error: RlctlError) -> None:
+        """The server is gone; from any thread."""
+        if self._failure is None:
+            self._failure = error
+            self._on_failure(error)
+
+    def _wedged(self, error: RlctlError) -> None:
+        self._failed(error)
+        self._server.kill()
+
+    # Generation and what stops it.
+
+    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
+        """Stop generating."""
+        self._check("PauseGeneration")
+        mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
+        call.accept()
+        try:
+            await self._control.must("/pause_generation", {"mode": mode}, call=call)
+        except RlctlError as error:
+            if error.outcome == OUTCOME_UNKNOWN:
+                self._state.paused = _mode_of(mode)
+            raise
+        self._state.paused = _mode_of(mode)
+
+    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
+        """Go on generating."""
+        self._check("ContinueGeneration")
+        self._state.refuse_continue()
+        call.accept()
+        empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
+        await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
+        self._state.paused = PAUSE_MODE_UNSPECIFIED
+
+    async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
+        """End requests early."""
+        self._check("AbortRequests")
+        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
+        return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
+
+    async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
+        """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
+        self._check("FlushCache")
+        call.accept()
+        await memory.flush(self._control, seconds(request.idle_timeout), call)
+        self._stamps.flushed()
+        return verbs_pb2.FlushReport(tiers=self._facts.capabilities(readable=False).cache_tiers)
+
+    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        """Give regions back."""
+        self._check("ReleaseMemory")
+        self._refuse_during_update()
+        call.accept()
+        report = await memory.release(self._control, self._state, request.tags, self._facts.memory_tags, call)
+        if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
+            self._stamps.flushed()
+        return report
+
+    async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        """Take regions again."""
+        self._check("ResumeMemory")
+        call.accept()
+        return await memory.resume(self._control, self._state, request.tags, self._facts.memory_tags, call)
+
+    # Weights.
+
+    async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Open an update. Refused while requests run, unless they are paused or are to be ended."""
+        self._check("PrepareUpdate")
+        call.accept()
+        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        if not self._state.paused:
+            await self._settle(call, abort=request.abort_all_requests)
+        return await self._updates.prepare(request, call)
+
+    async def init_weights_update_group(
+        self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.GroupReport:
+        """Join the ranks into a group."""
+        self._check("InitWeightsUpdateGroup")
+        return await self._groups.join(request, call)
+
+    async def destroy_weights_update_group(
+        self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
+    ) -> None:
+        """Leave a group. A broadcast in it ends first: its source has left by then, or is about to."""
+        self._check("DestroyWeightsUpdateGroup")
+        remaining = call.deadline - asyncio.get_running_loop().time()
+        if not await self._updates.received(remaining):
+            raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
+        await self._updates.leave(request.group_name, call)
+
+    async def update_weights_from_distributed(
+        self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
+    ) -> verbs_pb2.WeightsReport:
+        """Take buckets in over groups."""
+        self._check("UpdateWeightsFromDistributed")
+        call.accept()
+        return await self._updates.from_distributed(request, call)
+
+    async def update_weights_from_disk(
+        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
+    ) -> verbs_pb2.WeightsReport:
+        """Load a checkpoint."""
+        self._check("UpdateWeightsFromDisk")
+        call.accept()
+        return await self._updates.from_disk(request, call)
+
+    async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Close the update; SGLang's weight version comes last."""
+        self._check("CommitUpdate")
+        call.accept()
+        label = self._stamps.of(request.version)
+        self._stamps.bind(request.version, label)
+        report = await self._updates.commit(label, call)
+        self._stamps.label = label
+        return report
+
+    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
+        """Drop the update."""
+        self._check("AbortUpdate")
+        call.accept()
+        await self._updates.abort(call)
+
+    async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
+        """Digest what every rank holds."""
+        self._check("CheckWeights")
+        call.accept()
+        return await self._checker.check(request, call)
+
+    async def inspect_checkpoint(
+        self, request: verbs_pb2.InspectCheckpointRequest, call: Call
+    ) -> verbs_pb2.CheckpointReport:
+        """What a load from disk would find."""
+        self._check("InspectCheckpoint")
+        return await asyncio.to_thread(
+            self._checkpoints.inspect, request.model_path, request.load_format, request.target_modules
+        )
+
+    async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
+        """Fetch a published version beside generation."""
+        self._check("PullWeights")
+        remaining = call.deadline - asyncio.get_running_loop().time()
+        return await asyncio.to_thread(self._checkpoints.pull, request, remaining)
+
+    # Reads.
+
+    async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
+        """What is loaded."""
+        self._check("GetModelInfo")
+        told = await self._control.ask("/model_info", call=call, admin=False)
+        limits = self._facts.limits(self._checkpoints.config)
+        reference = self._checkpoints.reference
+        label = str(told.get("weight_version", ""))
+        return verbs_pb2.ModelInfo(
+            model_path=self._updates.checkpoint or self._config.model_path,
+            model_type=told.get("model_type") or "",
+            architectures=told.get("architectures") or (),
+            weight_version=self._stamps.version(label) or common_pb2.WeightVersion(label=label),
+            dtype=f"torch.{self._facts.info.get('dtype')}",
+            vocab_size=limits.vocab_size,
+            context_length=limits.context_length,
+            local_parameters=sum(meta.numel for meta in reference.values()) if self._facts.ranks == 1 else 0,
+            tokenizer_path=told.get("tokenizer_path") or "",
+            reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
+        )
+
+    async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
+        """How the server was started."""
+        self._check("GetServerInfo")
+        uptime = time.monotonic() - self._since
+        return self._facts.server_info(self.name, self._config.node, self._server.pid, uptime)
+
+    async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
+        """What runs and waits."""
+        self._check("GetLoads")
+        return facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
+
+    # Requests.
+
+    async def generate(
+        self, request: rollout_pb2.GenerateRequest
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
+        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
+        self._check("")
+        async with aclosing(self._requests.generate(request)) as parts:
+            async for part in parts:
+                yield part
+
+    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
+        """End requests early."""
+        self._check("")
+        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
+        return rollout_pb2.AbortResponse(aborted=aborted, unknown_rids=unknown)
+
+    def _check(self, verb: str) -> None:
+        """Raise why nothing, or not this verb, can be done."""
+        if self._failure is not None:
+            raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
+        if not self._ready:
+            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
+        why = self._facts.unsupported.get(verb)
+        if why:
+            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
+
+    def _refuse_during_update(self) -> None:
+        if self._updates.open:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+
+    async def _settle(self, call: Call, *, abort: bool) -> None:
+        """Refuse while requests are active, or end them."""
+        active = self._requests.active
+        if not self._server.launched:  # others' requests count too
+            told = facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
+            active = max(active, told.running + told.waiting)
+        if active and not abort:
+            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
+        if active:
+            await self._requests.abort([], all_of_them=True)
+            while self._requests.active:
+                if asyncio.get_running_loop().time() > call.deadline:
+                    raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
+                await asyncio.sleep(IDLE_S)
+
+
+def _mode_of(name: str) -> common_pb2.PauseMode.ValueType:
+    return next(mode for mode, known in MODES.items() if known == name)

@@ -1,0 +1,140 @@
+"""Calls to one SGLang server, bounded in time, their failures typed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+
+CONNECT_S = 5.0
+_DATA = b"data:"
+_DONE = b"[DONE]"
+_LINE_BYTES = 1 << 26
+_KEEPALIVE_S = 2.0
+"""Less than SGLang's own 5 s: a call must not meet a connection that is just being closed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server said.
+
+    Attributes:
+        status: HTTP status.
+        body: the JSON document, or the text where it was none.
+    """
+
+    status: int
+    body: Any
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what was asked."""
+        return self.status == 200 and not (isinstance(self.body, dict) and self.body.get("success") is False)
+
+    @property
+    def message(self) -> str:
+        """What it said in words."""
+        body = self.body
+        if isinstance(body, dict) and isinstance(body.get("error"), dict):
+            body = body["error"]
+        if isinstance(body, dict):
+            body = body.get("message") or body.get("error") or body
+        return str(body).strip() or f"HTTP {self.status}"
+
+
+class Http:
+    """The server's HTTP interface, usable from several event loops."""
+
+    def __init__(self, url: str, api_key: str, admin_key: str) -> None:
+        self.url = url
+        self._keys = {False: api_key, True: admin_key}
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+
+    async def call(
+        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float, admin: bool = True, key: str = ""
+    ) -> Answer:
+        """POST a body, or GET without one.
+
+        Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: it broke off), TimeoutError.
+        """
+        method = "GET" if body is None else "POST"
+        limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
+        headers = self._headers(admin=admin, key=key)
+        try:
+            async with self._session().request(
+                method, self.url + path, json=body, headers=headers, timeout=limit
+            ) as response:
+                data = await response.read()
+                return Answer(response.status, _parse(data))
+        except aiohttp.ClientError as error:
+            raise self._broken(error) from error
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """POST a body and yield the events of the answer. Closing it ends the connection, and with it the request.
+
+        Raises as :meth:`call` does, without a limit on the time; and ENGINE_FAILED with what the server answered
+        instead of events, its status in the metadata.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        try:
+            async with self._session().post(
+                self.url + path, json=body, headers=self._headers(admin=False), timeout=limit
+            ) as response:
+                if response.status != 200:
+                    answer = Answer(response.status, _parse(await response.read()))
+                    raise Reason.ENGINE_FAILED.error(answer.message, metadata={"status": str(answer.status)})
+                async for line in response.content:
+                    if not line.startswith(_DATA):
+                        continue
+                    data = line[len(_DATA) :].strip()
+                    if data == _DONE:
+                        return
+                    yield json.loads(data)
+        except aiohttp.ClientError as error:
+            raise self._broken(error) from error
+        raise Reason.LINK_LOST.error("SGLang ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN)
+
+    async def close(self) -> None:
+        """Give the connections back, those of other loops too."""
+        here = asyncio.get_running_loop()
+        for loop, session in self._sessions.items():
+            if loop is here:
+                await session.close()
+            elif loop.is_running():
+                with suppress(TimeoutError):
+                    closing = asyncio.run_coroutine_threadsafe(session.close(), loop)
+                    await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT_S)
+        self._sessions.clear()
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+            self._sessions[loop] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
+        return self._sessions[loop]
+
+    def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
+        key = key or self._keys[admin]
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _broken(self, error: aiohttp.ClientError) -> RlctlError:
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return Reason.UNREACHABLE.error(f"SGLang at {self.url} cannot be reached: {error}")
+        return Reason.LINK_LOST.error(
+            f"the connection to SGLang at {self.url} broke: {error or type(error).__name__}", outcome=OUTCOME_UNKNOWN
+        )
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")

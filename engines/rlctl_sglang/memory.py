@@ -1,0 +1,82 @@
+"""Caches and memory regions: SGLang must be idle for both, and ends itself when it is not and is told all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
+from rlctl.v1.verbs_pb2 import MemoryReport
+from rlctl_sglang.control import Control
+from rlctl_sglang.state import MODES, TAGS, State
+
+IDLE_S = 2.0
+"""How long a request that has just ended may still be inside SGLang."""
+
+
+async def flush(control: Control, idle_s: float, call: Call) -> None:
+    """Empty the caches, waiting so long for requests to end. Raises ACTIVE_REQUESTS."""
+    remaining = call.deadline - asyncio.get_running_loop().time()
+    answer = await control.tell(f"/flush_cache?timeout={max(min(idle_s, remaining), 0):.3f}", {}, call=call)
+    if not answer.ok:
+        raise Reason.ACTIVE_REQUESTS.error(f"SGLang: {answer.message}")
+
+
+async def release(
+    control: Control,
+    state: State,
+    tags: Sequence[MemoryTag.ValueType],
+    known: Collection[MemoryTag.ValueType],
+    call: Call,
+) -> MemoryReport:
+    """Give regions back. Nothing can start between the check that SGLang is idle and the release: it is paused first.
+
+    Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for a region that there is not.
+    """
+    names = state.release(tags, known)
+    if names:
+        await _hold(control, state, call)
+        try:
+            await flush(control, IDLE_S, call)
+        except RlctlError as error:
+            await _let_go(control, state, call)
+            raise Reason.MEMORY_NOT_RELEASABLE.error(
+                f"requests hold KV entries; pause with retract or abort first ({error.message})"
+            ) from error
+        await control.must("/release_memory_occupation", {"tags": names}, call=call)
+        state.released |= {tag for tag, name in TAGS.items() if name in names}
+    return MemoryReport(released=sorted(state.released))
+
+
+async def resume(
+    control: Control,
+    state: State,
+    tags: Sequence[MemoryTag.ValueType],
+    known: Collection[MemoryTag.ValueType],
+    call: Call,
+) -> MemoryReport:
+    """Take regions again, those of them that are released; what is not is confirmed."""
+    names = state.resume(tags, known)
+    if names:
+        await control.must("/resume_memory_occupation", {"tags": names}, call=call)
+        state.released -= {tag for tag, name in TAGS.items() if name in names}
+    if not state.released:
+        await _let_go(control, state, call)
+    return MemoryReport(released=sorted(state.released))
+
+
+async def _hold(control: Control, state: State, call: Call) -> None:
+    """Pause, unless it is paused already: new requests wait, whoever sends them."""
+    if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
+        await control.must("/pause_generation", {"mode": MODES[PAUSE_MODE_IN_PLACE]}, call=call)
+        state.holding = True
+
+
+async def _let_go(control: Control, state: State, call: Call) -> None:
+    """Undo the own pause, unless somebody has asked for one meanwhile."""
+    if state.holding:
+        if state.paused == PAUSE_MODE_UNSPECIFIED:
+            await control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
+        state.holding = False

@@ -1,0 +1,114 @@
+"""What SGLang has been told, and what it may be told next. Pure: no I/O, no time.
+
+SGLang believes its callers: some calls in the wrong state end the whole server, others never return. Each of those is
+refused here, or turned into one that is harmless, before it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_CUDA_GRAPH,
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_SKIPPED,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    MemoryTag,
+    PauseMode,
+)
+
+MODES = {PAUSE_MODE_ABORT: "abort", PAUSE_MODE_RETRACT: "retract", PAUSE_MODE_IN_PLACE: "in_place"}
+"""SGLang's pause modes."""
+
+TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights", MEMORY_TAG_CUDA_GRAPH: "cuda_graph"}
+"""SGLang's memory regions."""
+
+
+@dataclass
+class State:
+    """The server's state as the calls so far have left it.
+
+    Attributes:
+        paused: mode in which generation is paused, or UNSPECIFIED.
+        holding: paused by the plug-in itself, because memory is released.
+        released: regions that are released.
+        session: a weight update session is open.
+        groups: sizes of the groups that its ranks are in, by name.
+    """
+
+    paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
+    holding: bool = False
+    released: set[MemoryTag.ValueType] = field(default_factory=set)
+    session: bool = False
+    groups: dict[str, int] = field(default_factory=dict)
+
+    def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
+        """The mode to send for a pause, with so many requests active.
+
+        Raises UNSUPPORTED (SKIPPED) for a mode that SGLang does not have. Raises PAUSE_MODE_CONFLICT for an abort of
+        requests that are frozen in place: that call never returns, and nothing helps the server afterwards.
+        """
+        mode = mode or PAUSE_MODE_ABORT
+        if mode not in MODES:
+            name = PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower() if mode in PauseMode.values() else mode
+            raise Reason.UNSUPPORTED.error(f"SGLang has no pause mode {name}", field="mode", outcome=OUTCOME_SKIPPED)
+        if self.paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT:
+            if active:
+                raise Reason.PAUSE_MODE_CONFLICT.error(
+                    f"{active} requests are frozen in place; SGLang never comes back from aborting those", field="mode"
+                )
+            return MODES[PAUSE_MODE_RETRACT]  # nothing is active: the same, without the danger
+        return MODES[mode]
+
+    def refuse_continue(self) -> None:
+        """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on."""
+        if self.released:
+            raise Reason.MEMORY_RELEASED.error(f"released: {_names(self.released)}; generation needs every region")
+        if self.session:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+
+    def release(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
+        """Names of the regions to release, those that are not released yet. Empty tags: all that are known.
+
+        Raises FIELD_INVALID for a region that the engine does not have.
+        """
+        self._check(tags, known)
+        return [TAGS[tag] for tag in sorted(set(tags or known) - self.released)]
+
+    def resume(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
+        """Names of the regions to take again: only those that are released, any other one ends the server.
+
+        Raises FIELD_INVALID for a region that the engine does not have.
+        """
+        self._check(tags, known)
+        return [TAGS[tag] for tag in sorted(set(tags or known) & self.released)]
+
+    def joining(self, name: str, world_size: int) -> bool:
+        """Whether a group is still to be joined. Raises FIELD_REQUIRED, GROUP_EXISTS."""
+        if not name:
+            raise Reason.FIELD_REQUIRED.error("a group needs a name", field="group_name")
+        size = self.groups.get(name)
+        if size is not None and size != world_size:
+            raise Reason.GROUP_EXISTS.error(f"group {name!r} stands with {size} members", field="group_name")
+        return size is None
+
+    def refuse_without(self, groups: Collection[str]) -> None:
+        """Raise GROUP_NOT_FOUND unless the ranks are in all of these groups."""
+        for name in sorted(set(groups) - self.groups.keys()):
+            raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
+
+    def _check(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> None:
+        for index, tag in enumerate(tags):
+            if tag not in known:
+                name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag
+                raise Reason.FIELD_INVALID.error(f"this SGLang has no region {name}", field=f"tags[{index}]")
+
+
+def _names(tags: Collection[MemoryTag.ValueType]) -> str:
+    return ", ".join(TAGS[tag] for tag in sorted(tags))

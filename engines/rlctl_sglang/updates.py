@@ -1,0 +1,321 @@
+"""Weight updates: rlctl's prepare, write and commit in terms of SGLang's sessions.
+
+SGLang checks little of what it is told: a tensor with a name that it does not know is skipped with success, one that is
+missing is not missed, and a broadcast that it refuses leaves the sender waiting. So everything is checked here first,
+against the checkpoint that it was started with. Caches are never flushed and versions never set by a write: the flush
+and the version are steps of their own, which come last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.times import duration
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, WeightSelector
+from rlctl.v1.verbs_pb2 import (
+    APPLY_MODE_IN_PLACE,
+    APPLY_MODE_UNSPECIFIED,
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    UPDATE_KIND_UNSPECIFIED,
+    PrepareUpdateRequest,
+    UpdateKind,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    WeightsReport,
+)
+from rlctl.weights.buckets import Bucket, from_proto
+from rlctl.weights.checkpoint import Checkpoint
+from rlctl.weights.loading import refuse_draft
+from rlctl.weights.tensors import TensorMeta, castable, dtype_name
+from rlctl_sglang.checkpoints import Checkpoints, digest_of
+from rlctl_sglang.control import Control, touched
+from rlctl_sglang.state import State
+
+FLATTENED = "flattened_bucket"
+
+
+@dataclass
+class OpenUpdate:
+    """The update that is open.
+
+    Attributes:
+        full: it must write every tensor of the reference.
+        selector: which of SGLang's models it is for.
+        written: names that were written so far.
+        dirty: something may have been written.
+    """
+
+    update_id: str
+    full: bool
+    selector: str
+    written: set[str] = field(default_factory=set)
+    dirty: bool = False
+    report: WeightsReport = field(default_factory=WeightsReport)
+    loading_s: float = 0.0
+
+
+class Updates:
+    """The weight updates of one server; one verb at a time.
+
+    Attributes:
+        checkpoint: path of the checkpoint that was loaded last.
+    """
+
+    def __init__(self, control: Control, state: State, checkpoints: Checkpoints, *, ranks: int, draft: bool) -> None:
+        """``ranks``: number of ranks; ``draft``: there is a draft model."""
+        self._control = control
+        self._state = state
+        self._checkpoints = checkpoints
+        self._ranks = ranks
+        self._draft = draft
+        self._update: OpenUpdate | None = None
+        self.checkpoint = ""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._interrupted = False
+
+    @property
+    def open(self) -> bool:
+        """Whether an update is open."""
+        return self._update is not None
+
+    @property
+    def _reference(self) -> Mapping[str, TensorMeta]:
+        return self._checkpoints.reference
+
+    async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
+        """Open an update; the same one again starts anew."""
+        if not call.update_id:
+            raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
+        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
+            name = UpdateKind.Name(request.kind)
+            raise Reason.UNSUPPORTED.error(f"SGLang takes no updates of kind {name}", field="kind")
+        if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
+            raise Reason.UNSUPPORTED.error("SGLang keeps no shadow copy of its weights", field="apply")
+        selector = self._selector(request.selector, "selector")
+        before = self._update
+        if before is not None and before.update_id != call.update_id:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {before.update_id} is open")
+        self._update = OpenUpdate(call.update_id, request.kind != UPDATE_KIND_PARTIAL, selector)
+        self._update.dirty = before is not None and before.dirty
+        self._interrupted = False
+        return self._update.report
+
+    async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> WeightsReport:
+        """Take buckets in over groups. Refuses before the first byte what SGLang would fail on, or ignore."""
+        update = self._open(call)
+        self._selector(request.options.selector, "options.selector")
+        if request.load_format not in ("", FLATTENED):
+            raise Reason.UNSUPPORTED.error(
+                f"over a group SGLang takes plain tensors or {FLATTENED}, not {request.load_format!r}",
+                field="load_format",
+            )
+        stream = []
+        for index, message in enumerate(request.buckets):
+            bucket = from_proto(message, f"buckets[{index}]")
+            if request.load_format and not bucket.flattened:
+                bucket = Bucket(bucket.sequence, bucket.metas, flattened=True)
+            self._check(bucket, f"buckets[{index}]")
+            stream.append((message.group_name or request.group_name, bucket))
+        self._state.refuse_without({name for name, _ in stream})
+        self._idle.clear()
+        try:
+            await self._begin(update, call)
+            for group, bucket in stream:
+                if self._interrupted:
+                    raise Reason.CANCELLED.error(
+                        "the update was aborted", outcome=OUTCOME_DIRTY if update.dirty else OUTCOME_REJECTED
+                    )
+                await self._receive(update, group, bucket, call)
+        except RlctlError:
+            # The senders would wait for these ranks until their timeout.
+            for name in {name for name, _ in stream}:
+                with contextlib.suppress(RlctlError):
+                    await self.leave(name, call)
+            raise
+        finally:
+            self._idle.set()
+        update.report.load.CopyFrom(duration(update.loading_s))
+        return update.report
+
+    async def interrupted(self, update_id: str, timeout_s: float) -> bool:
+        """Take in nothing more of an update, and wait for the broadcast that is under way; returns whether it ended."""
+        if self._update is not None and self._update.update_id == update_id:
+            self._interrupted = True
+        return await self.received(timeout_s)
+
+    async def received(self, timeout_s: float) -> bool:
+        """Wait until no broadcast is awaited; returns whether that came about."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> WeightsReport:
+        """Load a checkpoint that was found to fit."""
+        update = self._open(call)
+        selector = self._selector(request.options.selector, "options.selector")
+        if selector != "all" and self._draft:
+            raise Reason.UNSUPPORTED.error("from disk SGLang loads both models", field="options.selector")
+        stored = await asyncio.to_thread(
+            self._checkpoints.open, request.model_path, request.load_format, request.target_modules
+        )
+        try:
+            await self._load(update, stored, request, call)
+        finally:
+            stored.close()
+        return update.report
+
+    async def commit(self, label: str, call: Call) -> WeightsReport:
+        """Close the update; SGLang's own label for the version comes last. Refuses when a tensor was not written."""
+        update = self._open(call)
+        missing = sorted(self._reference.keys() - update.written) if update.full else []
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise Reason.WEIGHTS_INCOMPLETE.error(
+                f"{len(missing)} tensors were not written: {shown}",
+                metadata={"missing": "\n".join(missing)},
+                outcome=OUTCOME_DIRTY if update.dirty else OUTCOME_REJECTED,
+            )
+        if not update.dirty and not update.written:
+            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+        await self._end(call)
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._control.must("/update_weight_version", body, call=call, outcome=OUTCOME_DIRTY)
+        self._update = None
+        return update.report
+
+    async def abort(self, call: Call) -> None:
+        """Close the update; what it wrote stays. Confirms when none is open."""
+        if self._update is not None:
+            self._open(call)
+            if self._state.session:
+                await self._end(call)
+            self._update = None
+
+    async def leave(self, group: str, call: Call) -> None:
+        """Leave a group, whatever has become of it. Raises GROUP_NOT_FOUND when the ranks are in none of that name."""
+        self._state.refuse_without({group})
+        # A group that SGLang fails to take apart is abandoned all the same: no name is used twice.
+        self._state.groups.pop(group)
+        await self._control.tell("/destroy_weights_update_group", {"group_name": group}, call=call)
+
+    async def _receive(self, update: OpenUpdate, group: str, bucket: Bucket, call: Call) -> None:
+        body = {
+            "names": [meta.name for meta in bucket.metas],
+            "dtypes": [dtype_name(meta.dtype).removeprefix("torch.") for meta in bucket.metas],
+            "shapes": [list(meta.shape) for meta in bucket.metas],
+            "group_name": group,
+            "load_format": FLATTENED if bucket.flattened else None,
+            "selector": update.selector,
+            "flush_cache": False,
+        }
+        started = time.perf_counter()
+        try:
+            answer = await self._control.tell("/update_weights_from_distributed", body, call=call)
+        except RlctlError as error:
+            update.dirty |= error.outcome == OUTCOME_UNKNOWN
+            raise
+        update.loading_s += time.perf_counter() - started
+        if not answer.ok:
+            # One rank that could not receive has written nothing. Of several, the others may have.
+            before = not update.dirty and self._ranks == 1 and answer.message.startswith("Failed to receive")
+            update.dirty |= not before
+            raise Reason.GROUP_FAILED.error(
+                f"bucket {bucket.sequence} over {group}: {answer.message}",
+                outcome=OUTCOME_REJECTED if before else OUTCOME_DIRTY,
+            )
+        update.dirty = True
+        update.written.update(meta.name for meta in bucket.metas)
+        update.report.tensors += len(bucket.metas)
+        update.report.bytes_received += bucket.nbytes
+
+    async def _load(
+        self, update: OpenUpdate, stored: Checkpoint, request: UpdateWeightsFromDiskRequest, call: Call
+    ) -> None:
+        if request.expected_digest:
+            found = await asyncio.to_thread(digest_of, stored)
+            if found != request.expected_digest:
+                raise Reason.DIGEST_MISMATCH.error(
+                    f"{request.model_path} has digest {found}, {request.expected_digest} was expected",
+                    field="expected_digest",
+                )
+        if self._state.session:
+            await self._end(call)  # a load from disk packs and unpacks by itself
+        body = {
+            "model_path": stored.path,
+            "flush_cache": False,
+            "recapture_cuda_graph": request.options.recapture_cuda_graph,
+            "torch_empty_cache": request.options.torch_empty_cache,
+            "token_step": request.token_step,
+        }
+        started = time.perf_counter()
+        try:
+            await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
+            update.dirty = True
+            stored.check_unchanged()
+        except RlctlError as error:
+            update.dirty |= error.reason is not Reason.UNREACHABLE
+            raise touched(error) from error
+        update.loading_s += time.perf_counter() - started
+        update.written.update(stored.metas)
+        update.report.tensors += len(stored.metas)
+        update.report.bytes_received += sum(meta.nbytes for meta in stored.metas.values())
+        update.report.load.CopyFrom(duration(update.loading_s))
+        self.checkpoint = request.model_path
+
+    def _open(self, call: Call) -> OpenUpdate:
+        if self._update is None:
+            raise Reason.UPDATE_NOT_FOUND.error(f"update {call.update_id or '(none)'} is not open at this engine")
+        if self._update.update_id != call.update_id:
+            raise Reason.UPDATE_FENCED.error(
+                f"update {self._update.update_id} is open, the command belongs to {call.update_id or 'none'}",
+                field="header.fence.update_id",
+            )
+        return self._update
+
+    async def _begin(self, update: OpenUpdate, call: Call) -> None:
+        if not self._state.session:
+            await self._control.must("/begin_weight_update", {"selector": update.selector}, call=call)
+            self._state.session = True
+
+    async def _end(self, call: Call) -> None:
+        if self._state.session:
+            await self._control.must("/end_weight_update", {}, call=call, outcome=OUTCOME_DIRTY)
+            self._state.session = False
+
+    def _check(self, bucket: Bucket, field_path: str) -> None:
+        """Raise CHECKPOINT_MISMATCH or UNSUPPORTED for what SGLang would skip, fail on half-way, or read wrongly."""
+        for index, meta in enumerate(bucket.metas):
+            known = self._reference.get(meta.name)
+            where = f"{field_path}.names[{index}]"
+            if known is None:
+                raise Reason.CHECKPOINT_MISMATCH.error(f"the model has no tensor {meta.name!r}", field=where)
+            if known.shape != meta.shape:
+                raise Reason.CHECKPOINT_MISMATCH.error(
+                    f"{meta.name} has shape {known.shape}, not {meta.shape}", field=where
+                )
+            if not castable(meta.dtype, known.dtype):
+                raise Reason.CHECKPOINT_MISMATCH.error(
+                    f"{meta.name} is {known.dtype}, and {meta.dtype} cannot be cast to it", field=where
+                )
+        if bucket.flattened and bucket.nbytes != sum(meta.nbytes for meta in bucket.metas):
+            raise Reason.UNSUPPORTED.error(
+                "tensors of this packed bucket lie apart, which SGLang does not read", field=field_path
+            )
+
+    def _selector(self, selector: WeightSelector.ValueType, field_path: str) -> str:
+        if not self._draft:
+            refuse_draft(selector, field_path)
+            return "all"
+        if selector not in WeightSelector.values():
+            raise Reason.UNKNOWN_ENUM_VALUE.error(f"unknown selector {selector}", field=field_path)
+        return WeightSelector.Name(selector or WeightSelector.Value("WEIGHT_SELECTOR_ALL")).rpartition("_")[2].lower()

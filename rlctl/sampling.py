@@ -1,0 +1,43 @@
+"""What sampling parameters may be: the same for every engine, so that a request means the same wherever it goes."""
+
+from __future__ import annotations
+
+import math
+
+from rlctl.errors import Reason
+from rlctl.v1.rollout_pb2 import SamplingParams
+
+DEFAULT_NEW_TOKENS = 128
+MOST_SAMPLES = 4096
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raise FIELD_INVALID, with the field's path, for the first value that is not allowed.
+
+    ``vocab_size``: number of tokens that the model knows. The comparisons are false for NaN.
+    """
+    allowed = {
+        "temperature": (not params.HasField("temperature") or 0 <= params.temperature < math.inf, "0 or more"),
+        "top_p": (not params.HasField("top_p") or 0 < params.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (not params.HasField("top_k") or params.top_k == -1 or params.top_k >= 1, "-1 or at least 1"),
+        "min_p": (0 <= params.min_p <= 1, "from 0 to 1"),
+        "n": (params.n <= MOST_SAMPLES, f"at most {MOST_SAMPLES}"),
+        "stop": (all(params.stop), "without empty strings"),
+        "stop_token_ids": (all(i < vocab_size for i in params.stop_token_ids), f"below {vocab_size}"),
+        "frequency_penalty": (-2 <= params.frequency_penalty <= 2, "from -2 to 2"),
+        "presence_penalty": (-2 <= params.presence_penalty <= 2, "from -2 to 2"),
+        "repetition_penalty": (
+            not params.HasField("repetition_penalty") or 0 < params.repetition_penalty <= 2,
+            "above 0 and at most 2",
+        ),
+        "min_new_tokens": (
+            params.min_new_tokens
+            <= (params.max_new_tokens if params.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS),
+            "at most max_new_tokens",
+        ),
+    }
+    for name, (fine, words) in allowed.items():
+        if not fine:
+            value = getattr(params, name)
+            shown = list(value) if name.startswith("stop") else value
+            raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")

@@ -1,0 +1,142 @@
+"""Requests in SGLang's words, and its settings, without a server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import Struct
+from rlctl_sglang.generation import Stamps
+from rlctl_sglang.options import VENV, Options, interpreter, parse_options
+from rlctl_sglang.requests import Limits, bodies
+from rlctl_sglang.server import Server
+
+from rlctl.engine import EngineConfig
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
+
+LIMITS = Limits(vocab_size=16, context_length=32, longest_prompt=30)
+
+
+def request(ids: list[int], **fields: Any) -> GenerateRequest:
+    return GenerateRequest(input_ids=TokenIds(ids=ids), **fields)
+
+
+def test_each_sample_is_a_request_of_its_own() -> None:
+    params = SamplingParams(max_new_tokens=100, temperature=0.0, n=2, stop=["x"], stop_token_ids=[3])
+    first, second = bodies(request([1, 2], sampling_params=params, top_logprobs_num=2), ["a", "b"], LIMITS)
+    assert (first["rid"], second["rid"]) == ("a", "b")
+    assert {**first, "rid": ""} == {**second, "rid": ""}
+    assert first["input_ids"] == [1, 2]
+    assert first["stream"]
+    assert first["return_logprob"]
+    assert first["logprob_start_len"] == -1
+    sampling = first["sampling_params"]
+    assert "n" not in sampling
+    assert sampling["max_new_tokens"] == 30, "what fits beside the prompt"
+    assert (sampling["stop"], sampling["stop_token_ids"], sampling["top_k"]) == (["x"], [3], -1)
+
+
+def test_seeds_differ_from_sample_to_sample_where_they_are_honoured() -> None:
+    limits = Limits(vocab_size=16, context_length=32, longest_prompt=30, seeds=True)
+    made = bodies(request([1], sampling_params=SamplingParams(seed=7, n=2)), ["a", "b"], limits)
+    assert [body["sampling_params"]["sampling_seed"] for body in made] == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"rid": "mine"}, "engine_fields"),
+        ({"input_embeds": [1]}, "engine_fields"),
+        ({"custom_logit_processor": "pickle"}, "engine_fields"),
+        ({"sampling_params": {"n": 3}}, "engine_fields.sampling_params"),
+        ({"sampling_params": [1]}, "engine_fields.sampling_params"),
+    ],
+)
+def test_fields_that_would_contradict_or_endanger_something(fields: dict[str, Any], field: str) -> None:
+    struct = Struct()
+    struct.update(fields)
+    with pytest.raises(RlctlError) as refused:
+        bodies(request([1], engine_fields=struct), ["a"], LIMITS)
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, field)
+
+
+def test_fields_that_are_passed_on() -> None:
+    struct = Struct()
+    struct.update({"priority": 3, "sampling_params": {"json_schema": "{}"}})
+    (body,) = bodies(request([1], engine_fields=struct), ["a"], LIMITS)
+    assert body["priority"] == 3
+    assert body["sampling_params"]["json_schema"] == "{}"
+
+
+def test_versions_of_the_same_label_are_told_apart() -> None:
+    stamps = Stamps("default")
+    one, other = WeightVersion(label="x", sequence=1), WeightVersion(label="x", sequence=2)
+    stamps.bind(one)
+    assert stamps.version("default") == one
+    stamps.bind(other, Stamps.of(other))
+    assert stamps.version(Stamps.of(other)) == other
+    assert stamps.version(Stamps.of(one)) is None
+    assert stamps.version("default") == one
+
+
+def test_entries_are_of_the_version_of_the_last_flush() -> None:
+    stamps = Stamps("default")
+    stamps.bind(WeightVersion(label="a", sequence=1))
+    new = WeightVersion(label="b", sequence=2)
+    stamps.bind(new, Stamps.of(new))
+    stamps.label = Stamps.of(new)
+    assert stamps.oldest_kv.sequence == 1
+    stamps.flushed()
+    assert stamps.oldest_kv == new
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"model_path": "x"}, "options.model_path"),
+        ({"api_key": "x"}, "options.api_key"),
+        ({"--port": "1"}, "options.--port"),
+        ({"url": "127.0.0.1:1"}, "options.url"),
+        ({"url": "http://h", "mem_fraction_static": "0.5"}, "options.mem_fraction_static"),
+        ({"api_key_file": "/nowhere"}, "options.api_key_file"),
+        ({"url": "http://h", "api_key_file": "/nowhere"}, "options.api_key_file"),
+        ({"allowed_roots": "relative"}, "options.allowed_roots"),
+        ({"start_s": "nan"}, "options.start_s"),
+        ({"start_s": "0"}, "options.start_s"),
+    ],
+)
+def test_settings_that_are_refused(options: dict[str, str], field: str) -> None:
+    with pytest.raises(RlctlError) as refused:
+        parse_options(options)
+    assert refused.value.field == field
+
+
+def test_settings_that_are_taken(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    options = parse_options({"url": "http://h:1/", "api_key_file": str(key)})
+    assert (options.url, options.api_key, options.admin_key) == ("http://h:1", "secret", "secret")
+    assert "secret" not in repr(options)
+    assert parse_options({"mem_fraction_static": "0.5"}).arguments == {"mem_fraction_static": "0.5"}
+
+
+def test_a_server_that_others_can_drive_is_not_fenced() -> None:
+    for admin_key, fenced in (("", False), ("k", True)):
+        server = Server(EngineConfig("m"), Options(url="http://127.0.0.1:1", admin_key=admin_key), lambda _: None)
+        assert (server.fenced, server.launched) == (fenced, False)
+
+
+def test_where_sglang_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VENV, str(tmp_path))
+    with pytest.raises(RlctlError) as refused:
+        interpreter(Options())
+    assert "tools/engines install sglang" in refused.value.next_step
+    (tmp_path / "bin").mkdir()
+    os.symlink(sys.executable, tmp_path / "bin" / "python")
+    assert interpreter(Options()) == str(tmp_path / "bin" / "python")
+    assert interpreter(Options(python=sys.executable)) == sys.executable

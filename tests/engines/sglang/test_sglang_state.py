@@ -1,0 +1,80 @@
+"""What SGLang may be told when: the model of its states, without a server."""
+
+from __future__ import annotations
+
+import pytest
+from rlctl_sglang.state import State
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_CUDA_GRAPH,
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_SKIPPED,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+)
+
+KNOWN = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
+
+
+def test_an_abort_of_what_is_frozen_is_never_sent() -> None:
+    """It never returns, and nothing helps the server afterwards."""
+    for before in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE):
+        for mode in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE):
+            for active in (0, 1):
+                state = State(paused=before)
+                dangerous = before == PAUSE_MODE_IN_PLACE and mode in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT)
+                if dangerous and active:
+                    with pytest.raises(RlctlError) as refused:
+                        state.pause(mode, active=active)
+                    assert refused.value.reason is Reason.PAUSE_MODE_CONFLICT
+                else:
+                    sent = state.pause(mode, active=active)
+                    assert not (before == PAUSE_MODE_IN_PLACE and sent == "abort")
+                    assert dangerous or sent == {PAUSE_MODE_RETRACT: "retract", PAUSE_MODE_IN_PLACE: "in_place"}.get(
+                        mode, "abort"
+                    )
+
+
+@pytest.mark.parametrize("mode", [PAUSE_MODE_DRAIN, 77])
+def test_modes_that_it_does_not_have_are_skipped(mode: int) -> None:
+    with pytest.raises(RlctlError) as refused:
+        State().pause(mode, active=0)  # type: ignore[arg-type]
+    assert (refused.value.reason, refused.value.outcome) == (Reason.UNSUPPORTED, OUTCOME_SKIPPED)
+
+
+def test_nothing_is_resumed_that_was_not_released() -> None:
+    state = State(released={MEMORY_TAG_KV_CACHE})
+    assert state.resume([], KNOWN) == ["kv_cache"]
+    assert state.resume([MEMORY_TAG_WEIGHTS], KNOWN) == []
+    assert state.release([], KNOWN) == ["weights"]
+    for act in (state.release, state.resume):
+        with pytest.raises(RlctlError) as refused:
+            act([MEMORY_TAG_KV_CACHE, MEMORY_TAG_CUDA_GRAPH], KNOWN)
+        assert refused.value.field == "tags[1]"
+
+
+def test_generation_does_not_go_on_without_memory_or_inside_an_update() -> None:
+    with pytest.raises(RlctlError) as refused:
+        State(released={MEMORY_TAG_WEIGHTS}).refuse_continue()
+    assert refused.value.reason is Reason.MEMORY_RELEASED
+    with pytest.raises(RlctlError) as refused:
+        State(session=True).refuse_continue()
+    assert refused.value.reason is Reason.ILLEGAL_STATE
+    State().refuse_continue()
+
+
+def test_a_group_is_joined_once_under_its_name() -> None:
+    state = State(groups={"a": 3})
+    assert not state.joining("a", 3)
+    assert state.joining("b", 3)
+    with pytest.raises(RlctlError) as refused:
+        state.joining("a", 4)
+    assert refused.value.reason is Reason.GROUP_EXISTS
+    with pytest.raises(RlctlError) as refused:
+        state.refuse_without({"a", "b"})
+    assert refused.value.reason is Reason.GROUP_NOT_FOUND

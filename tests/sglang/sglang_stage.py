@@ -1,0 +1,206 @@
+"""A real SGLang under the plug-in, driven as a stage would: admin verbs on one loop, requests on another."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from google.protobuf.message import Message
+from rlctl_sglang import SGLangEngine
+
+from rlctl.engine import Call, EngineConfig, EngineInfo
+from rlctl.errors import RlctlError
+from rlctl.loops import LoopThread
+from rlctl.v1 import common_pb2, rollout_pb2
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.verbs import of_request
+from rlctl.weights import buckets
+from rlctl.weights.groups import GroupStore, WeightGroup, join
+from rlctl.weights.sending import send
+from rlctl.weights.source import as_source
+
+START_S = 240.0
+VERB_S = 60.0
+RESULT_S = 120.0
+_ids = itertools.count(1)
+
+
+class Driver:
+    """One engine and the two loops that it is driven from."""
+
+    def __init__(self, model_path: Path, *, tp_size: int = 1, options: Mapping[str, str] | None = None) -> None:
+        self.admin, self.rollout = LoopThread("admin"), LoopThread("rollout")
+        self.failures: list[RlctlError] = []
+        config = EngineConfig(str(model_path), tp_size=tp_size, options=options or {})
+        self.engine = SGLangEngine(config, self.failures.append)
+
+    def start(self) -> EngineInfo:
+        self.info = self.admin.submit(self.engine.start({})).result(START_S)
+        return self.info
+
+    def stop(self) -> None:
+        self.admin.submit(self.engine.stop()).result(VERB_S)
+        self.rollout.stop()
+        self.admin.stop()
+
+    def submit(
+        self, request: Message, *, update_id: str = "", timeout_s: float = VERB_S
+    ) -> concurrent.futures.Future[Any]:
+        """Start a verb."""
+
+        async def run() -> Any:
+            call = Call(f"c{next(_ids)}", asyncio.get_running_loop().time() + timeout_s, update_id)
+            return await getattr(self.engine, of_request(request).method)(request, call)
+
+        return self.admin.submit(run())
+
+    def tell(self, request: Message, *, update_id: str = "", timeout_s: float = VERB_S) -> Any:
+        """Carry a verb out."""
+        return self.submit(request, update_id=update_id, timeout_s=timeout_s).result(timeout_s + 10)
+
+    def begin(self, request: rollout_pb2.GenerateRequest) -> Generating:
+        """Start a request; returns when its first token is there."""
+        generating = Generating()
+        generating.done = self.rollout.submit(generating.run(self.engine, request))
+        return generating
+
+    def generate(self, request: rollout_pb2.GenerateRequest) -> list[rollout_pb2.GenerateResponse]:
+        """All messages of a request."""
+        return self.begin(request).result()
+
+    def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
+        return self.rollout.submit(self.engine.abort(request)).result(VERB_S)
+
+    def prepare(self, update_id: str, **fields: Any) -> None:
+        """Pause, and open an update."""
+        self.tell(v.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_RETRACT))
+        self.tell(v.PrepareUpdateRequest(**fields), update_id=update_id)
+
+    def commit(self, update_id: str, label: str, sequence: int) -> common_pb2.WeightVersion:
+        """Close an update."""
+        version = common_pb2.WeightVersion(label=label, sequence=sequence)
+        self.tell(v.CommitUpdateRequest(version=version), update_id=update_id)
+        self.engine.set_version(version)
+        return version
+
+    def digest(self) -> str:
+        """The model digest of what the server holds."""
+        results = self.tell(v.CheckWeightsRequest())
+        (digest,) = {result.check.model_digest for result in results}
+        return str(digest)
+
+
+class Generating:
+    """A request under way."""
+
+    done: concurrent.futures.Future[None]
+
+    def __init__(self) -> None:
+        self.parts: list[rollout_pb2.GenerateResponse] = []
+        self._started = concurrent.futures.Future[None]()
+
+    async def run(self, engine: SGLangEngine, request: rollout_pb2.GenerateRequest) -> None:
+        async with contextlib.aclosing(engine.generate(request)) as parts:
+            async for part in parts:
+                self.parts.append(part)
+                if not self._started.done():
+                    self._started.set_result(None)
+
+    def started(self) -> Generating:
+        self._started.result(VERB_S)
+        return self
+
+    def result(self, timeout_s: float = RESULT_S) -> list[rollout_pb2.GenerateResponse]:
+        self.done.result(timeout_s)
+        return self.parts
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for part in self.parts for sample in part.samples for token in sample.output_ids]
+
+
+def changed(model: Any, seed: int) -> Any:
+    """The model with other weights."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
+
+
+def prompt(ids: list[int], count: int, **fields: Any) -> rollout_pb2.GenerateRequest:
+    """A greedy request for so many tokens."""
+    params = rollout_pb2.SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+    return rollout_pb2.GenerateRequest(
+        input_ids=rollout_pb2.TokenIds(ids=ids), sampling_params=fields.pop("sampling_params", params), **fields
+    )
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """What transformers generates."""
+    tokens = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
+class Source:
+    """A trainer's rank 0: it forms a group with the engine and broadcasts a model."""
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        self._driver = driver
+        self.name = name
+        self.world_size = 1 + len(driver.info.layout.workers)
+
+    def __enter__(self) -> Source:
+        self._store = GroupStore("127.0.0.1")
+        request = v.InitWeightsUpdateGroupRequest(
+            master_address="127.0.0.1",
+            master_port=self._store.port,
+            world_size=self.world_size,
+            rank_offset=1,
+            group_name=self.name,
+            backend="gloo",
+        )
+        joining = self._driver.submit(request)
+        self.group: WeightGroup = join(
+            self._store, name=self.name, rank=0, world_size=self.world_size, timeout_s=VERB_S
+        )
+        joining.result(VERB_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(RlctlError):
+            self._driver.tell(v.DestroyWeightsUpdateGroupRequest(group_name=self.name))
+        self.group.close()
+        self._store.close()
+
+    def plan(self, model: Any, **sizes: int) -> list[buckets.Bucket]:
+        return buckets.plan(as_source(model).metas(), **sizes)
+
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        return self._store.port
+
+    def packed(self, model: Any, plan: list[buckets.Bucket]) -> Iterator[torch.Tensor]:
+        """The bytes of each bucket."""
+        tensors = dict(as_source(model).tensors())
+        for bucket in plan:
+            yield buckets.pack(bucket, tensors)
+
+    def send(self, model: Any, plan: list[buckets.Bucket]) -> None:
+        """Broadcast, bucket by bucket."""
+        send(as_source(model), plan, self.group)
+
+    def announce(self, plan: list[buckets.Bucket]) -> v.UpdateWeightsFromDistributedRequest:
+        return v.UpdateWeightsFromDistributedRequest(group_name=self.name, buckets=[buckets.to_proto(b) for b in plan])

@@ -1,0 +1,229 @@
+"""The plug-in on a real SGLang of one rank: what it is, requests, and weights by every path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_stage import Driver, Source, changed, greedy, prompt
+
+import rlctl
+from rlctl.demo.tiny import encode
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import verbs_pb2 as v
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    info = driver.info
+    assert info.fenced
+    assert info.model_digest == rlctl.model_digest(tiny[0])
+    assert len(info.layout.workers) == 1
+    assert common.VERIFICATION_LEVEL_EXPECTED in info.capabilities.verification
+    assert "--enable-memory-saver" in info.capabilities.unsupported["ReleaseMemory"]
+    model = driver.tell(v.GetModelInfoRequest(reference=True))
+    assert (model.model_type, model.vocab_size, model.context_length) == ("llama", 16, 512)
+    assert {tensor.name for tensor in model.reference} == {name for name, _ in tiny[0].named_parameters()}
+    server = driver.tell(v.GetServerInfoRequest())
+    assert server.engine_version.startswith("0.5.")
+    assert not any("key" in name for name in server.settings)
+    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0
+
+
+def test_greedy_tokens_are_those_of_transformers(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    driver.engine.set_version(common.WeightVersion(label="initial", sequence=1))
+    parts = driver.generate(prompt(encode("1+2="), 8, return_logprob=True, logprob_start_len=0, top_logprobs_num=2))
+    samples = [part.samples[0] for part in parts]
+    tokens = [token for sample in samples for token in sample.output_ids]
+    assert tokens == greedy(tiny[0], encode("1+2="), 8)
+    logprobs = [entry for sample in samples for entry in sample.output_logprobs]
+    assert [entry.token_id for entry in logprobs] == tokens
+    with torch.no_grad():
+        logits = tiny[0](input_ids=torch.tensor([encode("1+2=") + tokens])).logits[0]
+    wanted = torch.log_softmax(logits, -1)[len(encode("1+2=")) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert [entry.logprob for entry in logprobs] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert all(len(entry.top) == 2 for entry in logprobs)
+    assert [entry.token_id for entry in parts[0].input_logprobs] == encode("1+2=")
+    assert parts[0].prompt_tokens == len(encode("1+2="))
+    assert samples[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    (span,) = samples[-1].versions
+    assert (span.version.label, span.version.sequence, span.start, span.end) == ("initial", 1, 0, 8)
+
+
+def test_samples_text_and_stops(driver: Driver) -> None:
+    request = rollout.GenerateRequest(
+        text="1+2=", sampling_params=rollout.SamplingParams(max_new_tokens=6, n=3, ignore_eos=True)
+    )
+    parts = driver.generate(request)
+    for index in range(3):
+        mine = [sample for part in parts for sample in part.samples if sample.index == index]
+        assert sum(len(sample.output_ids) for sample in mine) == 6
+        assert len("".join(sample.text for sample in mine)) <= 6
+        assert mine[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert [part.prompt_ids for part in parts if part.prompt_ids] == [[5, 14, 6, 15]]
+    stop = rollout.SamplingParams(max_new_tokens=400, stop_token_ids=[3, 4, 5, 6, 7, 8])
+    last = driver.generate(prompt(encode("1"), 200, sampling_params=stop))[-1].samples[0]
+    assert last.finish_reason.type == rollout.FINISH_TYPE_STOP
+    assert last.finish_reason.matched_token in range(3, 9)
+
+
+def test_requests_are_ended_by_their_ids(driver: Driver) -> None:
+    first = driver.begin(prompt(encode("1"), 400, rid="r-1")).started()
+    second = driver.begin(prompt(encode("2"), 400, rid="r-10")).started()
+    with pytest.raises(RlctlError) as refused:
+        driver.generate(prompt(encode("1"), 4, rid="r-1"))
+    assert refused.value.reason is Reason.RID_IN_USE
+    report = driver.tell(v.AbortRequestsRequest(rids=["r-1", "r-2"]))
+    assert (report.aborted, list(report.unknown_rids)) == (1, ["r-2"])
+    assert first.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    assert second.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert len(second.tokens) == 400
+
+
+@pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
+def test_a_pause_keeps_requests_and_continue_lets_them_end(driver: Driver, mode: str) -> None:
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
+    if mode == "IN_PLACE":
+        with pytest.raises(RlctlError) as refused:
+            driver.tell(v.FlushCacheRequest())
+        assert refused.value.reason is Reason.ACTIVE_REQUESTS
+    else:
+        assert driver.tell(v.FlushCacheRequest()).tiers == ["radix"]
+    driver.tell(v.ContinueGenerationRequest())
+    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert len(running.tokens) == 400
+
+
+def test_a_pause_that_aborts(driver: Driver) -> None:
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest())
+    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    driver.tell(v.ContinueGenerationRequest())
+    assert len(driver.generate(prompt(encode("7"), 4))) >= 1
+
+
+@pytest.mark.parametrize("sizes", [{"large_bytes": 1}, {"bucket_bytes": 100_000}], ids=["plain", "flattened"])
+def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dict[str, int]) -> None:
+    update_id = f"u-{sizes}"
+    model = changed(tiny[0], seed=len(update_id))
+    with Source(driver, f"actor-{len(update_id)}-s0") as source:
+        plan = source.plan(model, **sizes)
+        driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+        driver.tell(v.PrepareUpdateRequest(), update_id=update_id)
+        receiving = driver.submit(source.announce(plan), update_id=update_id)
+        source.send(model, plan)
+        report = receiving.result(60)
+        assert report.tensors == len(list(model.parameters()))
+        assert report.bytes_received == sum(p.numel() * 4 for p in model.parameters())
+        version = driver.commit(update_id, "over-a-group", 7)
+    driver.engine.set_version(version)
+    driver.tell(v.FlushCacheRequest())
+    assert driver.digest() == rlctl.model_digest(model)
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("3+"), 12))
+    last = generating.result()[-1].samples[0]
+    assert generating.tokens == greedy(model, encode("3+"), 12)
+    assert last.versions[0].version == version
+    assert driver.tell(v.GetModelInfoRequest()).weight_version == version
+
+
+def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    model = changed(tiny[0], seed=5)
+    model.save_pretrained(tmp_path / "saved")
+    found = driver.tell(v.InspectCheckpointRequest(model_path=str(tmp_path / "saved")))
+    assert found.tensors == len(list(model.parameters()))
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    driver.tell(v.PrepareUpdateRequest(), update_id="disk")
+    digest = rlctl.model_digest(model)
+    request = v.UpdateWeightsFromDiskRequest(model_path=str(tmp_path / "saved"), expected_digest=digest)
+    driver.tell(request, update_id="disk")
+    driver.commit("disk", "from-disk", 8)
+    assert driver.digest() == digest
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("4"), 8))
+    generating.result()
+    assert generating.tokens == greedy(model, encode("4"), 8)
+    assert driver.tell(v.GetModelInfoRequest()).model_path == str(tmp_path / "saved")
+
+
+def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
+    before = driver.tell(v.CheckWeightsRequest())
+    (after,) = driver.tell(v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    assert before[0].check.rank_digest != after.check.rank_digest
+    assert before[0].evidence == common.EVIDENCE_RANK
+    assert driver.digest() != before[0].check.model_digest
+
+
+def not_attached(model_path: Path, options: dict[str, str]) -> RlctlError:
+    """Why a server cannot be attached to."""
+    driver = Driver(model_path, options=options)
+    try:
+        with pytest.raises(RlctlError) as refused:
+            driver.start()
+    finally:
+        driver.stop()
+    return refused.value
+
+
+def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    http = driver.engine._server.http
+    driver.tell(v.ContinueGenerationRequest())
+    driver.prepare("as it was")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="as it was")
+    driver.commit("as it was", "as-it-was", 9)
+    for name, admin in (("api", False), ("admin", True)):
+        (tmp_path / name).write_text(http._keys[admin])
+    keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
+    error = not_attached(tiny[1], {"url": http.url, **keys})
+    assert (error.reason, error.field) == (Reason.ILLEGAL_STATE, "options.url"), "it is paused"
+    driver.tell(v.ContinueGenerationRequest())
+    error = not_attached(tiny[1], {"url": http.url})
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.api_key_file")
+    attached = Driver(tiny[1], options={"url": http.url, **keys})
+    try:
+        info = attached.start()
+        assert info.fenced
+        assert not attached.engine.can_restart()
+        assert info.model_digest == rlctl.model_digest(tiny[0])
+        running = driver.begin(prompt(encode("7"), 400)).started()
+        with pytest.raises(RlctlError) as busy:
+            attached.tell(v.PrepareUpdateRequest(), update_id="u")
+        assert busy.value.reason is Reason.ACTIVE_REQUESTS, "somebody else's requests count"
+        driver.abort(rollout.AbortRequest(abort_all=True))
+        running.result()
+    finally:
+        attached.stop()
+    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+
+
+def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """The last test here: a server that is stuck inside a collective can only be ended, and is."""
+    with Source(driver, "silent") as source:
+        driver.prepare("stuck")
+        plan = source.plan(tiny[0], bucket_bytes=100_000)
+        receiving = driver.submit(source.announce(plan), update_id="stuck")
+        source.group.broadcast(next(source.packed(tiny[0], plan)))
+        while not driver.engine._updates._update.written:  # type: ignore[union-attr]
+            assert not receiving.done()  # from here on it waits for the second bucket
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rlctl_sglang.engine.INTERRUPT_S", 1.0)
+            driver.admin.submit(driver.engine.interrupt("stuck")).result(60)
+        with pytest.raises(RlctlError) as broken:
+            receiving.result(60)
+        assert broken.value.outcome in (common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY)
+    assert [failure.reason for failure in driver.failures] == [Reason.ENGINE_WEDGED]
+    assert driver.engine.can_restart()
+    for request in (v.GetLoadsRequest(), v.PauseGenerationRequest(), v.CheckWeightsRequest()):
+        with pytest.raises(RlctlError) as refused:
+            driver.tell(request)
+        assert refused.value.reason is Reason.ENGINE_WEDGED
+        assert refused.value.outcome == common.OUTCOME_REJECTED
+    with pytest.raises(RlctlError):
+        driver.generate(prompt(encode("1"), 2))

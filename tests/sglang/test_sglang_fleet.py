@@ -1,0 +1,133 @@
+"""A trainer's publisher, a coordinator and two real SGLang servers, as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_stage import changed, greedy
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.demo.tiny import encode
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+LONG = 250
+"""Tokens of a request that an update catches in flight."""
+
+
+@pytest.fixture(scope="module")
+def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
+    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+        yield fleet
+
+
+def all_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
+    prompt = encode("1+2=")
+    wanted = greedy(model, prompt, 8)
+    seen: set[str] = set()
+    while len(seen) < 2:  # a stage that was just admitted may not be known to the client yet
+        response = fleet.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
+        assert list(response.samples[0].output_ids) == wanted
+        assert {span.version.label for span in response.samples[0].versions} == {version.label}
+        seen.add(response.slot)
+
+
+def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    (model,) = fleet.status().models
+    assert model.latest.sequence == 1
+    assert model.model_digest == rlctl.model_digest(tiny[0])
+    all_generate_like(fleet, tiny[0], model.latest)
+
+
+def test_updates_of_a_publisher_are_verified_on_every_server(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    publisher = fleet.publisher("actor", trainer="test")
+    try:
+        for number in range(2):
+            model = changed(tiny[0], seed=number)
+            result = publisher.update(model, version=f"step-{number}")
+            assert result.model_digest == rlctl.model_digest(model)
+            stages = result.operation.stage_results
+            assert {stage.verified for stage in stages} == {common.VERIFICATION_LEVEL_EXPECTED}
+            all_generate_like(fleet, model, result.version)
+        made = [o for o in fleet.operations(page_size=200) if o.verb == "InitWeightsUpdateGroup"]
+        assert len(made) == 1, "the group of the first update serves the second"
+    finally:
+        publisher.close()
+
+
+def test_a_request_in_flight_goes_on_with_the_new_weights(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    publisher = fleet.publisher("actor", trainer="in-flight")
+    try:
+        publisher.update(changed(tiny[0], seed=30), version="before")  # the groups stand: the pause comes at once
+        model = changed(tiny[0], seed=31)
+        stream = fleet.generate_stream(encode("5+"), max_new_tokens=LONG, temperature=0.0, ignore_eos=True)
+        parts = [next(stream)]
+        publisher.update(model, version="after")
+        parts += stream
+    finally:
+        publisher.close()
+    tokens = [token for part in parts for token in part.samples[0].output_ids]
+    spans = [span for part in parts for span in part.samples[0].versions]
+    assert [span.version.label for span in spans] == ["before", "after"]
+    kept = spans[0].end
+    assert len(tokens) == LONG
+    new = tokens[kept : kept + 30]
+    assert new == greedy(model, encode("5+") + tokens[:kept], len(new)), "no KV entry of old weights"
+
+
+def test_from_disk(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    model = changed(tiny[0], seed=4)
+    model.save_pretrained(tmp_path / "saved")
+    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="disk")
+    assert operation.model_digest == rlctl.model_digest(model)
+    all_generate_like(fleet, model, operation.weight_version)
+
+
+def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
+    for mode in ("abort", "retract", "in_place"):
+        assert fleet.pause_generation(mode).state == OPERATION_STATE_OK
+        assert {stage.state for stage in fleet.status().stages} == {common.STAGE_STATE_PAUSED}
+        assert fleet.continue_generation().state == OPERATION_STATE_OK
+    with pytest.raises(RlctlError) as refused:
+        fleet.release_memory()
+    assert refused.value.reason is Reason.UNSUPPORTED_BY_ALL
+    assert "--enable-memory-saver" in refused.value.message
+    assert all(stage.routable for stage in fleet.status().stages), "nothing was paused for it"
+
+
+def test_a_server_that_is_killed_comes_back_as_a_new_incarnation_at_the_published_version(
+    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """The stage server starts it again, and the coordinator heals it, without the trainer."""
+    model = changed(tiny[0], seed=77)
+    model.save_pretrained(tmp_path / "saved")
+    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="survives")
+    before = stage_of(fleet.status(), "actor-1").incarnation
+    (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
+    os.kill(rank.server_info.pid, signal.SIGKILL)
+    for event in fleet.watch():
+        changed_stages = [s for s in event.fleet.stages if s.registration.slot == "actor-1"]
+        if any(stage.incarnation > before and stage.routable for stage in changed_stages):
+            break
+    after = stage_of(fleet.status(), "actor-1")
+    assert after.report.weight_version == operation.weight_version
+    assert after.report.model_digest == operation.model_digest
+    all_generate_like(fleet, model, operation.weight_version)
+
+
+def stage_of(status: Any, slot: str) -> Any:
+    return next(stage for stage in status.stages if stage.registration.slot == slot)
