@@ -78,7 +78,7 @@ async def test_capabilities_say_what_there_is(checkpoints) -> None:
         "ListAdapters",
     }
     assert found.fenced
-    assert not found.staged_apply
+    assert found.staged_apply
     assert not found.experimental
     assert info.model_digest == digest_of(fresh.config.model_path)
 
