@@ -116,7 +116,7 @@ class Attempts:
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if opened.broken:
-                raise Reason.CANCELLED.error("another write of this attempt has failed")
+                raise Reason.GROUP_FAILED.error("another write of this attempt has failed")
             try:
                 await session.ready()
             except RlctlError:

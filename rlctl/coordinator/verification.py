@@ -102,10 +102,10 @@ def refuse_unreachable(
             continue
         if wanted != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[wanted]:
             continue
-        raise _unreachable(slot, wanted, obstacles)
+        raise _unreachable(slot, wanted, obstacles, staged=staged)
 
 
-def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> RlctlError:
+def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str], *, staged: bool) -> RlctlError:
     names = ", ".join(_name(level) for level, obstacle in obstacles.items() if not obstacle) or "no level"
     if wanted == VERIFICATION_LEVEL_UNSPECIFIED:
         message = f"{slot.name} reaches no level of verification; none: {obstacles[VERIFICATION_LEVEL_NONE]}"
@@ -114,6 +114,8 @@ def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> R
     next_step = ""
     if slot.capabilities.answers_for_ranks and VERIFICATION_LEVEL_PROBE in slot.capabilities.verification:
         next_step = "Pass a probe: prompts with the log probabilities that the new weights give."
+        if staged:
+            next_step = f"Update in place. {next_step}"
     return Reason.VERIFICATION_UNREACHABLE.error(message, field="options.verify", next_step=next_step)
 
 
@@ -140,7 +142,7 @@ def levels(
         obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
-            raise _unreachable(slot, wanted, obstacles)
+            raise _unreachable(slot, wanted, obstacles, staged=staged)
         chosen[slot.name] = wanted or max(possible)
     return chosen
 

@@ -12,6 +12,7 @@ from updating import abort, begin, commit, digest, join, refusal, version_of, we
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
+from rlctl.fingerprints import fingerprints
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
@@ -185,6 +186,69 @@ async def test_a_copy_with_another_digest_is_never_swapped(three: InProcessFleet
     assert (by_slot["b"].outcome, by_slot["b"].error.reason) == (OUTCOME_REJECTED, "DIGEST_MISMATCH")
     assert weights(three) == ["one"] * 4
     assert all(three.stage(slot).routable for slot in "abc")
+
+
+async def test_what_differs_in_a_copy_is_named_and_nothing_is_spoilt(three: InProcessFleet) -> None:
+    plan = await stage_weights(three, "w1")
+
+    async def another(engine: FakeEngine, *_: object) -> None:
+        engine._shadow = "another"
+
+    with hooked(three, "b", "seal_update", another, rank=1), hooked(three, "b", "seal_update", another):
+        operation = await commit(three, plan, digest("w1"), fingerprints=fingerprints({"weights": digest("w1")}))
+    (result,) = [result for result in operation.stage_results if result.slot == "b"]
+    assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "DIGEST_MISMATCH")
+    assert (result.error.metadata["tensor"], result.error.metadata["ranks"]) == ("weights", "0,1")
+    assert [rank.check.difference.part.differs for rank in result.rank_results] == [True, True]
+    assert set(states(three).values()) == {STAGE_STATE_READY}
+
+
+async def test_level_received_compares_what_came_into_the_copy(three: InProcessFleet) -> None:
+    options = v.UpdateOptions(pause=RETRACT, verify=common.VERIFICATION_LEVEL_RECEIVED)
+
+    async def stage(version: str) -> u.BeginWeightUpdateResponse:
+        plan = await begin(three, version, apply=v.APPLY_MODE_STAGED, options=options)
+        await join(three, plan)
+        await write(three, plan, "w1")
+        return plan
+
+    async def another(engine: FakeEngine, *_: object) -> None:
+        engine.taken = ["another"]
+
+    with hooked(three, "c", "seal_update", another):
+        operation = await commit(three, await stage("wrong"), digest("w1"))
+    (result,) = [result for result in operation.stage_results if result.slot == "c"]
+    assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "DIGEST_MISMATCH")
+    assert weights(three) == ["one"] * 4
+    operation = await commit(three, await stage("right"), digest("w1"))
+    assert operation.state == OPERATION_STATE_OK
+    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_RECEIVED}
+
+
+async def test_a_copy_cannot_be_probed(three: InProcessFleet) -> None:
+    probe = v.Probe(prompts=[v.ProbePrompt(token_ids=[1, 2], logprobs=[-1.0])], tolerance=0.1)
+    options = v.UpdateOptions(pause=RETRACT, verify=common.VERIFICATION_LEVEL_PROBE, probe=probe)
+    error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=options))
+    assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.verify")
+    assert "before the swap" in error.message
+
+
+async def test_an_answer_for_all_ranks_of_a_swap_proves_nothing(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, heal=False, options={"opaque": "unsaid"}) as fleet:
+        plan = await stage_weights(fleet, "w1")
+        operation = await commit(fleet, plan, digest("w1"))
+        assert operation.state == OPERATION_STATE_FAILED
+        assert operation.stage_results[0].error.reason == "VERIFICATION_UNREACHABLE"
+
+
+async def test_a_delta_is_staged_over_a_copy_of_its_base(three: InProcessFleet) -> None:
+    delta = {"kind": v.UPDATE_KIND_DELTA, "base": common.WeightVersion(label="initial")}
+    options = v.UpdateOptions(pause=RETRACT)
+    plan = await begin(three, apply=v.APPLY_MODE_STAGED, options=options, **delta)
+    operation = await commit(three, plan, digest("one"))
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    assert weights(three) == ["one"] * 4
+    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
 
 
 async def test_with_a_quorum_the_rest_swaps_and_who_failed_stays_whole_but_stale(three: InProcessFleet) -> None:

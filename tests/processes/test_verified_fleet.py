@@ -17,6 +17,7 @@ from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.v1 import common_pb2 as common
+from rlctl.weights.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -40,24 +41,29 @@ def levels(result: rlctl.UpdateResult) -> set[int]:
     return {stage.verified for stage in result.operation.stage_results}
 
 
-@pytest.mark.parametrize("path", ["broadcast", "ipc"])
-def test_a_delta_sends_what_differs_from_its_base_and_proves_all(fleet: Fleet, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "apply"), [("broadcast", "in_place"), ("ipc", "in_place"), ("broadcast", "staged"), ("ipc", "staged")]
+)
+def test_a_delta_sends_what_differs_from_its_base_and_proves_all(fleet: Fleet, path: str, apply: str) -> None:
     publisher = fleet.publisher("actor", path=path)
     model = demo_tiny.make(seed=5)
     with pytest.raises(RlctlError) as caught:
         publisher.update(model, version="early", base="initial")
     assert (caught.value.reason, caught.value.field) == (Reason.BASE_MISMATCH, "base")
-    full = publisher.update(model, version=f"base-{path}")
+    full = publisher.update(model, version=f"base-{path}", apply=apply)
     with torch.no_grad():
         model.model.norm.weight.add_(1)
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
-    delta = publisher.update(model, version=f"delta-{path}", base=f"base-{path}")
+    delta = publisher.update(model, version=f"delta-{path}", base=f"base-{path}", apply=apply)
     assert (full.tensors_sent, delta.tensors_sent) == (len(list(model.parameters())), 2)
     assert 0 < delta.bytes_sent < full.bytes_sent
     assert held(fleet) == {delta.model_digest} == {rlctl.model_digest(model)}
     assert levels(delta) == {common.VERIFICATION_LEVEL_EXPECTED}
-    nothing = publisher.update(model, version=f"same-{path}", base=f"delta-{path}")
+    pending = publisher.update_async(model, version=f"same-{path}", base=f"delta-{path}", apply=apply)
+    pending.wait_sent()
+    nothing = pending.wait()
     assert (nothing.tensors_sent, nothing.bytes_sent) == (0, 0)
+    assert held(fleet) == {rlctl.model_digest(model)}
     assert fleet.status().models[0].latest == nothing.version
     other = fleet.publisher("actor")
     other.update(demo_tiny.make(seed=6), version="between")
@@ -77,8 +83,9 @@ def test_each_rank_digests_what_it_takes_in_when_asked_to(fleet: Fleet, path: st
         common.VERIFICATION_LEVEL_RECEIVED
     }
     part = {name: parameter.detach() * 2 for name, parameter in list(model.named_parameters())[:3]}
-    result = publisher.update(part.items(), version="part", verify="received", partial=True)
-    assert levels(result) == {common.VERIFICATION_LEVEL_RECEIVED}
+    for apply in ("in_place", "staged"):
+        result = publisher.update(part.items(), version=f"part-{apply}", verify="received", partial=True, apply=apply)
+        assert levels(result) == {common.VERIFICATION_LEVEL_RECEIVED}
     publisher.close()
 
 
@@ -101,6 +108,21 @@ def test_a_probe_is_what_the_engines_compute(fleet: Fleet) -> None:
     publisher.close()
 
 
+class Counted:
+    """Counts how often a model's tensors are gone through."""
+
+    def __init__(self, model: Any) -> None:
+        self._source = as_source(model)
+        self.passes = 0
+
+    def metas(self) -> Any:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        yield from self._source.tensors()
+
+
 def test_a_rank_that_skips_a_tensor_is_named(tiny: tuple[Any, Path], tmp_path: Path) -> None:
     dropped = {"cut": CUT, "whole": WHOLE}
     engines = [
@@ -113,11 +135,22 @@ def test_a_rank_that_skips_a_tensor_is_named(tiny: tuple[Any, Path], tmp_path: P
             parameter.add_(0.01)
     with LocalFleet(engines, directory=tmp_path / "fleet") as running, running.connect() as fleet:
         publisher = fleet.publisher("actor")
+        with pytest.raises(OperationFailed) as staged:
+            publisher.update(model, version="skipped-in-copies", apply="staged")
+        assert {stage.state for stage in fleet.status().stages} == {common.STAGE_STATE_READY}
+        pending = publisher.update_async(counted := Counted(model), version="not-waited-for", apply="staged")
+        with pytest.raises(OperationFailed) as unnamed:
+            pending.wait()
+        assert counted.passes == 1, "they may be other ones by now"
         with pytest.raises(OperationFailed) as caught:
-            publisher.update(model, version="skipped")
+            publisher.update(counted, version="skipped")
+        assert counted.passes == 3, "once more, to name the rank"
         publisher.close()
         assert fleet.status().models[0].latest.label == "initial"
-    for result in caught.value.operation.stage_results:
+    cut = next(result for result in unnamed.value.operation.stage_results if result.slot == "cut")
+    assert (cut.error.metadata["tensor"], cut.error.metadata["holders"]) == (CUT, "0,1")
+    both = [*staged.value.operation.stage_results, *caught.value.operation.stage_results]
+    for result in both:
         assert result.error.reason == "DIGEST_MISMATCH"
         assert dropped[result.slot] in result.error.message
         assert "rank 1" in result.error.message

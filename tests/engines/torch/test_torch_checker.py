@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from rlctl.client.probe import Probe
 from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import fingerprints
-from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE
+from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 from rlctl.v1.verbs_pb2 import (
+    APPLY_MODE_STAGED,
     CHECK_ACTION_COMPARE,
     CHECK_ACTION_PROBE,
     CHECK_ACTION_RESET_TENSORS,
@@ -24,11 +25,14 @@ from rlctl.v1.verbs_pb2 import (
     AbortUpdateRequest,
     CheckReport,
     CheckWeightsRequest,
+    CommitUpdateRequest,
     ContinueGenerationRequest,
     PauseGenerationRequest,
     ProbePrompt,
     ReleaseMemoryRequest,
     ResumeMemoryRequest,
+    SealUpdateRequest,
+    UpdateWeightsFromDiskRequest,
 )
 from rlctl.weights import digest
 from rlctl.weights.differences import digest_parts
@@ -161,6 +165,10 @@ class Hold:
     def release(self) -> None:
         self._open.set()
 
+    def again(self) -> None:
+        self._open.clear()
+        self.reached.clear()
+
     def digest(self, *args: Any, **kwargs: Any) -> str:
         self.reached.set()
         assert self._open.wait(30), "the test holds the hashing back for ever"
@@ -203,6 +211,32 @@ async def test_weights_are_digested_beside_generation(stage: Stage, hold: Hold) 
 async def test_an_update_that_begins_meanwhile_goes_first(stage: Stage, hold: Hold, checkpoints) -> None:
     checking = await begun(stage, hold)
     await load(stage, checkpoints(seed=1), abort_all_requests=True)
+    assert not checking.done()
+    hold.release()
+    assert reasons(await checking) == {(Reason.UPDATE_IN_PROGRESS, OUTCOME_REJECTED)}
+    assert (await check(stage))[0].model_digest == digest_of(checkpoints(seed=1))
+
+
+async def test_a_staged_update_goes_first_too_and_the_swap_stops_who_reads_what_it_replaces(
+    stage: Stage, hold: Hold, checkpoints
+) -> None:
+    """Its copy is filled where weights are digested, and in turn."""
+    rank = stage.engine._rank
+    checking = await begun(stage, hold)
+    preparing = asyncio.create_task(prepare(stage, apply=APPLY_MODE_STAGED))
+    await until(lambda: any(stop.cause for stop, _ in rank.beside._readers))
+    assert not preparing.done()
+    hold.release()
+    assert reasons(await checking) == {(Reason.UPDATE_IN_PROGRESS, OUTCOME_REJECTED)}
+    update = await preparing
+    await stage(UpdateWeightsFromDiskRequest(model_path=checkpoints(seed=1)), update=update)
+    await stage(SealUpdateRequest(), update=update)
+    hold.again()
+    checking = await begun(stage, hold)
+    assert len(await stage.tokens([1, 2, 3], 5)) == 5, "an update that is staged keeps no steps at rest"
+    await stage(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    await stage(CommitUpdateRequest(), update=update)
+    await stage(ContinueGenerationRequest())
     assert not checking.done()
     hold.release()
     assert reasons(await checking) == {(Reason.UPDATE_IN_PROGRESS, OUTCOME_REJECTED)}

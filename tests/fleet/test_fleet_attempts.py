@@ -47,6 +47,9 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
         failed = await write(fleet, plan, "w1")
         outcomes = {result.slot: result.outcome for result in failed.stage_results}
         assert outcomes["c"] in (common.OUTCOME_UNKNOWN, common.OUTCOME_NOT_SENT), outcomes
+        if lost_in.startswith("update"):
+            # What another source writes meanwhile has failed in the same way: its trainer may try again.
+            assert (await write(fleet, plan, "late")).error.reason == "GROUP_FAILED"
         again = u.RetryWeightUpdateRequest(
             update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
         )
