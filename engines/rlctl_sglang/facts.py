@@ -140,6 +140,7 @@ class Facts:
             cache_tiers=tiers,
             experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
             unsupported=self.unsupported,
+            answers_for_ranks=self.ranks > 1,
         )
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
