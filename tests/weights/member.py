@@ -72,6 +72,7 @@ def main(role: str, port: int, name: str) -> None:
         group = sglang_group(port, 2, name, size=3)
         for buckets in updates:
             sys.stdout.write(json.dumps(take_in(group, buckets)) + "\n")
+            sys.stdout.flush()  # it is read before the next update is sent
         dist.destroy_process_group(group)
     elif role == "sglang-receiver":
         group = sglang_group(port, 1, name)
