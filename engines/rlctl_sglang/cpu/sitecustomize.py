@@ -4,7 +4,7 @@ Three packages that SGLang imports exist for GPUs only. None of their code runs 
 
 triton       an empty package in its place: every name can be imported, decorators return what they decorate.
 torchvision  the wheel's compiled part belongs to a CUDA build of torch; the operators that its Python part registers
-             for are declared, without a body, just before it is imported.
+             for are declared, without a body, just before it is imported (beside a CPU build only).
 sgl_kernel   the package of that name beside this file.
 """
 
@@ -75,6 +75,8 @@ class _StandIns(MetaPathFinder, Loader):
         if name == "torchvision" and not _LIBRARIES:
             import torch
 
+            if torch.version.cuda is not None:
+                return None  # the compiled part fits, and declares its operators itself
             library = torch.library.Library("torchvision", "FRAGMENT")
             _LIBRARIES.append(library)
             for operator in _TORCHVISION_OPERATORS:
