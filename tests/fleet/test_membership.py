@@ -254,6 +254,15 @@ class TestJournal:
         assert caught.value.reason is Reason.JOURNAL_FAILED
         journal.close()
 
+    def test_a_journal_whose_file_was_moved_is_held_no_more(self, tmp_path: Path) -> None:
+        journal = SqliteJournal(tmp_path / "j.db")
+        assert journal.held()
+        (tmp_path / "j.db").rename(tmp_path / "elsewhere.db")
+        assert not journal.held()
+        (tmp_path / "j.db").write_bytes(b"a successor's")
+        assert not journal.held()
+        journal.close()
+
     def test_a_file_that_is_no_journal_is_kept_and_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "j.db"
         path.write_bytes(b"this is not a database, and long enough to look at" * 10)
