@@ -85,6 +85,7 @@ class SGLangEngine(Engine):
             facts.limits(self._checkpoints.config),
             self._stamps,
             incremental=facts.incremental,
+            stopped=lambda: self._state.stopped,
         )
         self._loaded = loaded
         self._ready = True
@@ -133,13 +134,13 @@ class SGLangEngine(Engine):
         self._check("PauseGeneration")
         mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
         call.accept()
+        before, self._state.paused = self._state.paused, _mode_of(mode)
         try:
             await self._control.must("/pause_generation", {"mode": mode}, call=call)
         except RlctlError as error:
-            if error.outcome == OUTCOME_UNKNOWN:
-                self._state.paused = _mode_of(mode)
+            if error.outcome != OUTCOME_UNKNOWN:
+                self._state.paused = before
             raise
-        self._state.paused = _mode_of(mode)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
@@ -188,9 +189,10 @@ class SGLangEngine(Engine):
         call.accept()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
-        if not self._state.paused:
+        self._updates.refuse(request, call)
+        if not self._state.stopped:
             await self._settle(call, abort=request.abort_all_requests)
-        return await self._updates.prepare(request, call)
+        return self._updates.prepare(request, call)
 
     async def init_weights_update_group(
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
@@ -214,6 +216,7 @@ class SGLangEngine(Engine):
     ) -> verbs_pb2.WeightsReport:
         """Take buckets in over groups."""
         self._check("UpdateWeightsFromDistributed")
+        self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_distributed(request, call)
 
@@ -222,6 +225,7 @@ class SGLangEngine(Engine):
     ) -> verbs_pb2.WeightsReport:
         """Load a checkpoint."""
         self._check("UpdateWeightsFromDisk")
+        self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_disk(request, call)
 
@@ -332,9 +336,9 @@ class SGLangEngine(Engine):
         if not self._server.launched:  # others' requests count too
             told = facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
             active = max(active, told.running + told.waiting)
-        if active and not abort:
-            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
-        if active:
+        if not abort:
+            self._state.refuse_writing(active)
+        elif active:
             await self._requests.abort([], all_of_them=True)
             while self._requests.active:
                 if asyncio.get_running_loop().time() > call.deadline:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -70,10 +70,16 @@ class Stamps:
 
 
 class _Running:
-    """One request of a caller's."""
+    """One request of a caller's.
+
+    Attributes:
+        engine_rids: ids of its samples at SGLang.
+        heard: those that SGLang has said something of.
+    """
 
     def __init__(self, engine_rids: Sequence[str]) -> None:
         self.engine_rids = engine_rids
+        self.heard: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
 
@@ -85,12 +91,17 @@ class _Running:
 class Requests:
     """The requests at one server. ``generate`` runs on one loop; the rest may be called from others."""
 
-    def __init__(self, http: Http, limits: Limits, stamps: Stamps, *, incremental: bool) -> None:
-        """``incremental``: the server sends what is new of a text, not all of it again."""
+    def __init__(
+        self, http: Http, limits: Limits, stamps: Stamps, *, incremental: bool, stopped: Callable[[], bool]
+    ) -> None:
+        """``incremental``: the server sends what is new of a text, not all of it again. ``stopped``: whether it is
+        paused, or is about to be.
+        """
         self._http = http
         self._limits = limits
         self._stamps = stamps
         self._incremental = incremental
+        self._stopped = stopped
         self._running: dict[str, _Running] = {}
         self._lock = threading.Lock()
 
@@ -127,6 +138,9 @@ class Requests:
                     continue
                 if isinstance(told, RlctlError):
                     raise told
+                if running.cut.is_set() and rids[index] not in running.heard:
+                    await self._tell({"rid": rids[index]})  # it was held back when its end was asked for
+                running.heard.add(rids[index])
                 if told is None:
                     raise Reason.ENGINE_FAILED.error("SGLang ended its answer before the sample had ended")
                 response = GenerateResponse(rid=rid, samples=[samples[index].take(told)])
@@ -151,7 +165,14 @@ class Requests:
         if all_of_them:
             await self._tell({"abort_all": True})
         else:
-            engine_rids = [each for running in found.values() for each in running.engine_rids]
+            # The abort of a request that a pause holds back has no effect, and makes SGLang ignore every later one
+            # (``abort_sent`` in its tokenizer_manager.py); closing its connection ends it.
+            engine_rids = [
+                each
+                for running in found.values()
+                for each in running.engine_rids
+                if each in running.heard or not self._stopped()
+            ]
             await asyncio.gather(*(self._tell({"rid": each}) for each in engine_rids))
         for running in found.values():
             running.end()

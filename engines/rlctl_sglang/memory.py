@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_sglang.control import Control
 from rlctl_sglang.state import MODES, TAGS, State
@@ -70,8 +70,12 @@ async def resume(
 async def _hold(control: Control, state: State, call: Call) -> None:
     """Pause, unless it is paused already: new requests wait, whoever sends them."""
     if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
-        await control.must("/pause_generation", {"mode": MODES[PAUSE_MODE_IN_PLACE]}, call=call)
         state.holding = True
+        try:
+            await control.must("/pause_generation", {"mode": MODES[PAUSE_MODE_IN_PLACE]}, call=call)
+        except RlctlError as error:
+            state.holding = error.outcome == OUTCOME_UNKNOWN
+            raise
 
 
 async def _let_go(control: Control, state: State, call: Call) -> None:

@@ -90,8 +90,8 @@ class Updates:
     def _reference(self) -> Mapping[str, TensorMeta]:
         return self._checkpoints.reference
 
-    async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
-        """Open an update; the same one again starts anew."""
+    def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
+        """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
         if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
@@ -99,10 +99,15 @@ class Updates:
             raise Reason.UNSUPPORTED.error(f"SGLang takes no updates of kind {name}", field="kind")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
             raise Reason.UNSUPPORTED.error("SGLang keeps no shadow copy of its weights", field="apply")
+        self._selector(request.selector, "selector")
+        if self._update is not None and self._update.update_id != call.update_id:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+
+    def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
+        """Open an update; the same one again starts anew."""
+        self.refuse(request, call)
         selector = self._selector(request.selector, "selector")
         before = self._update
-        if before is not None and before.update_id != call.update_id:
-            raise Reason.UPDATE_IN_PROGRESS.error(f"update {before.update_id} is open")
         self._update = OpenUpdate(call.update_id, request.kind != UPDATE_KIND_PARTIAL, selector)
         self._update.dirty = before is not None and before.dirty
         self._interrupted = False

@@ -205,6 +205,9 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
 
 def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
     """The last test here: a server that is stuck inside a collective can only be ended, and is."""
+    scratch = driver.engine._server._process.scratch  # type: ignore[union-attr]
+    left = scratch.segments()
+    assert left, "SGLang has a load snapshot in shared memory"
     with Source(driver, "silent") as source:
         driver.prepare("stuck")
         plan = source.plan(tiny[0], bucket_bytes=100_000)
@@ -219,6 +222,9 @@ def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny:
             receiving.result(60)
         assert broken.value.outcome in (common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY)
     assert [failure.reason for failure in driver.failures] == [Reason.ENGINE_WEDGED]
+    driver.engine._server._process._wait(10)  # type: ignore[union-attr]
+    assert not any(segment.exists() for segment in left)
+    assert not scratch.path.exists()
     assert driver.engine.can_restart()
     for request in (v.GetLoadsRequest(), v.PauseGenerationRequest(), v.CheckWeightsRequest()):
         with pytest.raises(RlctlError) as refused:

@@ -137,6 +137,31 @@ def test_a_request_that_is_held_back_by_a_pause_can_be_aborted(driver: Driver) -
     assert not held.tokens
 
 
+def test_a_request_that_was_aborted_while_it_was_held_back_does_not_run_after_the_pause(driver: Driver) -> None:
+    """SGLang ignores the abort of a request that it has not let in, and every later one of the same request."""
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    held = driver.begin(prompt(encode("7"), 400, rid="held"))
+    while not driver.engine._requests.active:
+        assert not held.done.done()
+    assert driver.tell(v.AbortRequestsRequest(rids=["held"])).aborted == 1
+    driver.tell(v.ContinueGenerationRequest())
+    assert held.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    assert len(held.tokens) < 400
+
+
+def test_a_load_beside_requests_that_run_is_refused(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """SGLang would wait for them to end, however long, and take no further call meanwhile."""
+    driver.tell(v.PrepareUpdateRequest(), update_id="u")
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="u")
+    assert (error.reason, error.outcome) == (Reason.ACTIVE_REQUESTS, common.OUTCOME_REJECTED)
+    other = refusal(driver, v.PrepareUpdateRequest(abort_all_requests=True), update_id="another")
+    assert other.reason is Reason.UPDATE_IN_PROGRESS
+    running.result()
+    assert len(running.tokens) == 400, "the refused update has not ended it"
+    driver.tell(v.AbortUpdateRequest(), update_id="u")
+
+
 def test_memory_is_released_only_when_idle_and_resumed_only_when_released(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
