@@ -105,7 +105,6 @@ class Run:
         try:
             self._driver.tell(request, update_id=update)
         except RlctlError as error:
-            assert error.outcome in (common.OUTCOME_REJECTED, common.OUTCOME_SKIPPED, common.OUTCOME_DIRTY)
             return error.reason
         return None
 
@@ -231,12 +230,7 @@ def numbers(tags: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_sequence(server: Server, seed: int) -> None:
-    run = Run(server, random.Random(seed))  # noqa: S311 - to be repeated
-    done = []
-    try:
-        for _ in range(VERBS):
-            done.append(run.step())
-        run.finish()
-    except BaseException:
-        print("done before:", *done, sep="\n  ")  # noqa: T201 - shown with the failure
-        raise
+    run = Run(server, random.Random(seed))
+    for _ in range(VERBS):
+        print(*run.step())  # noqa: T201 - shown with a failure
+    run.finish()
