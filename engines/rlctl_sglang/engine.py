@@ -232,6 +232,8 @@ class SGLangEngine(Engine):
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Close the update; SGLang's weight version comes last."""
         self._check("CommitUpdate")
+        if self._state.session:
+            self._state.refuse_writing(self._requests.active)
         call.accept()
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
@@ -243,7 +245,15 @@ class SGLangEngine(Engine):
         """Drop the update."""
         self._check("AbortUpdate")
         call.accept()
-        await self._updates.abort(call)
+        # SGLang ends a session between requests only, and waits for those that run.
+        held = self._state.session and not self._state.stopped
+        if held:
+            await memory.hold(self._control, self._state, call)
+        try:
+            await self._updates.abort(call)
+        finally:
+            if held:
+                await memory.let_go(self._control, self._state, call)
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
         """Digest what every rank holds."""

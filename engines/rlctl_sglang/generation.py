@@ -123,7 +123,8 @@ class Requests:
             self._running[rid] = running
         events: asyncio.Queue[tuple[int, dict[str, Any] | RlctlError | None]] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(index, body, events)) for index, body in enumerate(made)]
-        samples = {index: _Reading(index, self._stamps, self._incremental) for index in range(count)}
+        keep = request.return_engine_meta
+        samples = {index: _Reading(index, self._stamps, self._incremental, keep=keep) for index in range(count)}
         try:
             first = True
             while samples:
@@ -201,7 +202,9 @@ class Requests:
 class _Reading:
     """One sample as it comes."""
 
-    def __init__(self, index: int, stamps: Stamps, incremental: bool) -> None:
+    def __init__(self, index: int, stamps: Stamps, incremental: bool, *, keep: bool) -> None:
+        """``keep``: SGLang's own words are wanted, too."""
+        self._meta: dict[str, Any] | None = {} if keep else None
         self._index = index
         self._stamps = stamps
         self._incremental = incremental
@@ -230,8 +233,11 @@ class _Reading:
             retractions=int(meta.get("num_retractions") or 0),
         )
         self._tokens = max(count, self._tokens)
+        self._keep(meta, new)
         finish = meta.get("finish_reason")
         if finish is not None:
+            if self._meta is not None:
+                sample.engine_meta.update(self._meta)
             sample.finish_reason.CopyFrom(_finish(finish))
             for span in meta.get("weight_versions") or ():
                 version = self._stamps.version(str(span["version"]))
@@ -242,6 +248,16 @@ class _Reading:
                 if oldest.sequence < version.sequence and (made.start or sample.cached_tokens):
                     made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for
         return sample
+
+    def _keep(self, meta: dict[str, Any], new: int) -> None:
+        """As SGLang says it of a sample that is not streamed: its lists grow, and what was said of the prompt stays."""
+        if self._meta is None:
+            return
+        for name, value in meta.items():
+            if name.startswith("output_") and isinstance(value, list):
+                self._meta.setdefault(name, []).extend(value[-new:] if new else ())
+            elif value or not self._meta.get(name):
+                self._meta[name] = value
 
     def cut_off(self) -> Sample:
         """The end of a sample that was aborted and that SGLang says nothing of."""

@@ -186,6 +186,8 @@ class Model:
 
     def commit(self, update: str, label: str) -> Reason | None:
         """Close the update."""
+        if self.session and self.requests and not self.stopped:
+            return Reason.ACTIVE_REQUESTS
         if not self.update:
             return Reason.UPDATE_NOT_FOUND
         if self.update != update:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
 from sglang_stage import Driver, Source, changed, greedy, prompt
 
 import rlctl
@@ -53,6 +55,45 @@ def test_greedy_tokens_are_those_of_transformers(driver: Driver, tiny: tuple[Any
     assert samples[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
     (span,) = samples[-1].versions
     assert (span.version.label, span.version.sequence, span.start, span.end) == ("initial", 1, 0, 8)
+
+
+def test_what_sglang_says_of_a_sample_comes_whole(driver: Driver) -> None:
+    """As of the same request that is sent to the server itself, and is not streamed."""
+    fields = Struct()
+    fields.update({"token_ids_logprob": [3, 15], "return_text_in_logprobs": True})
+    request = prompt(
+        encode("1+2="), 6, return_logprob=True, logprob_start_len=0, top_logprobs_num=2, return_engine_meta=True
+    )
+    request.engine_fields.CopyFrom(fields)
+    driver.tell(v.FlushCacheRequest())
+    *before, last = [sample for part in driver.generate(request) for sample in part.samples]
+    assert not any(sample.HasField("engine_meta") for sample in before)
+    said = MessageToDict(last.engine_meta)
+    body = {
+        "input_ids": encode("1+2="),
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [3, 15],
+        "return_text_in_logprobs": True,
+    }
+    driver.tell(v.FlushCacheRequest())
+    native = driver.admin.submit(driver.engine._server.http.call("/generate", body, timeout_s=60, admin=False)).result(
+        60
+    )
+    meta = native.body["meta_info"]
+    assert said.keys() == meta.keys()
+    for name in meta.keys() - {"id"} - {name for name in meta if isinstance(meta[name], float)}:
+        assert flat(said[name]) == pytest.approx(flat(meta[name]), abs=1e-5), name
+    assert said["e2e_latency"] > 0
+
+
+def flat(value: Any) -> list[Any]:
+    """Its leaves, in order."""
+    if isinstance(value, dict):
+        return [leaf for name in sorted(value) for leaf in (name, *flat(value[name]))]
+    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
 
 
 def test_samples_text_and_stops(driver: Driver) -> None:

@@ -20,6 +20,7 @@ import rlctl
 from rlctl.demo import tiny as tiny_
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
+from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
@@ -147,6 +148,16 @@ def test_a_request_that_was_aborted_while_it_was_held_back_does_not_run_after_th
     driver.tell(v.ContinueGenerationRequest())
     assert held.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
     assert len(held.tokens) < 400
+
+
+def test_requests_that_a_pause_sent_back_do_not_keep_a_flush_waiting(driver: Driver) -> None:
+    """SGLang's own wait for idleness would count them."""
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    assert driver.tell(v.FlushCacheRequest(idle_timeout=duration(30)), timeout_s=10).tiers == ["radix"]
+    driver.tell(v.ContinueGenerationRequest())
+    running.result()
+    assert len(running.tokens) == 400
 
 
 def test_a_load_beside_requests_that_run_is_refused(driver: Driver, tiny: tuple[Any, Path]) -> None:

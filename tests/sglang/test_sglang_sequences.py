@@ -231,6 +231,8 @@ def numbers(tags: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_sequence(server: Server, seed: int) -> None:
     run = Run(server, random.Random(seed))
-    for _ in range(VERBS):
-        print(*run.step())  # noqa: T201 - shown with a failure
-    run.finish()
+    try:
+        for _ in range(VERBS):
+            print(*run.step())  # noqa: T201 - shown with a failure
+    finally:
+        run.finish()
