@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang_stage import Driver, Source, changed, greedy, prompt
+from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
 from rlctl.demo.tiny import encode
@@ -131,6 +132,43 @@ def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dic
     assert generating.tokens == greedy(model, encode("3+"), 12)
     assert last.versions[0].version == version
     assert driver.tell(v.GetModelInfoRequest()).weight_version == version
+
+
+@pytest.mark.parametrize("load_format", ["", "flattened_bucket"])
+def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format: str) -> None:
+    model = changed(tiny[0], seed=len(load_format) + 50)
+    driver.prepare("memory")
+    with Segments(driver) as segments:
+        report = segments.send(model, "memory", load_format=load_format)
+    assert report.tensors == len(list(model.parameters()))
+    assert report.bytes_received == sum(p.numel() * 4 for p in model.parameters())
+    version = driver.commit("memory", "from-memory", 20)
+    assert driver.digest() == rlctl.model_digest(model)
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("3+"), 12))
+    assert generating.result()[-1].samples[0].versions[0].version == version
+    assert generating.tokens == greedy(model, encode("3+"), 12)
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "what was handed over is gone"
+
+
+@pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
+def test_what_runs_while_a_probe_is_computed_is_told_to_nobody(
+    driver: Driver, tiny: tuple[Any, Path], mode: str
+) -> None:
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
+    before = list(running.parts)
+    probe = v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE)
+    probe.prompts.extend(v.ProbePrompt(token_ids=encode(text)) for text in ("1+2=3", "9"))
+    held = driver.tell(v.GetModelInfoRequest()).weight_version
+    (first, second) = driver.tell(probe).probed
+    assert [len(first.logprobs), len(second.logprobs)] == [len(encode("1+2=3")) - 1, len(encode("9")) - 1]
+    assert running.parts == before
+    assert driver.tell(v.GetModelInfoRequest()).weight_version == held
+    driver.tell(v.ContinueGenerationRequest())
+    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    assert len(running.tokens) == 400
 
 
 def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
