@@ -83,7 +83,7 @@ class SGLangEngine(Engine):
             self._checkpoints.reference,
             ranks=facts.ranks,
             exports=facts.exports,
-            call=call,
+            call=Call("start", asyncio.get_running_loop().time() + self._options.start_s),
         )
         self._readback = readback
         if readback is not None:

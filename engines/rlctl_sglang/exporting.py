@@ -27,6 +27,9 @@ from rlctl_sglang.process import hold_port
 HOST = "127.0.0.1"
 _JOIN_S = 30.0
 _BROADCAST_S = 60.0
+LEAST_S = 1.0
+"""Time without which it is not begun: a rank that nobody comes to meet waits for long."""
+
 _numbers = itertools.count(1)
 
 Take = Callable[[Sequence[tuple[Parameter, torch.Tensor]]], None]
@@ -43,8 +46,13 @@ class Exporter:
         self._turn = asyncio.Lock()
 
     async def export(self, take: Take, call: Call) -> None:
-        """Let the ranks send, parameter by parameter. Raises GROUP_FAILED, ENGINE_WEDGED, and what ``take`` raises."""
+        """Let the ranks send, parameter by parameter.
+
+        Raises DEADLINE_EXCEEDED, GROUP_FAILED, ENGINE_WEDGED, and what ``take`` raises.
+        """
         async with self._turn:
+            if call.deadline - asyncio.get_running_loop().time() < LEAST_S:
+                raise Reason.DEADLINE_EXCEEDED.error("there is no time to read what the ranks hold")
             ports = [hold_port() for _ in self._ranks]
             try:
                 await self._export([port.getsockname()[1] for port in ports], take, call)
@@ -66,11 +74,13 @@ class Exporter:
                 self._tell("/init_weights_send_group_for_remote_instance", meeting, call),
                 asyncio.to_thread(receiving.join, where["group_name"], ports, limit),
                 receiving.close,
+                call,
             )
             await _together(
                 self._tell("/send_weights_to_remote_instance", where, call),
                 asyncio.to_thread(receiving.receive, take),
                 receiving.close,
+                call,
             )
         finally:
             receiving.close()
@@ -124,14 +134,16 @@ class _Receiving:
             group.close()
 
 
-async def _together(telling: Awaitable[None], doing: Awaitable[None], end: Callable[[], None]) -> None:
-    """Both, or ``end`` both and raise what failed first."""
+async def _together(telling: Awaitable[None], doing: Awaitable[None], end: Callable[[], None], call: Call) -> None:
+    """Both; or ``end`` both and raise what failed first, the time among it: SGLang gives up when it is left alone."""
     tasks = [asyncio.ensure_future(telling), asyncio.ensure_future(doing)]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
+        limit = max(call.deadline - asyncio.get_running_loop().time(), 0.0)
+        done, left = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        if left:
+            raise Reason.DEADLINE_EXCEEDED.error("the time was up before the ranks had sent what they hold")
     finally:
         if not all(task.done() for task in tasks):
             end()

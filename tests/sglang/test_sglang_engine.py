@@ -11,6 +11,7 @@ import torch
 from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
@@ -153,21 +154,25 @@ def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format
 
 
 @pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
-def test_what_runs_while_a_probe_is_computed_is_told_to_nobody(
-    driver: Driver, tiny: tuple[Any, Path], mode: str
-) -> None:
+def test_nothing_is_told_of_weights_that_are_being_probed(driver: Driver, tiny: tuple[Any, Path], mode: str) -> None:
+    """SGLang goes on with the requests that it paused while it computes the probe."""
+    model = changed(tiny[0], seed=60)
     running = driver.begin(prompt(encode("7"), 400)).started()
     driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
-    before = list(running.parts)
-    probe = v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE)
-    probe.prompts.extend(v.ProbePrompt(token_ids=encode(text)) for text in ("1+2=3", "9"))
-    held = driver.tell(v.GetModelInfoRequest()).weight_version
-    (first, second) = driver.tell(probe).probed
-    assert [len(first.logprobs), len(second.logprobs)] == [len(encode("1+2=3")) - 1, len(encode("9")) - 1]
-    assert running.parts == before
-    assert driver.tell(v.GetModelInfoRequest()).weight_version == held
+    driver.tell(v.PrepareUpdateRequest(), update_id="probed")
+    with Segments(driver) as segments:
+        segments.send(model, "probed")
+    version = driver.commit("probed", f"probed {mode}", 21)
+    wanted = Probe.of(model, [encode("1+2=3"), encode("9")])
+    probe = v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=wanted.to_proto().prompts)
+    for _ in range(3):
+        found = driver.tell(probe).probed
+        assert [list(each.logprobs) for each in found] == [pytest.approx(each, abs=1e-4) for each in wanted.logprobs]
+    told = len(running.tokens)
     driver.tell(v.ContinueGenerationRequest())
-    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+    before, after = running.result()[-1].samples[0].versions
+    assert after.version == version
+    assert told <= before.end < 400
     assert len(running.tokens) == 400
 
 

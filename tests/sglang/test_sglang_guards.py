@@ -241,7 +241,8 @@ def spoilt(request: v.UpdateWeightsFromTensorRequest, how: str) -> None:
         case "reused":
             request.segments[0].generation += 1
         case "gone":
-            request.segments[0].shared_memory = request.segments[0].shared_memory[:-1] + "x"
+            name = request.segments[0].shared_memory
+            request.segments[0].shared_memory = name[:-1] + ("0" if name[-1] == "1" else "1")
         case "draft":
             request.options.selector = common.WEIGHT_SELECTOR_DRAFT
 
