@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 from google.protobuf.message import Message
 
@@ -98,6 +99,11 @@ class Coordinator:
         await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=epoch).SerializeToString())])
         self.roster.epoch = epoch
         await self._peers.disconnect()
+
+    async def end_of_reign(self) -> NoReturn:
+        """Wait until the journal is another's, then raise JOURNAL_FAILED: this coordinator commands no more."""
+        await self._peers.succeeded.wait()
+        raise self._peers.succeeded_error()
 
     async def stop(self) -> None:
         """Abort open updates, wait for what runs, close the links."""
