@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from rlctl.checks import check
 from rlctl.control.commander import Commander
-from rlctl.coordinator import versions
+from rlctl.coordinator import pausing, versions
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
@@ -40,6 +40,7 @@ from rlctl.v1.update_pb2 import (
 from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
+    PauseGenerationRequest,
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
@@ -176,6 +177,9 @@ class Coordinator:
                     await self.updates.receive(request, run, timeout_s)
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
+                case PauseGenerationRequest() if not update_id:
+                    deadline = self._clock.now() + timeout_s
+                    await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(
