@@ -9,7 +9,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError
@@ -31,6 +31,9 @@ ABORT_S = 2.0
 """How long an aborted request waits for SGLang's own end of it: one that SGLang holds back has none."""
 
 ABORT_CALL_S = 10.0
+
+HELD_S = 0.05
+"""How often a request whose output is held back looks whether it still is."""
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
@@ -104,6 +107,15 @@ class Requests:
         self._stopped = stopped
         self._running: dict[str, _Running] = {}
         self._lock = threading.Lock()
+        self._held = False
+
+    def hold(self) -> None:
+        """From now on nothing that SGLang generates is told, until :meth:`release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Tell what was held back, and what comes."""
+        self._held = False
 
     @property
     def active(self) -> int:
@@ -129,7 +141,10 @@ class Requests:
             first = True
             while samples:
                 event = await _next(events, running.cut)
-                if event is None:
+                while self._held and not running.cut.is_set():
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(running.cut.wait(), HELD_S)
+                if event is None or self._held:
                     # Held back by SGLang, where nothing ends it: closing its connection does, as soon as it could run.
                     for reading in samples.values():
                         yield GenerateResponse(rid=rid, samples=[reading.cut_off()])

@@ -53,11 +53,7 @@ class ServerProcess:
         self._config = config
         self._options = options
         self._python = interpreter(options)
-        # Bound, never listened on, held as long as the server: the kernel gives the port to nobody who asks for any,
-        # and SGLang, which sets SO_REUSEADDR as well, can still bind it.
-        self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("127.0.0.1", 0))
+        self._port = hold_port()
         api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._keys = {"api-key": api_key, "admin-api-key": admin_key}
         self.http = Http(f"http://127.0.0.1:{self._port.getsockname()[1]}", api_key, admin_key)
@@ -183,6 +179,16 @@ class ServerProcess:
         assert self._reader is not None
         self._reader.join(timeout_s)
         return not self._reader.is_alive()
+
+
+def hold_port() -> socket.socket:
+    """A free port of the loopback interface, held while the socket is open: bound, and never listened on, so that the
+    kernel gives it to nobody who asks for any, and SGLang, which sets SO_REUSEADDR as well, can still bind it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _arguments(config: EngineConfig, options: Options) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
-from sglang_stage import Driver, Source, changed, greedy, prompt
+from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
@@ -172,6 +174,47 @@ def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dic
     assert generating.tokens == greedy(model, encode("3+"), 12)
     assert last.versions[0].version == version
     assert driver.tell(v.GetModelInfoRequest()).weight_version == version
+
+
+@pytest.mark.parametrize("load_format", ["", "flattened_bucket"])
+def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format: str) -> None:
+    model = changed(tiny[0], seed=len(load_format) + 50)
+    driver.prepare("memory")
+    with Segments(driver) as segments:
+        report = segments.send(model, "memory", load_format=load_format)
+    assert report.tensors == len(list(model.parameters()))
+    assert report.bytes_received == sum(p.numel() * 4 for p in model.parameters())
+    version = driver.commit("memory", "from-memory", 20)
+    assert driver.digest() == rlctl.model_digest(model)
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("3+"), 12))
+    assert generating.result()[-1].samples[0].versions[0].version == version
+    assert generating.tokens == greedy(model, encode("3+"), 12)
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "what was handed over is gone"
+
+
+@pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
+def test_nothing_is_told_of_weights_that_are_being_probed(driver: Driver, tiny: tuple[Any, Path], mode: str) -> None:
+    """SGLang goes on with the requests that it paused while it computes the probe."""
+    model = changed(tiny[0], seed=60)
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
+    driver.tell(v.PrepareUpdateRequest(), update_id="probed")
+    with Segments(driver) as segments:
+        segments.send(model, "probed")
+    version = driver.commit("probed", f"probed {mode}", 21)
+    wanted = Probe.of(model, [encode("1+2=3"), encode("9")])
+    probe = v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=wanted.to_proto().prompts)
+    for _ in range(3):
+        found = driver.tell(probe).probed
+        assert [list(each.logprobs) for each in found] == [pytest.approx(each, abs=1e-4) for each in wanted.logprobs]
+    told = len(running.tokens)
+    driver.tell(v.ContinueGenerationRequest())
+    before, after = running.result()[-1].samples[0].versions
+    assert after.version == version
+    assert told <= before.end < 400
+    assert len(running.tokens) == 400
 
 
 def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:

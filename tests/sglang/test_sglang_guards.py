@@ -14,7 +14,7 @@ import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
 from rlctl_sglang import facts
-from sglang_stage import Driver, Source, changed, greedy, prompt
+from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
 from rlctl.demo import tiny as tiny_
@@ -256,6 +256,64 @@ def test_packed_tensors_that_lie_apart(driver: Driver, tiny: tuple[Any, Path]) -
         assert (error.reason, error.field) == (Reason.UNSUPPORTED, "buckets[0]")
         driver.tell(v.AbortUpdateRequest(), update_id="u")
         del reference["odd"]
+
+
+def spoilt(request: v.UpdateWeightsFromTensorRequest, how: str) -> None:
+    """Make a request one that must be refused."""
+    tensor = request.segments[0].tensors[0]
+    match how:
+        case "name":
+            tensor.name = "model.layers.7.x"
+        case "shape":
+            tensor.shape.dims[0] -= 1
+        case "dtype":
+            tensor.dtype = "torch.int32"
+        case "format" | "direct":
+            request.load_format = "direct" if how == "direct" else "os.system"
+        case "payload":
+            request.engine_payloads.append(b"cos\nsystem")
+        case "elsewhere":
+            request.segments[0].node = "another/host"
+        case "reused":
+            request.segments[0].generation += 1
+        case "gone":
+            name = request.segments[0].shared_memory
+            request.segments[0].shared_memory = name[:-1] + ("0" if name[-1] == "1" else "1")
+        case "draft":
+            request.options.selector = common.WEIGHT_SELECTOR_DRAFT
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "field"),
+    [
+        ("name", Reason.CHECKPOINT_MISMATCH, "segments[0].tensors[0].name"),
+        ("shape", Reason.CHECKPOINT_MISMATCH, "segments[0].tensors[0].name"),
+        ("dtype", Reason.CHECKPOINT_MISMATCH, "segments[0].tensors[0].name"),
+        ("format", Reason.UNSUPPORTED, "load_format"),
+        ("direct", Reason.UNSUPPORTED, "load_format"),
+        ("payload", Reason.UNSUPPORTED, "engine_payloads"),
+        ("elsewhere", Reason.NOT_COLOCATED, "segments"),
+        ("reused", Reason.SEGMENT_EXPIRED, "segments[0]"),
+        ("gone", Reason.SEGMENT_NOT_FOUND, "segments[0].shared_memory"),
+        ("draft", Reason.UNSUPPORTED, "options.selector"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "[" not in value else None,
+)
+def test_memory_that_sglang_would_end_on_or_that_is_not_what_was_announced(
+    driver: Driver, tiny: tuple[Any, Path], how: str, reason: Reason, field: str
+) -> None:
+    """Refused before SGLang hears of it: nothing was written, and the update can still be ended."""
+    before = driver.digest()
+    driver.prepare("spoilt")
+    with Segments(driver) as segments:
+        for sent in segments.written(tiny[0]):
+            request = v.UpdateWeightsFromTensorRequest(segments=sent.messages)
+            spoilt(request, how)
+            error = refusal(driver, request, update_id="spoilt")
+            assert (error.reason, error.field, error.outcome) == (reason, field, common.OUTCOME_REJECTED)
+            break
+    driver.tell(v.AbortUpdateRequest(), update_id="spoilt")
+    assert driver.digest() == before
 
 
 def test_a_group_that_cannot_be(driver: Driver) -> None:
