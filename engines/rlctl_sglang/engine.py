@@ -251,6 +251,7 @@ class SGLangEngine(Engine):
     ) -> verbs_pb2.WeightsReport:
         """Take segments in that lie in memory here."""
         self._check("UpdateWeightsFromTensor")
+        self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_tensor(request, call)
 

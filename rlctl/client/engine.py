@@ -93,7 +93,7 @@ class AsyncEngine:
 
     async def flush_cache(self, idle_timeout_s: float = 0.0) -> Operation:
         """Empty the KV caches, waiting so many seconds for requests to end."""
-        return await self._fleet.flush_cache(idle_timeout_s=idle_timeout_s, slots=[self.slot])
+        return await self._fleet.flush_cache(idle_timeout_s=idle_timeout_s or None, slots=[self.slot])
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Operation:
         """Give memory regions back: kv_cache, weights, cuda_graph; None: all."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -88,4 +89,17 @@ def test_a_server_that_is_killed_mid_broadcast_under_a_quorum(fleet: Fleet, tiny
     assert [stages[slot].incarnation for slot in ("a", "b")] == [before["a"], before["b"]], "nothing was restarted"
     response = fleet.generate(encode("1+2="), max_new_tokens=8, temperature=0.0, ignore_eos=True)
     assert list(response.samples[0].output_ids) == greedy(model, encode("1+2="), 8)
+    # Its stage has started it again; a server that has the version heals it, and then it serves that and nothing else.
+    with closing(fleet.watch()) as events:
+        for event in events:
+            if any(s.registration.slot == "c" and s.routable for s in event.fleet.stages):
+                break
+    after = {stage.registration.slot: stage for stage in fleet.status().stages}["c"]
+    assert after.incarnation > before["c"]
+    assert after.report.weight_version == result.version
+    with Traffic(fleet) as traffic:
+        while "c" not in {slot for slot, _ in traffic.since(0.0)}:
+            assert traffic._thread.is_alive()
+            time.sleep(0.05)
+    assert all(labels == {"without-c"} for _, labels in traffic.since(0.0))
     publisher.close()
