@@ -12,7 +12,7 @@ import pytest
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.stage.generation import merge
+from rlctl.merging import merge
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.transport.channel import open_channel
