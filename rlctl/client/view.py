@@ -8,13 +8,11 @@ from contextlib import contextmanager
 
 from rlctl.client.connection import Connection
 from rlctl.errors import RlctlError
-from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
+from rlctl.v1.common_pb2 import STAGE_STATE_UNREACHABLE
 from rlctl.v1.coordinator_pb2 import WatchFleetRequest
 from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Stage
 
 AGAIN_S = 0.02
-
-_LOST = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
 
 
 class FleetView:
@@ -94,6 +92,6 @@ class FleetView:
         for stage in event.fleet.stages:
             self._stages[stage.registration.slot] = stage
             for incarnation, call in list(self._on_loss.get(stage.registration.slot, {}).values()):
-                if stage.incarnation != incarnation or stage.state in _LOST:
+                if stage.incarnation != incarnation or stage.state == STAGE_STATE_UNREACHABLE:
                     call()
         self._changed.set()
