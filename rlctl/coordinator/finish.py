@@ -350,13 +350,8 @@ class Finish:
         UPDATING and serves nothing.
         """
         with contextlib.suppress(TimeoutError):
-            async with (
-                asyncio.timeout(ADMISSION_S),
-                contextlib.aclosing(self._roster.watch(self._session.model.record.name)) as events,
-            ):
-                async for _ in events:
-                    if all(slot.report is None or not slot.report.update_id for slot in good):
-                        return
+            async with asyncio.timeout(ADMISSION_S):
+                await self._roster.until(lambda: all(slot.report is None or not slot.report.update_id for slot in good))
 
     async def _resume_after(self, run: Run, good: Sequence[Slot]) -> None:
         if self._session.record.request.options.after == AFTER_UPDATE_STAY_PAUSED:
