@@ -54,6 +54,7 @@ _PLAIN = {
     "SetStageEnabled": "set_stage_enabled",
     "HealStage": "heal_stage",
     "GetFleet": "get_fleet",
+    "ListOperations": "list_operations",
 }
 
 
@@ -126,6 +127,10 @@ class StageHost:
         """Whether rank 0 runs."""
         return self.node.alive
 
+    def now(self) -> float:
+        """Rank 0's monotonic seconds."""
+        return self.node.loop.time()
+
     def kill(self) -> None:
         """SIGKILL of all its processes."""
         for node in self.nodes:
@@ -161,7 +166,7 @@ class StageHost:
 
     def _again(self) -> None:
         """What supervises it starts it again."""
-        if self.sim.stages[self.slot] is self:
+        if self.sim.stages.get(self.slot) is self:
             self.sim.start_stage(self.slot)
 
     async def _run(self) -> None:

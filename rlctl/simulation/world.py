@@ -1,8 +1,8 @@
 """Virtual time, and processes that can be killed and stopped: an event loop for each, run one round at a time.
 
 A process that is killed simply never runs again: nothing of it is cleaned up, as with SIGKILL. One that is stopped runs
-what is due when it is let go on, as with SIGSTOP. Which of several processes that could run goes first is drawn from
-the seed. Each process counts its monotonic time from a zero of its own.
+what is due when it is let go on, as with SIGSTOP. Each process counts its monotonic time from a zero of its own, and
+draws what befalls it from a source of its own: what one is asked to do leaves the others' luck alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import heapq
 import random
 import traceback
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -190,10 +191,13 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
+        self.host = name.partition("/")[0]
+        """The machine that it runs on: the first part of its name."""
+        self.random = world.chance(name)
         self.alive = True
         self.stopped = False
         self.stops = 0
-        self.loop = NodeLoop(world, self, world.random.uniform(1.0, 1e6))
+        self.loop = NodeLoop(world, self, self.random.uniform(1.0, 1e6))
         self.at_end: list[Callable[[], None]] = []
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -246,13 +250,17 @@ class World:
         self.closed = False
         self.defects: list[str] = []
         """Exceptions that nobody caught."""
-        self.awake: list[NodeLoop] = []
+        self.awake: deque[NodeLoop] = deque()
         """Loops of running processes that have something to do now."""
         self._tasks: list[asyncio.Task[Any]] = []
         self._kept = KEPT
         self._timers: list[tuple[float, int, Handle]] = []
         self._scheduled = 0
         self._ids = 0
+
+    def chance(self, of: str) -> random.Random:
+        """A source of randomness for one thing, which depends on nothing but the seed and its name."""
+        return random.Random(zlib.crc32(of.encode()) << 32 | self.seed)
 
     def spawn(self, name: str) -> Node:
         """Start a process."""
@@ -298,7 +306,7 @@ class World:
                     break
                 self.now = max(self.now, timers[0][0])
                 continue
-            loop = awake.pop(0 if len(awake) == 1 else int(self.random.random() * len(awake)))
+            loop = awake.popleft()
             self.turns += 1
             self.now += ROUND_S
             loop.turn()
@@ -309,7 +317,7 @@ class World:
     def new_id(self) -> str:
         """A UUIDv7 from the virtual wall clock."""
         self._ids += 1
-        value = int((EPOCH_S + self.now) * 1000) << 80 | self._ids << 40 | self.random.getrandbits(30)
+        value = int((EPOCH_S + self.now) * 1000) << 80 | self._ids << 32 | zlib.crc32(b"%d" % self._ids)
         value = value & ~(0xF << 76) | 0x7 << 76
         value = value & ~(0x3 << 62) | 0x2 << 62
         return str(uuid.UUID(int=value))
@@ -337,18 +345,15 @@ class SimClock:
     """The Clock port in a process."""
 
     def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def now(self) -> float:
+        self._world = node.world
+        self.now = node.loop.time
         """The process's monotonic seconds."""
-        return self._node.loop.time()
 
     def wall(self) -> Timestamp:
         """The virtual wall time."""
-        stamp = Timestamp()
-        stamp.FromNanoseconds(int((EPOCH_S + self._node.world.now) * 1e9))
-        return stamp
+        nanoseconds = int(self._world.now * 1e9)
+        return Timestamp(seconds=EPOCH_S + nanoseconds // 10**9, nanos=nanoseconds % 10**9)
 
     def new_id(self) -> str:
         """A fresh UUIDv7."""
-        return self._node.world.new_id()
+        return self._world.new_id()
