@@ -148,11 +148,13 @@ class Faults:
     # At a step of the protocol.
 
     def _tap(self, node: Node, message: Message) -> None:
+        if not self._traps and not self._garble:
+            return
         if isinstance(message, ControlResponse) and message.HasField("result") and message.result.HasField("stage"):
             if self._garble and node.random.random() < self._garble:
                 self._garbled(node, message)
             self._spring("answer", message.result.command_id)
-        elif self._traps and isinstance(message, ControlRequest) and message.HasField("command"):
+        elif isinstance(message, ControlRequest) and message.HasField("command"):
             self._spring("command", message.command.command_id)
 
     def _garbled(self, node: Node, message: ControlResponse) -> None:

@@ -40,6 +40,8 @@ REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
 
+_VERBS = SimEngine.verbs()
+
 _PLAIN = {
     "BeginWeightUpdate": "begin_weight_update",
     "JoinWeightUpdate": "join_weight_update",
@@ -181,7 +183,7 @@ class StageHost:
         workers = list(info.layout.workers)
         self._worker = Worker(engine, workers[0], clock)
         ranks: list[Rank] = [LocalRank(self._worker), *map(RemoteRank, workers[1:], commanders)]
-        info.capabilities.verbs.extend(SimEngine.verbs())
+        info.capabilities.verbs.extend(_VERBS)
         info.capabilities.fenced = True
         registration = StageRegistration(
             slot=self.slot,

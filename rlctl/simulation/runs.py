@@ -51,7 +51,7 @@ def run(
     simulation = Simulation(seed, off, dropped, telling)
     log.propagate, log.handlers = False, [_History(simulation)] if telling else []
     log.setLevel(logging.INFO if telling else logging.CRITICAL + 1)
-    # What a seed leaves behind is in cycles, and is collected once it is over.
+    # What a seed leaves behind is in cycles, all of it in the youngest generation when the seed is over.
     gc.disable()
     try:
         with without(off):
@@ -64,17 +64,15 @@ def run(
         seed, simulation.counts, [str(broken) for broken in observer.violations], simulation.steps, observer.history
     )
     del simulation, observer
-    gc.collect()
+    gc.collect(0)
     return result
 
 
 def start_worker(off: frozenset[str]) -> None:
-    """In a worker process: what is loaded already is not looked at by the garbage collector any more."""
+    """Remember which safeguards are off in this worker process."""
     global _off
     _off = off
     sys.unraisablehook = lambda _: None
-    gc.collect()
-    gc.freeze()
 
 
 def run_in_worker(seed: int) -> Result:

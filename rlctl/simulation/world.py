@@ -12,7 +12,6 @@ import contextvars
 import heapq
 import random
 import traceback
-import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -206,7 +205,8 @@ class Node:
 
     def later(self, delay: float, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the process, some seconds from now; it never happens if the process is gone by then."""
-        self.world.schedule(self.world.now + delay, Handle(self.loop, function, arguments, None))
+        world = self.world
+        world.schedule(world.now + delay, Handle(self.loop, function, arguments, None))
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -320,7 +320,8 @@ class World:
         value = int((EPOCH_S + self.now) * 1000) << 80 | self._ids << 32 | zlib.crc32(b"%d" % self._ids)
         value = value & ~(0xF << 76) | 0x7 << 76
         value = value & ~(0x3 << 62) | 0x2 << 62
-        return str(uuid.UUID(int=value))
+        digits = f"{value:032x}"
+        return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
     def close(self) -> None:
         """Let everything go. What is left of each process is cancelled first: no coroutine may be torn down by the
