@@ -83,8 +83,11 @@ class Finish:
         except RlctlError as error:
             if session.record.phase != UPDATE_PHASE_PUBLISHED:
                 raise
-            log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
-            await self._close(run, done, digest)
+            self._log_unfinished(run, error)
+            try:
+                await self._close(run, done, digest)
+            except RlctlError as again:
+                self._log_unfinished(run, again)
         finally:
             if session.record.phase == UPDATE_PHASE_PUBLISHED:
                 versions.close(session.model)
@@ -148,9 +151,13 @@ class Finish:
             await self._await_admission(good)
             await self._resume_after(run, good)
         except RlctlError as error:
-            log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
+            self._log_unfinished(run, error)
         if self._session.paused_at is not None:
             self._paused_s = max(self._paused_s, self._clock.now() - self._session.paused_at)
+
+    @staticmethod
+    def _log_unfinished(run: Run, error: RlctlError) -> None:
+        log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
 
     def _refuse_short(self, run: Run, count: int) -> None:
         if count < self._session.quorum:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from updating import begin, join, write
+
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.v1 import verbs_pb2 as v
-from tests.fleet.updating import begin, join, write
 
 
 async def test_a_stage_that_has_confirmed_its_silence_is_not_asked_again(fleet: InProcessFleet) -> None:
