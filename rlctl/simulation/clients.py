@@ -127,13 +127,16 @@ class Operator(Caller):
         with contextlib.suppress(RlctlError):
             operation = await self.verb(request, timeout_s)
             self.sim.observer.note(f"operator: {name} ended {operation.state}")
-            if of_request(request).mutates(request) and chance.random() < 0.2:
+            if chance.random() < 0.2:
                 await self._again(request, operation, chance)
 
     async def _again(self, request: Message, first: Operation, chance: random.Random) -> None:
-        """A caller that did not believe its ears gets the same answer; one that changed its mind is refused."""
+        """A caller that did not believe its ears gets the same answer; one that changed its mind is refused. A read is
+        not on record: it is answered anew, and its ranks do nothing twice.
+        """
         await asyncio.sleep(chance.uniform(0, 10))
-        other = chance.random() < 0.3
+        recorded = of_request(request).mutates(request)
+        other = recorded and chance.random() < 0.3
         if other:
             changed = type(request)()
             changed.CopyFrom(request)
@@ -141,7 +144,8 @@ class Operator(Caller):
             request = changed
         with contextlib.suppress(RlctlError):
             second = await self.sim.network.call(self.node, COORDINATOR, "Verb", request, 20.0)
-            self.sim.observer.repeated(first, second, same=not other)
+            if recorded:
+                self.sim.observer.repeated(first, second, same=not other)
 
     async def nap(self, chance: random.Random) -> None:
         """Put a model to sleep, and wake it up."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rlctl.simulation.trainer import Trainer
     from rlctl.simulation.world import Node
 
+Fault = Callable[[random.Random], None]
+
 WORK_S = 40.0
 """Time in which things are asked and faults happen."""
 
@@ -52,7 +54,7 @@ class Faults:
         self._rate("damage", "_damage", 0.3, (0.005, 0.03))
         self._rate("garbled answers", "_garble", 0.15, (0.005, 0.02))
         self._rate("disk errors", "disk_error", 0.3, (0.03,))
-        kinds = [
+        kinds: list[Fault] = [
             self._kill_stage,
             self._kill_follower,
             self._stop_stage,
@@ -84,7 +86,7 @@ class Faults:
 
         self._sim.step(key, draw)
 
-    def _at(self, key: str, kinds: list[Callable[[random.Random], None]]) -> None:
+    def _at(self, key: str, kinds: list[Fault]) -> None:
         def plan(chance: random.Random) -> None:
             at, fault = chance.uniform(0, WORK_S * 0.95), chance.choice(kinds)
             self._sim.timer.later(at, fault, chance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, fields
@@ -209,7 +210,7 @@ class Simulation:
         client = Client(self)
         for number in range(30):
             slot = chance.choice(sorted(self.stages))
-            self._at(f"generate {number}", self.timer, lambda chance, s=slot: client.generate(s, chance))
+            self._at(f"generate {number}", self.timer, functools.partial(client.generate, slot))
 
     def _at(self, key: str, node: Node, work: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
         def plan(chance: random.Random) -> None:

@@ -36,10 +36,14 @@ class _History(logging.Handler):
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
         self._simulation = simulation
+        self._told: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a line."""
-        self._simulation.observer.note(f"    {record.name.removeprefix('rlctl.')}: {record.getMessage()}")
+        """Add a line, the first time that it is said."""
+        line = f"    {record.name.removeprefix('rlctl.')}: {record.getMessage()}"
+        if line not in self._told:
+            self._told.add(line)
+            self._simulation.observer.note(line)
 
 
 def run(

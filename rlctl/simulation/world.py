@@ -135,7 +135,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         """Never."""
         return False
 
-    def call_exception_handler(self, context: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def call_exception_handler(self, context: Mapping[str, Any]) -> None:
         """An exception that nobody caught."""
         self._node.defect(context)
 
@@ -196,7 +196,7 @@ class Node:
         self.alive = True
         self.stopped = False
         self.stops = 0
-        self.loop = NodeLoop(world, self, self.random.uniform(1.0, 1e6))
+        self.loop = NodeLoop(world, self, self.random.uniform(1.0, 1e6))  # type: ignore[abstract]
         self.at_end: list[Callable[[], None]] = []
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
