@@ -23,12 +23,26 @@ FOUND = (2013, 2039, 2083)
 
 CAUGHT_BY = {
     "admission": 1000,
+    "at_most_once": 1016,
     "bucket_order": 1042,
     "completeness": 1001,
+    "dirty_refusal": 1001,
+    "fencing": 1013,
+    "idempotency": 1001,
+    "journal_fencing": 1019,
+    "lease_echo": 1080,
+    "lease_expiry": 1076,
+    "ongoing_gate": 1001,
+    "presumed_abort": 1002,
+    "publish_last": 1000,
+    "serving_lease": 1000,
+    "silence": 1000,
+    "verification": 1000,
+    "vetting": 1120,
 }
 """A seed that shows a safeguard to be needed."""
 
-NOT_CAUGHT = {"grant_order"}
+NOT_CAUGHT = {"grant_order", "quarantine"}
 """Safeguards that no seed is known for yet."""
 
 
