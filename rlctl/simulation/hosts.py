@@ -28,6 +28,7 @@ from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.core import Worker
 from rlctl.worker.follower import Follower
@@ -92,7 +93,10 @@ class CoordinatorHost:
         assert self.coordinator is not None
         if method == "Verb":
             return await self.coordinator.verb(request, remaining_s)
-        return await getattr(self.coordinator, _PLAIN[method])(request)
+        answer = await getattr(self.coordinator, _PLAIN[method])(request)
+        if isinstance(request, BeginWeightUpdateRequest):
+            self.sim.observer.began(request.model, request.trainer.incarnation)
+        return answer
 
 
 class StageHost:

@@ -71,7 +71,6 @@ class Trainer(Caller):
         deadline = self.node.loop.time() + limit
         sim.observer.note(f"{self.node.name} begins {tag}: {_words(begin)}")
         plan = await self.call("BeginWeightUpdate", begin, 10.0)
-        sim.observer.began(self.model, self.incarnation)
         sent = self._contents(begin, plan, tag, chance)
         gives_digest = chance.random() < 0.7 and len(sent) in (len(NAMES), len(ADAPTER_NAMES))
         if gives_digest:
