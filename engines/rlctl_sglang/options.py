@@ -13,8 +13,10 @@ from rlctl.errors import Reason
 VENV = "RLCTL_SGLANG_VENV"
 """Environment variable that says where SGLang's environment is."""
 
-_OURS = ("url", "api_key_file", "admin_key_file", "python", "allowed_roots", "start_s")
-_TAKEN = (
+OURS = ("url", "api_key_file", "admin_key_file", "python", "allowed_roots", "start_s")
+"""Settings of the plug-in itself."""
+
+TAKEN = (
     *("model_path", "host", "port", "api_key", "admin_api_key", "config", "weight_version", "skip_server_warmup"),
     *("tp_size", "tp", "tensor_parallel_size", "device", "dtype", "incremental_streaming_output", "base_gpu_id"),
 )
@@ -46,9 +48,9 @@ class Options:
 
 def parse_options(given: Mapping[str, str]) -> Options:
     """The settings. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
-    arguments = {name: value for name, value in given.items() if name not in _OURS}
+    arguments = {name: value for name, value in given.items() if name not in OURS}
     for name in arguments:
-        if name in _TAKEN:
+        if name in TAKEN:
             raise Reason.FIELD_CONFLICT.error(f"rlctl sets SGLang's {name} itself", field=f"options.{name}")
         if not name.replace("_", "").isalnum() or not name.islower():
             raise Reason.FIELD_INVALID.error(f"{name!r} is no argument's name", field=f"options.{name}")

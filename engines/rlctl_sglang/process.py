@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -207,8 +208,16 @@ def _arguments(config: EngineConfig, options: Options) -> list[str]:
     for name, value in named.items():
         arguments.append(f"--{name.replace('_', '-')}")
         if value != "true":
-            arguments.append(value)
+            arguments += _words(value)
     return arguments
+
+
+def _words(value: str) -> list[str]:
+    """A list, "[1, 2]", as an argument takes several values; anything else as it is."""
+    if value.startswith("["):
+        with contextlib.suppress(ValueError):
+            return [word if isinstance(word, str) else json.dumps(word) for word in json.loads(value)]
+    return [value]
 
 
 def _environment(config: EngineConfig) -> Mapping[str, str]:

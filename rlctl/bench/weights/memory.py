@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlctl.launch.processes import Process
+from rlctl.launch.launcher import Launched
 
 
 @contextlib.contextmanager
-def peaks(processes: Sequence[Process]) -> Iterator[list[int]]:
+def peaks(processes: Sequence[Launched]) -> Iterator[list[int]]:
     """Fills the list with each process's peak during the block, in bytes above what it held before."""
     extra: list[int] = []
     # 5: forget the peak, so that it is counted anew from what is held now (proc(5)).
