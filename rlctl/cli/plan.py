@@ -17,14 +17,13 @@ from rlctl.topology.diff import difference
 @click.command(cls=TopologyCommand)
 @options
 @pass_settings
-@click.pass_context
-def plan(ctx: click.Context, settings: Settings, file: Path | None, **given: Any) -> None:
+def plan(settings: Settings, /, file: Path | None, **given: Any) -> None:
     """Show what `up` with the same arguments would do: engines, ranks, GPUs, offsets; -o wide: command lines.
 
     When a fleet of that name is up on this machine, each engine is to be added, removed, restarted (and why), or is
     unchanged.
     """
-    prepared = prepare(file, flags(ctx, given))
+    prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
     show(settings, plan_view(prepared))
 

@@ -102,7 +102,8 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Their addresses.",
         ),
         click.option(
-            "--prefill-num-servers", type=click.IntRange(1), help="Without a file: this many prefill engines, the rest decode."
+            "--prefill-num-servers", type=click.IntRange(1),
+            help="Without a file: this many prefill engines; the rest decode.",
         ),
         click.option("--router-policy", type=click.Choice(POLICIES), help="How gateways pick an engine."),
         click.option(
@@ -116,7 +117,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--model", help="Without a file: the model that the engines serve.  [default: actor]"),
         click.option(
             "--device", type=click.Choice(DEVICES),
-            help="What the ranks compute on, where the file does not say.  [default: cuda where there are GPUs, else cpu]",
+            help="What the ranks compute on, where the file does not say; auto: cuda where there are GPUs.  [default: auto]",
         ),
         click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
@@ -132,8 +133,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def flags(ctx: click.Context, given: dict[str, Any]) -> Flags:
-    """The flags from a command's parameters."""
+def flags(given: dict[str, Any]) -> Flags:
+    """The flags from the parameters of the command that runs."""
+    ctx = click.get_current_context()
     sglang: dict[str, str] = ctx.meta[_SGLANG]
     return Flags(
         **{

@@ -41,10 +41,9 @@ _READY = "Ready."
 @click.option("-d", "--detach", is_flag=True, help="Leave a supervisor running and return when the fleet is ready.")
 @click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
 @pass_settings
-@click.pass_context
 def up(
-    ctx: click.Context,
     settings: Settings,
+    /,
     file: Path | None,
     detach: bool,
     deployment: Path | None,
@@ -60,7 +59,7 @@ def up(
     if deployment is not None:
         wanted = Deployment.of(json.loads(deployment.read_text()))
         supervise(settings, wanted, lambda ready: _announce(settings, ready))
-    prepared = prepare(file, flags(ctx, given))
+    prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
     wanted = prepared.deployment
     refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure)

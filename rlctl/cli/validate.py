@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from rlctl.topology.load import load
 @options
 @click.option("--json-schema", is_flag=True, help="Print the JSON Schema of such files, for editors, instead.")
 @pass_settings
-@click.pass_context
-def validate(ctx: click.Context, settings: Settings, file: Path | None, json_schema: bool, **given: Any) -> None:
+def validate(settings: Settings, /, file: Path | None, json_schema: bool, **given: Any) -> None:
     """Check a topology file, and the flags that go with it. Starts nothing, asks nobody.
 
     Every problem has its line, its key, what was expected. Arguments of engines are checked against the engine that is
@@ -32,7 +32,7 @@ def validate(ctx: click.Context, settings: Settings, file: Path | None, json_sch
     if json_schema:
         click.echo(json.dumps(schema(), indent=2))
         return
-    topology, problems = load(file, flags(ctx, given))
+    topology, problems = load(file, flags(given))
     found = problems.in_order()
     if found or settings.output not in ("table", "wide"):
         lines = [str(problem) for problem in found]
@@ -40,6 +40,6 @@ def validate(ctx: click.Context, settings: Settings, file: Path | None, json_sch
     errors = len(problems.errors)
     if topology is None or errors:
         settings.say(f"{errors} error{'s' if errors != 1 else ''}")
-        ctx.exit(Exit.USAGE)
+        sys.exit(Exit.USAGE)
     engines = sum(group.engines for model in topology.models for group in model.groups)
     settings.say(f"valid: {len(topology.models)} models, {engines} engines, {topology.num_gpus} GPUs")

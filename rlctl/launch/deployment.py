@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlctl.launch.engine_run import Limits
@@ -28,7 +28,7 @@ class Deployment:
     engines: tuple[EngineSpec, ...]
     insecure: bool = False
     restart: bool = True
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     @property
     def data(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | N
         for index in range(group.engines)
     ]
     kept = {}
-    for _, group, spec in drafts:
+    for _, _, spec in drafts:
         present = (running or {}).get(spec.slot)
         if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
             kept[spec.slot] = present.gpus

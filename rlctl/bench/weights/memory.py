@@ -21,7 +21,7 @@ def peaks(processes: Sequence[Launched]) -> Iterator[list[int]]:
     extra += [_status(process, "VmHWM") - held for process, held in zip(processes, before, strict=True)]
 
 
-def _status(process: Process, name: str) -> int:
+def _status(process: Launched, name: str) -> int:
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
