@@ -38,7 +38,7 @@ class FleetState:
         endpoint: address of the coordinator; "" until it is known.
         directory: state directory: journal and logs.
         processes: pids of what it started, by name.
-        deployment: what it was told to run, a :class:`rlctl.launch.deployment.Deployment` as data; {} until it is ready.
+        deployment: a :class:`rlctl.launch.deployment.Deployment` as data, what runs; {} until it is ready.
         engines: where each engine is in its life, by slot.
     """
 

@@ -117,7 +117,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--model", help="Without a file: the model that the engines serve.  [default: actor]"),
         click.option(
             "--device", type=click.Choice(DEVICES),
-            help="What the ranks compute on, where the file does not say; auto: cuda where there are GPUs.  [default: auto]",
+            help="What the ranks compute on, where the file does not say; auto: GPUs, if any.  [default: auto]",
         ),
         click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
