@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlctl.topology.schema import FILE, Key
+from rlctl.topology.schema import FILE, MOST, Key
 
 _TYPES: dict[str, dict[str, Any]] = {
     "string": {"type": "string", "minLength": 1},
@@ -50,5 +50,7 @@ def _key(key: Key) -> dict[str, Any]:
         described["enum"] = list(key.choices)
     if key.least is not None:
         described["minimum"] = key.least
+    if key.kind == "integer":
+        described["maximum"] = MOST
     default = f" Default: {key.default}." if key.default else ""
     return {"description": f"{key.meaning}{default}", **described}

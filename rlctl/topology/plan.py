@@ -192,6 +192,8 @@ class _Places:
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
         self._taken: set[int] = set()
+        self._first = 0
+        """Everything before it is taken."""
 
     def keep(self, places: tuple[int, ...]) -> bool:
         """Hold places that are held already; False when somebody has one."""
@@ -203,7 +205,9 @@ class _Places:
     def take(self, count: int) -> tuple[int, ...]:
         """The first ones that are free, side by side on one node, or whole nodes."""
         whole = count > self._per_node
-        first = 0
+        while self._first in self._taken:
+            self._first += 1
+        first = self._first
         while True:
             room = self._per_node - first % self._per_node
             if (whole and first % self._per_node) or (not whole and room < count):

@@ -13,6 +13,9 @@ POLICIES = ("round_robin", "consistent_hashing", "cache_aware", "random", "power
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "ray")
 
+MOST = 16384
+"""Largest whole number: a fleet of more GPUs is a slip of the pen."""
+
 _WORDS = {
     "string": "a text",
     "integer": "a whole number",
@@ -57,7 +60,8 @@ class Key:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         words = _WORDS[self.kind]
-        return words if self.least is None else f"{words}, {self.least:g} or more"
+        most = f" and {MOST} at most" if self.kind == "integer" else ""
+        return words if self.least is None else f"{words}, {self.least:g} or more{most}"
 
 
 GROUP = (
@@ -201,7 +205,7 @@ def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
         case "boolean" if isinstance(value, bool):
             return value
         case "integer" if isinstance(value, int) and not isinstance(value, bool):
-            if key.least is None or value >= key.least:
+            if (key.least or 0) <= value <= MOST:
                 return value
         case "number" if isinstance(value, int | float) and not isinstance(value, bool):
             if key.least is not None and key.least <= value < float("inf"):

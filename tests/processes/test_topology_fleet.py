@@ -94,7 +94,9 @@ class Load:
                     self.wrong.append((answer.slot, sequences, least))
 
 
-def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(tiny: tuple[Any, Path], tmp_path: Path) -> None:
+def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
+    tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
     model, checkpoint = tiny
     text = EXAMPLE.read_text().replace("/tmp/tiny", str(checkpoint))
     file = tmp_path / "fleet.yaml"
@@ -193,7 +195,8 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
         assert changed.returncode == 0, changed.stderr
         assert "actor-0: restart (options)" in changed.stderr
     assert load.wrong == []
-    steps = [line for line in changed.stderr.splitlines() if line.endswith((": draining", "stopped")) or "ready at" in line]
+    told = changed.stderr.splitlines()
+    steps = [line for line in told if line.endswith((": draining", "stopped")) or "ready at" in line]
     order = [line.split(":")[0] for line in steps]
     assert order in (["actor-0"] * 3 + ["actor-1"] * 3, ["actor-1"] * 3 + ["actor-0"] * 3)
     now = known("fakes")
