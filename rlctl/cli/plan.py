@@ -8,10 +8,8 @@ from typing import Any
 import click
 
 from rlctl.cli.options import pass_settings
-from rlctl.cli.output import View, show
 from rlctl.cli.settings import Settings
-from rlctl.cli.topology import Prepared, TopologyCommand, flags, options, plan_tables, prepare, warn
-from rlctl.topology.diff import difference
+from rlctl.cli.topology import TopologyCommand, flags, options
 
 
 @click.command(cls=TopologyCommand)
@@ -23,22 +21,9 @@ def plan(settings: Settings, /, file: Path | None, **given: Any) -> None:
     When a fleet of that name is up on this machine, each engine is to be added, removed, restarted (and why), or is
     unchanged.
     """
+    from rlctl.cli.output import show
+    from rlctl.cli.prepare import plan_view, prepare, warn
+
     prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
     show(settings, plan_view(prepared))
-
-
-def plan_view(prepared: Prepared) -> View:
-    """The plan, to print."""
-    changes = difference(prepared.plan.specs, prepared.present) if prepared.running is not None else []
-    obstacles = prepared.obstacles()
-    data = {
-        **prepared.plan.data,
-        "changes": [{"slot": c.slot, "action": c.action, "fields": list(c.fields)} for c in changes],
-        "obstacles": [problem.data for problem in obstacles],
-    }
-    return View(
-        data,
-        lambda wide: plan_tables(prepared.plan, changes, obstacles, wide=wide),
-        lambda: [spec.slot for spec in prepared.plan.specs],
-    )

@@ -12,24 +12,23 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlctl.cli import state
-from rlctl.cli.apply import apply
 from rlctl.cli.options import pass_settings
 from rlctl.cli.output import View, show
-from rlctl.cli.plan import plan_view
 from rlctl.cli.settings import ENDPOINT, Settings
 from rlctl.cli.state import FleetState, state_directory
-from rlctl.cli.supervisor import supervise, taken
 from rlctl.cli.tables import Table, facts
-from rlctl.cli.topology import Prepared, TopologyCommand, flags, options, prepare, token, warn
+from rlctl.cli.topology import TopologyCommand, flags, options
 from rlctl.errors import Reason
-from rlctl.launch.deployment import Deployment
-from rlctl.topology.diff import REMOVE, UNCHANGED, difference
 from rlctl.transport.addresses import refuse_insecure, split
+
+if TYPE_CHECKING:
+    from rlctl.cli.prepare import Prepared
+    from rlctl.launch.deployment import Deployment
 
 LOOK_S = 0.1
 STOP_S = 30.0
@@ -56,6 +55,10 @@ def up(
     touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME; every start is a new fleet, the journal of the one
     before stays as journal.previous.db.
     """
+    from rlctl.cli.prepare import plan_view, prepare, token, warn
+    from rlctl.cli.supervisor import supervise, taken
+    from rlctl.launch.deployment import Deployment
+
     if deployment is not None:
         wanted = Deployment.of(json.loads(deployment.read_text()))
         supervise(settings, wanted, lambda ready: _announce(settings, ready))
@@ -85,6 +88,9 @@ def up(
 
 def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
     """Have the supervisor of the fleet that is up do it."""
+    from rlctl.cli.apply import apply
+    from rlctl.topology.diff import REMOVE, UNCHANGED, difference
+
     changes = [change for change in difference(prepared.plan.specs, prepared.present) if change.action != UNCHANGED]
     for change in changes:
         why = f" ({', '.join(change.fields)})" if change.fields else ""

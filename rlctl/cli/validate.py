@@ -15,8 +15,6 @@ from rlctl.cli.output import View, show
 from rlctl.cli.settings import Settings
 from rlctl.cli.tables import prose
 from rlctl.cli.topology import TopologyCommand, flags, options
-from rlctl.topology.json_schema import schema
-from rlctl.topology.load import load
 
 
 @click.command(cls=TopologyCommand)
@@ -29,6 +27,9 @@ def validate(settings: Settings, /, file: Path | None, json_schema: bool, **give
     Every problem has its line, its key, what was expected. Arguments of engines are checked against the engine that is
     installed here. Exit code 2 when there is an error; warnings do not count.
     """
+    from rlctl.topology.json_schema import schema
+    from rlctl.topology.load import load
+
     if json_schema:
         click.echo(json.dumps(schema(), indent=2))
         return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rlctl.topology import document
-from rlctl.topology.document import Node
 from rlctl.topology.problems import Problems
+
+if TYPE_CHECKING:
+    from rlctl.topology.document import Node
 
 COMMAND_LINE = "command line"
 
@@ -82,6 +84,8 @@ def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:
 
 def document_of(flags: Flags, problems: Problems) -> Node:
     """The file that flags without one stand for."""
+    from rlctl.topology import document  # loads yaml
+
     per_engine = flags.num_gpus_per_engine or 1
     total = flags.num_gpus if flags.num_gpus is not None else per_engine
     groups: list[dict[str, object]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlctl.topology.document import Node
 from rlctl.topology.problems import Problems, did_you_mean
+
+if TYPE_CHECKING:
+    from rlctl.topology.document import Node
 
 WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
 POLICIES = ("round_robin", "consistent_hashing", "cache_aware", "random", "power_of_two", "bucket", "manual")
