@@ -142,12 +142,13 @@ class EngineRun:
             case Phase.STARTING:
                 if all(process.serves for process in self.processes):
                     followers = [process.facts["address"] for process in self.processes]
-                    self._say(f"{self.spec.slot}: {_loading(self.spec)}")
                     self._enter(Phase.LOADING)
                     try:
                         self._launch(0, rank_arguments(self.spec, 0, self._coordinator, followers))
                     except RlctlError as error:
                         self._fail(error)
+                    else:
+                        self._say(f"{self.spec.slot}: {_loading(self.spec)}")
                 else:
                     self._limit(self._limits.start_s, "its followers did not come up")
             case Phase.LOADING:
