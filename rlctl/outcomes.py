@@ -122,12 +122,19 @@ def of_targets(results: Sequence[StageResult], *, update: bool = False) -> Opera
 
 
 def explain_operation(operation: results_pb2.Operation, *, update: bool = False) -> ErrorDetail | None:
-    """Why an operation did not end OK: how many targets did not confirm, and the first one's cause."""
+    """Why an operation did not end OK: how many targets did not confirm, and the first one's cause; those that merely
+    followed (CANCELLED) come last.
+    """
     failed = [r for r in operation.stage_results if not acknowledged(r, update=update)]
     if not failed:
         return None
     order = [OUTCOME_UNKNOWN, OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED]
-    first = min(failed, key=lambda r: order.index(r.outcome) if r.outcome in order else -1)
+
+    def blame_order(result: StageResult) -> tuple[int, bool]:
+        place = order.index(result.outcome) if result.outcome in order else -1
+        return place, result.error.reason == Reason.CANCELLED.name
+
+    first = min(failed, key=blame_order)
     detail = ErrorDetail()
     detail.CopyFrom(first.error)
     if len(operation.stage_results) > 1:

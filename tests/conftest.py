@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from rlctl.testing import fake_engine
+from rlctl.testing.fleet import InProcessFleet, StageSpec
 
 
 @pytest.fixture
@@ -27,3 +30,32 @@ def checkpoint(tmp_path: Path) -> Callable[[str], str]:
 def _no_faults_left() -> Iterator[None]:
     yield
     fake_engine.FAULTS.clear()
+
+
+@pytest.fixture
+def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[..., object]:
+    """``async with make_fleet(a=1, b=2)``: stages a and b with one and two ranks."""
+
+    @asynccontextmanager
+    async def make(
+        *,
+        token: str | None = None,
+        lease_s: float = 10.0,
+        heal: bool = True,
+        options: Mapping[str, str] = MappingProxyType({}),
+        **stages: int,
+    ) -> AsyncIterator[InProcessFleet]:
+        specs = [
+            StageSpec(name, checkpoint("one"), tp_size=ranks, options=dict(options)) for name, ranks in stages.items()
+        ]
+        async with InProcessFleet(tmp_path / "journal.db", specs, token=token, lease_s=lease_s, heal=heal) as fleet:
+            yield fleet
+
+    return make
+
+
+@pytest.fixture
+async def fleet(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
+    """Stage a with one rank, stage b with two."""
+    async with make_fleet(a=1, b=2) as fleet:
+        yield fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,9 +68,11 @@ def coordinator(
         server = CoordinatorServer(config)
         await server.start()
         announce("coordinator", address=server.address, pid=os.getpid())
+        ends.append(server.coordinator.end_of_reign())
         return server.stop
 
-    _serve(start, log_level, end_with_parent)
+    ends: list[Awaitable[object]] = []
+    _serve(start, log_level, end_with_parent, ends)
 
 
 @click.command()
@@ -183,20 +185,22 @@ def worker(
         server = WorkerServer(config)
         address = await server.start()
         announce("worker", address=address, pid=os.getpid())
-        abandoned.append(server.abandoned)
+        ends.append(server.abandoned.wait())
         return server.stop
 
-    abandoned: list[asyncio.Event] = []
-    _serve(start, log_level, end_with_parent, abandoned)
+    ends: list[Awaitable[object]] = []
+    _serve(start, log_level, end_with_parent, ends)
 
 
 def _serve(
     start: Callable[[], Any],
     log_level: str,
     end_with_parent: bool,
-    also_until: list[asyncio.Event] | None = None,
+    ends: Sequence[Awaitable[object]] = (),
 ) -> NoReturn:
-    """Start, wait for SIGTERM (or for one of the events that ``start`` appends), stop, and end the process."""
+    """Start, wait for SIGTERM or for one of the ``ends`` that ``start`` adds, stop, and end the process; with the exit
+    status of what an end raises.
+    """
     from rlctl import loops, process
     from rlctl.cli.exits import of_reason
     from rlctl.errors import RlctlError
@@ -214,9 +218,11 @@ def _serve(
             starting.cancel()
             return
         end = starting.result()
-        waits = [stopping, *(asyncio.ensure_future(event.wait()) for event in also_until or ())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        waits = [stopping, *map(asyncio.ensure_future, ends)]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         await end()
+        for ended in done:
+            await ended
 
     code = 0
     try:

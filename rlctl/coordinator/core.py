@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 from google.protobuf.message import Message
 
 from rlctl.checks import check
 from rlctl.control.commander import Commander
-from rlctl.coordinator import versions
+from rlctl.coordinator import pausing, versions
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
@@ -39,6 +40,7 @@ from rlctl.v1.update_pb2 import (
 from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
+    PauseGenerationRequest,
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
@@ -98,6 +100,11 @@ class Coordinator:
         await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=epoch).SerializeToString())])
         self.roster.epoch = epoch
         await self._peers.disconnect()
+
+    async def end_of_reign(self) -> NoReturn:
+        """Wait until the journal is another's, then raise JOURNAL_FAILED: this coordinator commands no more."""
+        await self._peers.succeeded.wait()
+        raise self._peers.succeeded_error()
 
     async def stop(self) -> None:
         """Abort open updates, wait for what runs, close the links."""
@@ -170,6 +177,9 @@ class Coordinator:
                     await self.updates.receive(request, run, timeout_s)
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
+                case PauseGenerationRequest() if not update_id:
+                    deadline = self._clock.now() + timeout_s
+                    await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(

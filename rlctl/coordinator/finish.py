@@ -132,7 +132,7 @@ class Finish:
                 self._refuse_short(run, len(good))
             left = [slot for slot in session.frozen if slot not in good]
             stopped = Reason.CANCELLED.error("the update ended before it came to this target")
-            answered = {result.slot for result in run.operation.stage_results}
+            answered = {result.slot for result in run.operation.stage_results} - session.missed
             for result in await session.step(AbortUpdateRequest(reason="did not confirm"), left, cleanup=True):
                 if result.slot not in answered:
                     session.file(run, result, stopped)

@@ -52,6 +52,8 @@ class Peers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._grants = itertools.count(1)
+        self.succeeded = asyncio.Event()
+        """Set once the journal is another's."""
 
     def connect(self, slot: Slot) -> None:
         """Dial what fills the slot, and keep dialling, until it is replaced, retired or the coordinator stops."""
@@ -83,7 +85,7 @@ class Peers:
         long after it was sent.
         """
         commander = slot.commander
-        if commander is None or commander.lost or slot.report is None or not self._journal.held():
+        if commander is None or commander.lost or slot.report is None or not self._holds_journal():
             return  # without the journal there may be a successor, which counts on the leases that it knows of
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
@@ -158,11 +160,23 @@ class Peers:
             raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
         return slot.commander
 
-    def _refuse_succeeded(self) -> None:
+    def _holds_journal(self) -> bool:
         if not self._journal.held():
-            raise Reason.JOURNAL_FAILED.error(
-                "the journal is another's: this coordinator commands nothing", outcome=OUTCOME_NOT_SENT
-            )
+            self.succeeded.set()
+        return not self.succeeded.is_set()
+
+    def _refuse_succeeded(self) -> None:
+        if not self._holds_journal():
+            raise self.succeeded_error()
+
+    @staticmethod
+    def succeeded_error() -> RlctlError:
+        """What everything is refused with once the journal is another's."""
+        return Reason.JOURNAL_FAILED.error(
+            "the journal's file was moved or replaced: this coordinator commands nothing any more",
+            outcome=OUTCOME_NOT_SENT,
+            next_step="Start a coordinator on the file that holds the fleet's records.",
+        )
 
     async def _keep(self, slot: Slot) -> None:
         tries = 0
@@ -172,6 +186,8 @@ class Peers:
                 tries = 0
             except RlctlError as error:
                 log.info("%s: %s", slot.name, error)
+            if self.succeeded.is_set():
+                return
             await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
             tries += 1
 

@@ -20,7 +20,7 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.verification import Expected, Level
 from rlctl.errors import Reason, RlctlError
-from rlctl.outcomes import blame
+from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal, Put
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
@@ -78,6 +78,7 @@ class Session:
         resume: targets that generate again afterwards.
         paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
         adapter: the adapter that it is about, beside the weights; None: it is about the weights.
+        missed: targets that did not take in all that was sent to them.
         unprepared: what those answered that could not be paused or prepared.
         writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
             the other. No target takes weights in by two verbs: those with different ones do not wait for each other.
@@ -116,6 +117,7 @@ class Session:
         self._preparing: asyncio.Task[None] | None = None
         self._ended = False
         self.unprepared: list[StageResult] = []
+        self.missed: set[str] = set()
         self.writing = {verb: asyncio.Lock() for verb in _TRANSPORTS}
 
     @property
@@ -188,6 +190,16 @@ class Session:
         """Another attempt, without the targets that are lost: the others are prepared anew before they are written."""
         self.targets = [slot for slot in self.targets if slot not in lost]
         self._preparing = None
+
+    def leave_out(self, run: Run, received: Sequence[StageResult]) -> None:
+        """Targets that did not take in all that was sent to them confirm nothing. Raises QUORUM_NOT_MET."""
+        failed = [result for result in received if not acknowledged(result, update=True)]
+        for result in failed:
+            run.add(result)
+        self.missed = {result.slot for result in failed}
+        self.targets = [slot for slot in self.targets if slot.name not in self.missed]
+        if failed and len(self.targets) < self.quorum:
+            raise self.short_of_quorum(len(self.targets), str(blame(failed[0])))
 
     async def _prepare(self) -> None:
         await self.advance(UPDATE_PHASE_WRITING)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import sqlite3
 import threading
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
 
-SCHEMA_VERSION = 1
+MIGRATIONS = (
+    "CREATE TABLE record (kind TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (kind, key))",
+)
+"""What made each schema of the one before; a new file goes through all of them. Only ever added to."""
 
 LOCK_S = 0.5
 """How long to wait for a coordinator that is just leaving to let the file go."""
 
-_SCHEMA = "CREATE TABLE record (kind TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (kind, key))"
+NEXT_STEP = "Make the file writable and its disk big enough, or stop the coordinator that holds it."
+DAMAGED = (
+    "Nothing was changed. Put a copy of the journal back, or move the file and those named like it away to begin"
+    " without records; then restart the stages, which obey no older epoch."
+)
 
 _Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -30,34 +39,86 @@ class SqliteJournal:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open or make the file. Raises JOURNAL_FAILED, saying why; what is there is never overwritten."""
+        """Open the file, or make one where there is none. Raises JOURNAL_FAILED, saying why: what is there and cannot
+        be read is kept as it is, and never taken for a fleet that has no records.
+        """
         self._path = Path(path)
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self._path, LOCK_S, check_same_thread=False, isolation_level=None)
-            self._prepare()
+            if not self._path.exists():
+                self._make()
+            self._connection = self._open()
             self._file = self._identity()
         except (OSError, sqlite3.Error) as error:
             raise self._failed(str(error)) from error
         self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
         self._thread.start()
 
-    def _prepare(self) -> None:
-        run = self._connection.execute
-        run("PRAGMA locking_mode = EXCLUSIVE")
-        run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = FULL")
-        run("BEGIN EXCLUSIVE")
-        (found,) = run("PRAGMA user_version").fetchone()
-        if found == 0 and not run("SELECT 1 FROM sqlite_master").fetchone():
-            run(_SCHEMA)
-            run(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif found != SCHEMA_VERSION:
-            run("ROLLBACK")
-            self._connection.close()
-            raise self._failed(f"it has schema {found}, this version writes {SCHEMA_VERSION}")
-        run("COMMIT")
+    def _make(self) -> None:
+        """A new journal appears under its name complete: so an empty file is always one that lost its records."""
+        if self._beside("-wal").exists():
+            raise self._failed(f"the file is gone, but {self._beside('-wal').name} has records of it", DAMAGED)
+        draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")
+        try:
+            with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+                self._migrate(connection, 0)
+            with contextlib.suppress(FileExistsError):  # another coordinator was first
+                os.link(draft, self._path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _open(self) -> sqlite3.Connection:
+        # Named by a URI, because sqlite3.connect(path) makes a file where there is none.
+        uri = f"{self._path.absolute().as_uri()}?mode=rw"
+        connection = sqlite3.connect(uri, LOCK_S, uri=True, check_same_thread=False, isolation_level=None)
+        try:
+            found = self._inspect(connection)
+            run = connection.execute
+            run("PRAGMA locking_mode = EXCLUSIVE")
+            run("PRAGMA journal_mode = WAL")
+            run("PRAGMA synchronous = FULL")
+            run("BEGIN EXCLUSIVE")
+            run("COMMIT")
+            self._migrate(connection, found)
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            damaged = not isinstance(error, sqlite3.OperationalError)
+            raise self._failed(str(error), DAMAGED if damaged else NEXT_STEP) from error
+        except RlctlError:
+            connection.close()
+            raise
+        return connection
+
+    def _inspect(self, connection: sqlite3.Connection) -> int:
+        """The schema of a file that is whole, found out without changing it."""
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if not found:
+            raise self._failed("it is empty, or was not written by rlctl", DAMAGED)
+        if found > len(MIGRATIONS):
+            why = f"it has schema {found}, this version writes {len(MIGRATIONS)}"
+            raise self._failed(why, "Start the version of rlctl that wrote it, or a newer one.")
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._failed(f"it is damaged: {verdict.splitlines()[-1]}", DAMAGED)
+        return int(found)
+
+    def _migrate(self, connection: sqlite3.Connection, found: int) -> None:
+        """Bring a file of schema ``found`` to the present one, in one transaction."""
+        if found == len(MIGRATIONS):
+            return
+        connection.execute("BEGIN EXCLUSIVE")
+        try:
+            for statement in MIGRATIONS[found:]:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+    def _beside(self, suffix: str) -> Path:
+        return self._path.with_name(self._path.name + suffix)
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
         """Make the changes durable, all or none. Raises JOURNAL_FAILED."""
@@ -125,11 +186,8 @@ class SqliteJournal:
             return self._failed(str(error))
         return None
 
-    def _failed(self, why: str) -> RlctlError:
-        return Reason.JOURNAL_FAILED.error(
-            f"journal {self._path}: {why}",
-            next_step="Make the file writable, stop the coordinator that holds it, or name another with --journal.",
-        )
+    def _failed(self, why: str, next_step: str = NEXT_STEP) -> RlctlError:
+        return Reason.JOURNAL_FAILED.error(f"journal {self._path}: {why}", next_step=next_step)
 
 
 def _settle(done: asyncio.Future[None], error: RlctlError | None) -> None:

@@ -13,7 +13,7 @@ from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.groups import GroupBook
-from rlctl.coordinator.healing import Healer
+from rlctl.coordinator.healing import MAKE_WAY_S, Healer
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
@@ -59,6 +59,9 @@ FromDisk = UpdateWeightsFromDiskRequest | LoadAdapterRequest
 """Updates in one call, whose targets read from disk."""
 
 UPDATE_S = 600.0
+
+TRAINERS_UPDATE = "WeightUpdate"
+"""What the update of a trainer, of several calls, is recorded as."""
 
 LOOK_S = 10.0
 """How often every stage is looked at: a source to heal it from may have appeared, or an owner gone."""
@@ -106,13 +109,25 @@ class Updates:
             if known is not None:
                 return self._get(known.operation.update_id).session.record.plan
             if not request.header.validate_only:
+                await self._end_predecessors(request)
                 await self._healer.make_way(request.model)
             adapter = Adapter(name=request.adapter, version=request.version, lora_rank=request.adapter_config.lora_rank)
             session = self._plan(request, timeout_s, adapter if request.adapter else None)
             if request.header.validate_only:
                 return session.record.plan
-            await self._start(session, request, "WeightUpdate")
+            await self._start(session, request, TRAINERS_UPDATE)
         return session.record.plan
+
+    async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
+        """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
+        for opened in list(self._open.values()):
+            begun, verb = opened.session.record.request, opened.run.operation.verb
+            older = begun.trainer.incarnation < request.trainer.incarnation
+            if begun.model == request.model and verb == TRAINERS_UPDATE and older:
+                opened.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(MAKE_WAY_S):
+                        await opened.run.ended.wait()
 
     def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
         """What a further source needs to know of an open update."""
@@ -360,6 +375,7 @@ class Updates:
             if disk is not None:
                 await self._read_checkpoint(opened, disk)
             await self._decision(opened)
+            session.leave_out(run, opened.received)
             await finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
         except BaseException as error:
             if session.record.phase != UPDATE_PHASE_PUBLISHED:
@@ -412,6 +428,7 @@ class Updates:
         if not reading.done():
             return
         results = reading.result()
+        opened.received += results
         for result in results:
             opened.run.add(result)
         failed = [r for r in results if not acknowledged(r, update=True)]

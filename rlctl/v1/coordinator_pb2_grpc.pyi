@@ -57,7 +57,7 @@ class CoordinatorServiceStub:
     Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, DIRTY.
-    Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+    Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
     """
@@ -428,7 +428,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, DIRTY.
-    Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+    Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
     """
@@ -808,7 +808,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, DIRTY.
-        Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
+        Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
         """

@@ -388,7 +388,7 @@ async def test_an_answer_that_contradicts_itself_is_unknown(
     operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
     assert operation.state == OPERATION_STATE_UNKNOWN
     outcomes = {result.slot: result.outcome for result in operation.stage_results}
-    assert outcomes == {"a": common.OUTCOME_APPLIED, "b": common.OUTCOME_UNKNOWN}
+    assert outcomes == {"a": common.OUTCOME_REJECTED, "b": common.OUTCOME_UNKNOWN}
     assert operation.stage_results[1].error.reason == "ANSWER_INVALID"
     assert fleet.stage("b").quarantine.reason == "ANSWER_INVALID"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, version_of, weights, write
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
@@ -21,17 +21,6 @@ from rlctl.v1.journal_pb2 import SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 Checkpoint = Callable[[str], str]
-
-
-async def restart(fleet: InProcessFleet, slot: str) -> None:
-    """What fills a slot ends, and starts from its launch checkpoint."""
-    await fleet.stages.pop(slot).stop()
-    await fleet.start_stage(next(spec for spec in fleet.specs if spec.slot == slot))
-
-
-async def from_disk(fleet: InProcessFleet, path: str, label: str) -> None:
-    request = v.UpdateWeightsFromDiskRequest(model_path=path, weight_version=label)
-    assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
 
 
 async def dirty(fleet: InProcessFleet) -> None:

@@ -11,9 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.errors import Reason, RlctlError
-from rlctl.ports import Delete, Put
+from rlctl.errors import Reason
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
@@ -224,59 +222,3 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_with_changes(fleet: In
             if event.fleet.stages[0].state == common.STAGE_STATE_PAUSED:
                 break
     events.cancel()
-
-
-class TestJournal:
-    """The journal in SQLite."""
-
-    async def test_what_was_written_is_there_after_a_restart(self, tmp_path: Path) -> None:
-        journal = SqliteJournal(tmp_path / "j.db")
-        await journal.write([Put("a", "2", b"two"), Put("a", "1", b"one"), Put("b", "1", b"x")])
-        await journal.write([Put("a", "2", b"zwei"), Delete("b", "1")])
-        journal.close()
-        again = SqliteJournal(tmp_path / "j.db")
-        assert list(again.read("a")) == [("1", b"one"), ("2", b"zwei")]
-        assert list(again.read("b")) == []
-        again.close()
-
-    async def test_writes_side_by_side_all_become_durable(self, tmp_path: Path) -> None:
-        journal = SqliteJournal(tmp_path / "j.db")
-        await asyncio.gather(*(journal.write([Put("a", f"{n:03}", b"")]) for n in range(200)))
-        journal.close()
-        again = SqliteJournal(tmp_path / "j.db")
-        assert len(list(again.read("a"))) == 200
-        again.close()
-
-    def test_a_journal_that_another_coordinator_holds_is_refused(self, tmp_path: Path) -> None:
-        journal = SqliteJournal(tmp_path / "j.db")
-        with pytest.raises(RlctlError, match="locked") as caught:
-            SqliteJournal(tmp_path / "j.db")
-        assert caught.value.reason is Reason.JOURNAL_FAILED
-        journal.close()
-
-    def test_a_journal_whose_file_was_moved_is_held_no_more(self, tmp_path: Path) -> None:
-        journal = SqliteJournal(tmp_path / "j.db")
-        assert journal.held()
-        (tmp_path / "j.db").rename(tmp_path / "elsewhere.db")
-        assert not journal.held()
-        (tmp_path / "j.db").write_bytes(b"a successor's")
-        assert not journal.held()
-        journal.close()
-
-    def test_a_file_that_is_no_journal_is_kept_and_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "j.db"
-        path.write_bytes(b"this is not a database, and long enough to look at" * 10)
-        before = path.read_bytes()
-        with pytest.raises(RlctlError, match="not a database"):
-            SqliteJournal(path)
-        assert path.read_bytes() == before
-
-    def test_a_journal_of_a_newer_schema_is_refused(self, tmp_path: Path) -> None:
-        import sqlite3
-
-        SqliteJournal(tmp_path / "j.db").close()
-        with sqlite3.connect(tmp_path / "j.db") as connection:
-            connection.execute("PRAGMA user_version = 99")
-        connection.close()
-        with pytest.raises(RlctlError, match="schema 99, this version writes 1"):
-            SqliteJournal(tmp_path / "j.db")

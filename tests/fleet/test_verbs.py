@@ -34,7 +34,6 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
-    OPERATION_STATE_PARTIAL,
     OPERATION_STATE_UNKNOWN,
 )
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
@@ -150,9 +149,9 @@ async def test_a_rank_that_refuses_keeps_its_stage_from_it(fleet: InProcessFleet
 
     fake_engine.FAULTS[fleet.specs[1].model_path, 1] = refuse
     operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
-    assert operation.state == OPERATION_STATE_PARTIAL
-    assert [s.outcome for s in operation.stage_results] == [OUTCOME_APPLIED, OUTCOME_REJECTED]
-    assert "1 of 2 stages did not confirm; b: rank 1: no" in operation.error.message
+    assert operation.state == OPERATION_STATE_FAILED
+    assert [s.outcome for s in operation.stage_results] == [OUTCOME_REJECTED, OUTCOME_REJECTED]
+    assert "2 of 2 stages did not confirm; b: rank 1: no" in operation.error.message
     assert fleet.stage("b").state == common.STAGE_STATE_READY
     assert fleet.stage("b").routable, "a refusal without effect quarantines nobody"
 

@@ -177,6 +177,16 @@ def test_a_killed_coordinator_comes_back_to_the_same_fleet(tmp_path: Path, check
         assert fleet.generate("x", max_new_tokens=1).samples[0].text
 
 
+def test_a_coordinator_whose_journal_was_taken_away_ends(fake_fleet: LocalFleet) -> None:
+    coordinator = fake_fleet.process("coordinator")
+    journal = fake_fleet.directory / "journal.db"
+    journal.rename(journal.with_name("taken.db"))
+    coordinator.wait(30)
+    assert coordinator.returncode not in (0, -signal.SIGKILL)
+    assert "JOURNAL_FAILED" in coordinator.log.read_text().splitlines()[-1]
+    assert str(coordinator.failure()).count("moved or replaced") == 1
+
+
 def test_nothing_outlives_the_launcher(tmp_path: Path, checkpoint: Callable[[str], str]) -> None:
     script = f"""
 import sys, time

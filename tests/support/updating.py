@@ -16,12 +16,15 @@ from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
+from rlctl.transport.channel import open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
-from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 
 def digest(text: str) -> str:
@@ -35,9 +38,8 @@ async def refusal(call: object) -> RlctlError:
 
 
 async def begin(fleet: InProcessFleet, version: str = "step-1", **fields: object) -> u.BeginWeightUpdateResponse:
-    request = u.BeginWeightUpdateRequest(
-        model="actor", version=version, trainer=u.Trainer(name="trainer", boot_id="boot"), **fields
-    )
+    trainer = {"trainer": u.Trainer(name="trainer", boot_id="boot")}
+    request = u.BeginWeightUpdateRequest(model="actor", version=version, **trainer | fields)
     return await fleet.stub.BeginWeightUpdate(request)
 
 
@@ -122,3 +124,37 @@ async def unreachable(fleet: InProcessFleet, slot: str) -> AsyncIterator[None]:
         yield
     finally:
         dialer.dial = dial  # type: ignore[method-assign]
+
+
+async def update(fleet: InProcessFleet, text: str, **fields: object) -> Operation:
+    """A whole update, which is published."""
+    plan = await begin(fleet, f"label of {text}", **fields)
+    if not plan.groups[0].formed:
+        await join(fleet, plan)
+    await write(fleet, plan, text)
+    operation = await commit(fleet, plan, digest(text))
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    return operation
+
+
+async def from_disk(fleet: InProcessFleet, path: str, label: str = "") -> Operation:
+    """A whole update from a checkpoint, which is published."""
+    request = v.UpdateWeightsFromDiskRequest(model_path=path, weight_version=label)
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    return operation
+
+
+async def restart(fleet: InProcessFleet, slot: str) -> None:
+    """What fills a slot ends, and starts from its launch checkpoint."""
+    await fleet.stages.pop(slot).stop()
+    await fleet.start_stage(next(spec for spec in fleet.specs if spec.slot == slot))
+
+
+async def generate(fleet: InProcessFleet, slot: str, tokens: int = 2, **fields: object) -> rollout.Sample:
+    """A few tokens, straight from one stage."""
+    async with open_channel(fleet.stages[slot].rollout_address) as channel:
+        request = rollout.GenerateRequest(
+            text="x", sampling_params=rollout.SamplingParams(max_new_tokens=tokens), **fields
+        )
+        return (await RolloutServiceStub(channel).Generate(request)).samples[0]
