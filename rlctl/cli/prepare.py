@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +63,10 @@ class Prepared:
 
     def obstacles(self) -> list[Problem]:
         """Why it cannot be run here, and now: what this version cannot, and what this machine lacks."""
-        return [*support.unsupported(self.plan), *support.missing(self.plan, gpus=gpu_count())]
+        return [
+            *support.unsupported(self.plan),
+            *support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))),
+        ]
 
     def refuse(self) -> None:
         """Raise UNSUPPORTED, or TOPOLOGY_INVALID for what this machine lacks, with every reason."""
@@ -71,7 +75,7 @@ class Prepared:
             raise Reason.UNSUPPORTED.error(
                 lines, field=found[0].key, next_step="docs/topology.md says what can be run."
             )
-        if found := support.missing(self.plan, gpus=gpu_count()):
+        if found := support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))):
             raise invalid(found)
 
 

@@ -196,7 +196,7 @@ class EngineRun:
     def _launch(self, rank: int, arguments: Sequence[str]) -> None:
         spec = self.spec
         process = self._launcher.launch(
-            spec.process(rank), arguments, spec.environment, gpus=spec.gpus, cpus=spec.cpus_per_rank
+            spec.process(rank), arguments, spec.environment, gpus=spec.gpus, cpus=spec.cpus(rank)
         )
         self.processes.append(process)
 

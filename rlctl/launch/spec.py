@@ -66,6 +66,10 @@ class EngineSpec:
         """Ranks that are processes of ours beside rank 0."""
         return range(1, 1 if brings_ranks(self.engine) else self.ranks)
 
+    def cpus(self, rank: int) -> int:
+        """Cores that the process of a rank is bound to, with those of the ranks that it brings; 0: not bound."""
+        return self.cpus_per_rank * (1 if rank or len(self.followers) else self.ranks)
+
     def process(self, rank: int) -> str:
         """Name of the process of a rank: "actor-0", "actor-0.1"."""
         return f"{self.slot}.{rank}" if rank else self.slot

@@ -342,11 +342,11 @@ class _Resolver:
             flag = f"--option {name}" if name in self._flags.options else f"--sglang-{name.replace('_', '-')}"
             places[plain] = (0, flag, COMMAND_LINE)
         for section in (model, group):
-            for name, node in self._named(section, "overrides").items():
+            for name, (written, node) in self._named(section, "overrides").items():
                 if name == "model_path":
                     continue  # of the cascade of paths
                 found[name] = None if node.value is None or node.value is False else _text(node)
-                places[name] = (node.line, f"{section.path}.overrides.{name}", "")
+                places[name] = (node.line, f"{section.path}.overrides.{written}", "")
         overrides = {name: value for name, value in found.items() if value is not None}
         if not external:
             self._known(engine, overrides, {name: places[name] for name in found})
@@ -383,16 +383,16 @@ class _Resolver:
                 found[name] = _text(node)
         return found
 
-    def _named(self, section: Section, key: str) -> dict[str, Node]:
-        """Settings with underscores for dashes. One that is there in both spellings is a problem."""
-        found: dict[str, Node] = {}
+    def _named(self, section: Section, key: str) -> dict[str, tuple[str, Node]]:
+        """(as it is written, value) by name with underscores for dashes. One in both spellings is a problem."""
+        found: dict[str, tuple[str, Node]] = {}
         for name, node in section.get(key, {}).items():
             plain = name.removeprefix("--").replace("-", "_")
             if plain in found:
                 self._problems.add(
-                    node.line, f"{section.path}.{key}.{name}", f"it is {plain} of line {found[plain].line} again"
+                    node.line, f"{section.path}.{key}.{name}", f"it is {plain} of line {found[plain][1].line} again"
                 )
-            found[plain] = node
+            found[plain] = (name, node)
         return found
 
     # The whole.

@@ -28,8 +28,8 @@ def unsupported(plan: Plan) -> list[Problem]:
     return found
 
 
-def missing(plan: Plan, *, gpus: int) -> list[Problem]:
-    """What this machine lacks for it: checkpoints and GPUs."""
+def missing(plan: Plan, *, gpus: int, cores: int) -> list[Problem]:
+    """What this machine lacks for it: checkpoints, GPUs, cores."""
     topology = plan.topology
     found = []
     for model in topology.models:
@@ -43,6 +43,11 @@ def missing(plan: Plan, *, gpus: int) -> list[Problem]:
     last = max((max(e.spec.gpus, default=-1) for e in plan.engines if e.spec.device == "cuda"), default=-1)
     if last >= gpus:
         found.append(Problem(topology.source, 0, "", f"it needs {last + 1} GPUs, and this machine has {gpus}"))
+    bound = sum(engine.spec.cpus_per_rank * engine.spec.ranks for engine in plan.engines)
+    if bound > cores:
+        found.append(
+            Problem(topology.source, 0, "", f"its ranks are bound to {bound} cores, and this machine has {cores}")
+        )
     return found
 
 

@@ -136,7 +136,7 @@ def test_the_device_is_that_of_the_machine_unless_it_is_said() -> None:
     made = planned(model(REGULAR), gpus=4)
     assert "--device cuda:3" in made.engines[3].commands["actor-3"]
     assert planned(model(REGULAR + "  device: cpu"), gpus=4).engines[0].spec.device == "cpu"
-    assert [problem.message for problem in missing(made, gpus=2) if "GPUs" in problem.message] == [
+    assert [problem.message for problem in missing(made, gpus=2, cores=1) if "GPUs" in problem.message] == [
         "it needs 4 GPUs, and this machine has 2"
     ]
 
@@ -212,7 +212,18 @@ def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> No
 
 
 def test_checkpoints_that_are_not_there_are_missing() -> None:
-    assert [problem.message for problem in missing(planned(BASIC), gpus=0)] == ["there is no directory /m"]
+    assert [problem.message for problem in missing(planned(BASIC), gpus=0, cores=1)] == ["there is no directory /m"]
+
+
+def test_cores_that_ranks_are_bound_to_must_be_there() -> None:
+    made = planned(model(of(4, 2, "cpus_per_rank: 3"), "name: a\nengine: torch"))
+    assert [problem.message for problem in missing(made, gpus=0, cores=8)][1:] == [
+        "its ranks are bound to 12 cores, and this machine has 8"
+    ]
+    assert len(missing(made, gpus=0, cores=12)) == 1
+    engine = made.engines[0].spec
+    assert [engine.cpus(rank) for rank in (0, 1)] == [3, 3]
+    assert planned(model(of(2, 2, "cpus_per_rank: 3"))).engines[0].spec.cpus(0) == 6, "SGLang brings its ranks"
 
 
 def test_the_json_schema_has_every_key() -> None:
