@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlctl.engine import KnownOptions
 from rlctl.errors import RlctlError
-from rlctl_sglang.options import OURS, TAKEN, Options, interpreter
+from rlctl_sglang.options import NODES, OURS, TAKEN, Options, interpreter
 
 _INSTEAD = {
     **dict.fromkeys(("tp_size", "tp", "tensor_parallel_size"), "write num_gpus_per_engine"),
@@ -51,7 +51,8 @@ def _of_installation(python: str) -> KnownOptions | None:
                     renamed[field] = f"SGLang's argument is called {called[0]}"
         if names:
             taken = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
-            names = (names - set(TAKEN)) | set(OURS)
+            taken |= dict.fromkeys(NODES, "a server over several nodes is not launched; attach to it with external:")
+            names = (names - taken.keys()) | set(OURS)
             return KnownOptions(frozenset(names), {**renamed, **taken}, f"SGLang {_version(source)}".strip())
     return None
 

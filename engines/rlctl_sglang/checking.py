@@ -10,30 +10,44 @@ from rlctl.v1.common_pb2 import EVIDENCE_RANK, OUTCOME_APPLIED, OUTCOME_SKIPPED,
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
+    CHECK_ACTION_PROBE,
     CHECK_ACTION_RESET_TENSORS,
     CheckAction,
     CheckReport,
     CheckWeightsRequest,
 )
 from rlctl_sglang.control import Control
-from rlctl_sglang.readback import Readback
-
-ACTIONS = (CHECK_ACTION_CHECKSUM, CHECK_ACTION_RESET_TENSORS)
+from rlctl_sglang.probing import Prober
+from rlctl_sglang.readback import Found, Readback
 
 
 class Checker:
     """Checks the weights of one server. Each rank's checksum is its own: evidence RANK."""
 
-    def __init__(self, control: Control, readback: Readback | None, workers: Sequence[WorkerCoordinates]) -> None:
-        """``readback``: None where the model digest cannot be had."""
+    def __init__(
+        self,
+        control: Control,
+        readback: Readback | None,
+        prober: Prober | None,
+        workers: Sequence[WorkerCoordinates],
+    ) -> None:
+        """``readback``: None where the model digest cannot be had; ``prober``: None where nothing may be probed."""
         self._control = control
         self._readback = readback
+        self._prober = prober
         self._workers = workers
 
-    async def check(self, request: CheckWeightsRequest, call: Call) -> list[RankResult]:
-        """One report for each rank. Raises UNSUPPORTED (SKIPPED), DIGEST_MISMATCH."""
+    @property
+    def actions(self) -> list[CheckAction.ValueType]:
+        """What can be asked for."""
+        return [CHECK_ACTION_CHECKSUM, CHECK_ACTION_RESET_TENSORS, *([CHECK_ACTION_PROBE] if self._prober else [])]
+
+    async def check(self, request: CheckWeightsRequest, call: Call) -> list[RankResult] | CheckReport:
+        """One report for each rank; of a probe one for all. Raises UNSUPPORTED (SKIPPED), DIGEST_MISMATCH."""
         action = request.action or CHECK_ACTION_CHECKSUM
-        if action not in ACTIONS:
+        if action == CHECK_ACTION_PROBE and self._prober is not None:
+            return CheckReport(action=action, probed=await self._prober.probe(request.prompts, call))
+        if action not in self.actions:
             name = CheckAction.Name(action) if action in CheckAction.values() else action
             raise Reason.UNSUPPORTED.error(
                 f"SGLang's checker is not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
@@ -52,9 +66,10 @@ class Checker:
         body = {"action": "checksum", "skip_tensor_list": list(request.skip_tensors) or None}
         told = await self._control.ask("/weights_checker", body, call=call)
         wants = request.model_digest if request.HasField("model_digest") else True
-        digest = ""
+        found = Found("", ())
         if self._readback is not None and (request.expected_digest or (wants and not request.skip_tensors)):
-            digest = await self._readback.digest(call)
+            found = await self._readback.digest(call)
+        digest = found.digest
         if request.expected_digest and digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
                 f"the model digest is {digest}, {request.expected_digest} was expected",
@@ -64,9 +79,9 @@ class Checker:
         ranks = told.get("ranks") or []
         if len(ranks) != len(self._workers):
             raise Reason.ANSWER_INVALID.error(f"SGLang's checker told of {len(ranks)} ranks, not {len(self._workers)}")
-        return [self._result(action, rank, digest) for rank in ranks]
+        return [self._result(action, rank, found) for rank in ranks]
 
-    def _result(self, action: CheckAction.ValueType, told: dict[str, object], digest: str) -> RankResult:
+    def _result(self, action: CheckAction.ValueType, told: dict[str, object], found: Found) -> RankResult:
         checksums, places = told.get("checksums"), told.get("parallelism_info")
         assert isinstance(checksums, dict)
         assert isinstance(places, list)
@@ -79,6 +94,7 @@ class Checker:
                 action=action,
                 tensor_count=len(checksums),
                 rank_digest=str(told.get("per_gpu_checksum")),
-                model_digest="" if action == CHECK_ACTION_RESET_TENSORS else digest,
+                model_digest="" if action == CHECK_ACTION_RESET_TENSORS else found.digest,
+                inconsistent=found.inconsistent,
             ),
         )

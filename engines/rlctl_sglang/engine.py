@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import ClassVar
 
@@ -28,8 +28,10 @@ from rlctl_sglang.control import Control
 from rlctl_sglang.generation import Requests, Stamps
 from rlctl_sglang.groups import Groups
 from rlctl_sglang.options import parse_options
-from rlctl_sglang.readback import Readback
+from rlctl_sglang.probing import Prober
+from rlctl_sglang.readback import readback_of
 from rlctl_sglang.server import Server
+from rlctl_sglang.source import Source
 from rlctl_sglang.state import MODES, State
 from rlctl_sglang.updates import Updates
 
@@ -58,6 +60,7 @@ class SGLangEngine(Engine):
         self._state = State()
         self._failure: RlctlError | None = None
         self._ready = False
+        self._source: Source | None = None
         self._since = time.monotonic()
 
     # The life of the engine.
@@ -70,27 +73,41 @@ class SGLangEngine(Engine):
         """Launch the server, or attach to it, and find out what it is and can do."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
-        self._facts = facts = await facts_.ask(self._control, self.verbs(), call)
+        self._facts = facts = await facts_.ask(self._control, self.verbs(), call, launched=self._server.launched)
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         if not self._server.launched:
             self._checkpoints.refuse_other(str(loaded.get("model_path", "")))
-        readback = Readback(self._control, self._checkpoints.reference)
-        digest = await readback.proves(self._config.model_path, call)
+        readback, digest = await readback_of(
+            self._control,
+            self._config.model_path,
+            self._checkpoints.reference,
+            ranks=facts.ranks,
+            exports=facts.exports,
+            call=Call("start", asyncio.get_running_loop().time() + self._options.start_s),
+        )
+        self._readback = readback
+        if readback is not None:
+            self._source = Source(self._config.node, readback, self._checkpoints.reference)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
-        self._updates = Updates(self._control, self._state, self._checkpoints, ranks=facts.ranks, draft=facts.draft)
+        self._updates = Updates(self._control, self._state, self._checkpoints, facts)
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
-        self._checker = Checker(self._control, readback if digest else None, facts.layout(self._config).workers)
+        limits = facts.limits(self._checkpoints.config)
         self._requests = Requests(
             self._server.http,
-            facts.limits(self._checkpoints.config),
+            limits,
             self._stamps,
             incremental=facts.incremental,
+            stopped=lambda: self._state.stopped,
         )
+        # Others' requests would be answered while a probe makes the server go on.
+        prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
+        layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
+        self._checker = Checker(self._control, readback, prober, layout.workers)
         self._loaded = loaded
         self._ready = True
         return EngineInfo(
-            layout=facts.layout(self._config),
-            capabilities=facts.capabilities(readable=bool(digest)),
+            layout=layout,
+            capabilities=facts.capabilities(readable=bool(digest), actions=self._checker.actions),
             checkpoint=self._config.model_path,
             model_digest=digest,
             fenced=self._server.fenced,
@@ -100,6 +117,10 @@ class SGLangEngine(Engine):
         """End the server if it was launched, and whatever waits for it."""
         self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
         self._checkpoints.stop()
+        if self._source is not None:
+            self._source.close()
+        if self._ready:
+            self._updates.close()
         await self._server.stop()
 
     def can_restart(self) -> bool:
@@ -133,13 +154,13 @@ class SGLangEngine(Engine):
         self._check("PauseGeneration")
         mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
         call.accept()
+        before, self._state.paused = self._state.paused, _mode_of(mode)
         try:
             await self._control.must("/pause_generation", {"mode": mode}, call=call)
         except RlctlError as error:
-            if error.outcome == OUTCOME_UNKNOWN:
-                self._state.paused = _mode_of(mode)
+            if error.outcome != OUTCOME_UNKNOWN:
+                self._state.paused = before
             raise
-        self._state.paused = _mode_of(mode)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
@@ -149,6 +170,7 @@ class SGLangEngine(Engine):
         empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
         self._state.paused = PAUSE_MODE_UNSPECIFIED
+        self._requests.release()
 
     async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
         """End requests early."""
@@ -162,7 +184,7 @@ class SGLangEngine(Engine):
         call.accept()
         await memory.flush(self._control, seconds(request.idle_timeout), call)
         self._stamps.flushed()
-        return verbs_pb2.FlushReport(tiers=self._facts.capabilities(readable=False).cache_tiers)
+        return verbs_pb2.FlushReport(tiers=self._facts.cache_tiers)
 
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Give regions back."""
@@ -188,15 +210,18 @@ class SGLangEngine(Engine):
         call.accept()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
-        if not self._state.paused:
+        self._updates.refuse(request, call)
+        if not self._state.stopped:
             await self._settle(call, abort=request.abort_all_requests)
-        return await self._updates.prepare(request, call)
+        return self._updates.prepare(request, call)
 
     async def init_weights_update_group(
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.GroupReport:
         """Join the ranks into a group."""
         self._check("InitWeightsUpdateGroup")
+        if request.rank_offset == 0 and self._source is not None:
+            return await self._source.join(request, call)
         return await self._groups.join(request, call)
 
     async def destroy_weights_update_group(
@@ -204,6 +229,9 @@ class SGLangEngine(Engine):
     ) -> None:
         """Leave a group. A broadcast in it ends first: its source has left by then, or is about to."""
         self._check("DestroyWeightsUpdateGroup")
+        if self._source is not None and self._source.is_in(request.group_name):
+            self._source.leave(request.group_name)
+            return
         remaining = call.deadline - asyncio.get_running_loop().time()
         if not await self._updates.received(remaining):
             raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
@@ -214,20 +242,44 @@ class SGLangEngine(Engine):
     ) -> verbs_pb2.WeightsReport:
         """Take buckets in over groups."""
         self._check("UpdateWeightsFromDistributed")
+        self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_distributed(request, call)
+
+    async def update_weights_from_tensor(
+        self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
+    ) -> verbs_pb2.WeightsReport:
+        """Take segments in that lie in memory here."""
+        self._check("UpdateWeightsFromTensor")
+        self._state.refuse_writing(self._requests.active)
+        call.accept()
+        return await self._updates.from_tensor(request, call)
+
+    async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Send what the server holds to another stage."""
+        self._check("SendWeights")
+        self._refuse_during_update()
+        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to send")
+        if self._source is None:
+            raise Reason.UNSUPPORTED.error("what this server holds cannot be read", outcome=OUTCOME_SKIPPED)
+        call.accept()
+        return await self._source.send(request, call)
 
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> verbs_pb2.WeightsReport:
         """Load a checkpoint."""
         self._check("UpdateWeightsFromDisk")
+        self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_disk(request, call)
 
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Close the update; SGLang's weight version comes last."""
         self._check("CommitUpdate")
+        if self._state.session:
+            self._state.refuse_writing(self._requests.active)
         call.accept()
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
@@ -239,10 +291,20 @@ class SGLangEngine(Engine):
         """Drop the update."""
         self._check("AbortUpdate")
         call.accept()
-        await self._updates.abort(call)
+        # SGLang ends a session between requests only, and waits for those that run.
+        held = self._state.session and not self._state.stopped
+        if held:
+            await memory.hold(self._control, self._state, call)
+        try:
+            await self._updates.abort(call)
+        finally:
+            if held:
+                await memory.let_go(self._control, self._state, call)
 
-    async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
-        """Digest what every rank holds."""
+    async def check_weights(
+        self, request: verbs_pb2.CheckWeightsRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.CheckReport:
+        """Digest what every rank holds, or compute a probe."""
         self._check("CheckWeights")
         call.accept()
         return await self._checker.check(request, call)
@@ -281,7 +343,7 @@ class SGLangEngine(Engine):
             context_length=limits.context_length,
             local_parameters=sum(meta.numel for meta in reference.values()) if self._facts.ranks == 1 else 0,
             tokenizer_path=told.get("tokenizer_path") or "",
-            reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
+            reference=[to_proto(reference[name]) for name in self._order()] if request.reference else (),
         )
 
     async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
@@ -322,6 +384,10 @@ class SGLangEngine(Engine):
         if why:
             raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
 
+    def _order(self) -> Sequence[str]:
+        """Names of the tensors, in the order in which they can be sent with the least memory."""
+        return list(self._checkpoints.reference) if self._readback is None else self._readback.order
+
     def _refuse_during_update(self) -> None:
         if self._updates.open:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
@@ -332,9 +398,9 @@ class SGLangEngine(Engine):
         if not self._server.launched:  # others' requests count too
             told = facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
             active = max(active, told.running + told.waiting)
-        if active and not abort:
-            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
-        if active:
+        if not abort:
+            self._state.refuse_writing(active)
+        elif active:
             await self._requests.abort([], all_of_them=True)
             while self._requests.active:
                 if asyncio.get_running_loop().time() > call.deadline:

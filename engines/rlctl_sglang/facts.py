@@ -11,19 +11,17 @@ from google.protobuf.duration_pb2 import Duration
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason
 from rlctl.v1 import common_pb2, fleet_pb2
-from rlctl.v1.verbs_pb2 import (
-    CHECK_ACTION_CHECKSUM,
-    CHECK_ACTION_RESET_TENSORS,
-    Loads,
-    ServerInfo,
-)
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckAction, Loads, ServerInfo
 from rlctl.verbs import VERBS
 from rlctl.version import __version__
+from rlctl.weights.identity import CPU, host_id
 from rlctl_sglang.control import Control
 from rlctl_sglang.requests import Limits
 from rlctl_sglang.state import MODES, TAGS
 
-_GROUP_ROUTES = ("/init_weights_update_group", "/begin_weight_update", "/end_weight_update")
+_SESSION_ROUTES = ("/begin_weight_update", "/end_weight_update", "/update_weight_version")
+_GROUP_ROUTES = ("/init_weights_update_group", *_SESSION_ROUTES)
+_EXPORT_ROUTES = ("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance")
 _ROUTES: Mapping[str, Sequence[str]] = {
     "PauseGeneration": ("/pause_generation",),
     "ContinueGeneration": ("/continue_generation",),
@@ -33,13 +31,17 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "ResumeMemory": ("/resume_memory_occupation",),
     "UpdateWeightsFromDisk": ("/update_weights_from_disk", "/update_weight_version"),
     "InitWeightsUpdateGroup": _GROUP_ROUTES,
-    "UpdateWeightsFromDistributed": (*_GROUP_ROUTES, "/update_weights_from_distributed", "/update_weight_version"),
+    "UpdateWeightsFromDistributed": (*_GROUP_ROUTES, "/update_weights_from_distributed"),
+    "UpdateWeightsFromTensor": (*_SESSION_ROUTES, "/update_weights_from_tensor"),
     "DestroyWeightsUpdateGroup": ("/destroy_weights_update_group",),
     "CheckWeights": ("/weights_checker",),
 }
 """Routes that a verb needs: versions of SGLang differ."""
 
-_BY_GROUP = ("InitWeightsUpdateGroup", "UpdateWeightsFromDistributed", "DestroyWeightsUpdateGroup")
+_BY_GROUP = (
+    *("InitWeightsUpdateGroup", "UpdateWeightsFromDistributed", "DestroyWeightsUpdateGroup"),
+    "UpdateWeightsFromTensor",
+)
 _SECRET = ("key", "password", "token", "secret")
 _PLAIN = (str, int, float, bool)
 
@@ -51,10 +53,17 @@ class Facts:
     Attributes:
         info: /server_info.
         unsupported: why a verb cannot be done, by verb.
+        exports: its ranks can send what they hold, and their checksums prove what that is.
     """
 
     info: Mapping[str, Any]
     unsupported: Mapping[str, str]
+    exports: bool = False
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether tensors can be handed to it in memory."""
+        return "UpdateWeightsFromTensor" not in self.unsupported
 
     @property
     def version(self) -> str:
@@ -101,45 +110,64 @@ class Facts:
             seeds=bool(self.info.get("enable_deterministic_inference")),
         )
 
-    def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
-        """Every rank's coordinates. They share no memory with anybody, as far as rlctl can use it."""
+    @property
+    def cache_tiers(self) -> list[str]:
+        """Caches that a flush empties."""
+        return ["radix", *(["hierarchical"] if self.info.get("enable_hierarchical_cache") else [])]
+
+    @property
+    def loaders(self) -> list[str]:
+        """Names of the loaders that it was started with, of whoever runs it."""
+        return list(self.info.get("custom_weight_loader") or ())
+
+    def layout(self, config: EngineConfig, store: tuple[str, int] = ("", 0)) -> fleet_pb2.StageLayout:
+        """Every rank's coordinates; ``store``: where groups meet that the stage server is the source of."""
         tp_size = self._number("tp_size")
-        device = "cpu" if self.cpu else ""
+        device = CPU if self.cpu else ""
+        host = host_id() if self.shares_memory else ""
         return fleet_pb2.StageLayout(
             tp_size=tp_size,
             pp_size=self._number("pp_size"),
             dp_size=self._number("dp_size"),
             ep_size=self._number("ep_size"),
+            store_host=store[0],
+            store_port=store[1],
             workers=[
                 common_pb2.WorkerCoordinates(
-                    rank=rank, tp=rank % tp_size, pp=rank // tp_size, node=config.node, device=device
+                    rank=rank, tp=rank % tp_size, pp=rank // tp_size, node=config.node, device=device, host_id=host
                 )
                 for rank in range(self.ranks)
             ],
         )
 
-    def capabilities(self, *, readable: bool) -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had."""
+    def capabilities(self, *, readable: bool, actions: Sequence[CheckAction.ValueType]) -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``actions``: the checker's."""
         transports = [common_pb2.TRANSPORT_DISK]
         if "UpdateWeightsFromDistributed" not in self.unsupported:
             transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
             if not self.cpu:
                 transports.insert(0, common_pb2.TRANSPORT_TORCH_NCCL)
+        if self.shares_memory:
+            transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
         # One answer for several ranks is no evidence for each of them.
         verification = [common_pb2.VERIFICATION_LEVEL_NONE] if self.ranks == 1 else []
         if readable:
             verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
-        tiers = ["radix", *(["hierarchical"] if self.info.get("enable_hierarchical_cache") else [])]
+        if CHECK_ACTION_PROBE in actions:
+            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
+        unsupported = dict(self.unsupported)
+        if not readable:
+            unsupported["SendWeights"] = "what this server holds cannot be read, so it cannot be sent"
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
             memory_tags=sorted(self.memory_tags),
-            check_actions=[CHECK_ACTION_CHECKSUM, CHECK_ACTION_RESET_TENSORS],
-            cache_tiers=tiers,
+            check_actions=actions,
+            cache_tiers=self.cache_tiers,
             experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
-            unsupported=self.unsupported,
+            unsupported=unsupported,
             answers_for_ranks=self.ranks > 1,
         )
 
@@ -164,8 +192,11 @@ class Facts:
         return int(self.info.get(name) or 1)
 
 
-async def ask(control: Control, verbs: Iterable[str], call: Call) -> Facts:
-    """What the server says; ``verbs``: those that the plug-in has code for. Raises as :meth:`Control.ask`."""
+async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: bool) -> Facts:
+    """What the server says; ``verbs``: those that the plug-in has code for; ``launched``: it is a child of ours.
+
+    Raises as :meth:`Control.ask`.
+    """
     info = await control.ask("/server_info", call=call, admin=False)
     described = await control.ask("/openapi.json", call=call, admin=False)
     routes = set(described.get("paths", ()))
@@ -174,15 +205,21 @@ async def ask(control: Control, verbs: Iterable[str], call: Call) -> Facts:
     for verb, needed in _ROUTES.items():
         if absent := [route for route in needed if route not in routes]:
             unsupported[verb] = f"SGLang {facts.version} has no {', '.join(absent)}"
-    if facts.ranks != facts.layout(EngineConfig("")).tp_size or int(info.get("dp_size") or 1) > 1:
+    tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
+    if facts.ranks != tp_size or dp_size > 1:
         for verb in _BY_GROUP:
             unsupported[verb] = (
-                "SGLang forms groups over tensor-parallel ranks only; this one has pipeline or data ranks"
+                "SGLang takes weights in at tensor-parallel ranks only; this one has pipeline or data ranks"
             )
+    if not (launched and facts.cpu and host_id()):
+        unsupported["UpdateWeightsFromTensor"] = (
+            "tensors are handed over in memory to servers that the stage server launched, on CPUs, only"
+        )
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
-    return Facts(info, unsupported)
+    exports = launched and facts.cpu and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
+    return Facts(info, unsupported, exports)
 
 
 def loads(told: Mapping[str, Any]) -> Loads:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError
@@ -31,6 +31,9 @@ ABORT_S = 2.0
 """How long an aborted request waits for SGLang's own end of it: one that SGLang holds back has none."""
 
 ABORT_CALL_S = 10.0
+
+HELD_S = 0.05
+"""How often a request whose output is held back looks whether it still is."""
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
@@ -70,10 +73,16 @@ class Stamps:
 
 
 class _Running:
-    """One request of a caller's."""
+    """One request of a caller's.
+
+    Attributes:
+        engine_rids: ids of its samples at SGLang.
+        heard: those that SGLang has said something of.
+    """
 
     def __init__(self, engine_rids: Sequence[str]) -> None:
         self.engine_rids = engine_rids
+        self.heard: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
 
@@ -85,14 +94,28 @@ class _Running:
 class Requests:
     """The requests at one server. ``generate`` runs on one loop; the rest may be called from others."""
 
-    def __init__(self, http: Http, limits: Limits, stamps: Stamps, *, incremental: bool) -> None:
-        """``incremental``: the server sends what is new of a text, not all of it again."""
+    def __init__(
+        self, http: Http, limits: Limits, stamps: Stamps, *, incremental: bool, stopped: Callable[[], bool]
+    ) -> None:
+        """``incremental``: the server sends what is new of a text, not all of it again. ``stopped``: whether it is
+        paused, or is about to be.
+        """
         self._http = http
         self._limits = limits
         self._stamps = stamps
         self._incremental = incremental
+        self._stopped = stopped
         self._running: dict[str, _Running] = {}
         self._lock = threading.Lock()
+        self._held = False
+
+    def hold(self) -> None:
+        """From now on nothing that SGLang generates is told, until :meth:`release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Tell what was held back, and what comes."""
+        self._held = False
 
     @property
     def active(self) -> int:
@@ -112,12 +135,16 @@ class Requests:
             self._running[rid] = running
         events: asyncio.Queue[tuple[int, dict[str, Any] | RlctlError | None]] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(index, body, events)) for index, body in enumerate(made)]
-        samples = {index: _Reading(index, self._stamps, self._incremental) for index in range(count)}
+        keep = request.return_engine_meta
+        samples = {index: _Reading(index, self._stamps, self._incremental, keep=keep) for index in range(count)}
         try:
             first = True
             while samples:
                 event = await _next(events, running.cut)
-                if event is None:
+                while self._held and not running.cut.is_set():
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(running.cut.wait(), HELD_S)
+                if event is None or self._held:
                     # Held back by SGLang, where nothing ends it: closing its connection does, as soon as it could run.
                     for reading in samples.values():
                         yield GenerateResponse(rid=rid, samples=[reading.cut_off()])
@@ -127,6 +154,9 @@ class Requests:
                     continue
                 if isinstance(told, RlctlError):
                     raise told
+                if running.cut.is_set() and rids[index] not in running.heard:
+                    await self._tell({"rid": rids[index]})  # it was held back when its end was asked for
+                running.heard.add(rids[index])
                 if told is None:
                     raise Reason.ENGINE_FAILED.error("SGLang ended its answer before the sample had ended")
                 response = GenerateResponse(rid=rid, samples=[samples[index].take(told)])
@@ -151,7 +181,14 @@ class Requests:
         if all_of_them:
             await self._tell({"abort_all": True})
         else:
-            engine_rids = [each for running in found.values() for each in running.engine_rids]
+            # The abort of a request that a pause holds back has no effect, and makes SGLang ignore every later one
+            # (``abort_sent`` in its tokenizer_manager.py); closing its connection ends it.
+            engine_rids = [
+                each
+                for running in found.values()
+                for each in running.engine_rids
+                if each in running.heard or not self._stopped()
+            ]
             await asyncio.gather(*(self._tell({"rid": each}) for each in engine_rids))
         for running in found.values():
             running.end()
@@ -180,7 +217,9 @@ class Requests:
 class _Reading:
     """One sample as it comes."""
 
-    def __init__(self, index: int, stamps: Stamps, incremental: bool) -> None:
+    def __init__(self, index: int, stamps: Stamps, incremental: bool, *, keep: bool) -> None:
+        """``keep``: SGLang's own words are wanted, too."""
+        self._meta: dict[str, Any] | None = {} if keep else None
         self._index = index
         self._stamps = stamps
         self._incremental = incremental
@@ -209,8 +248,11 @@ class _Reading:
             retractions=int(meta.get("num_retractions") or 0),
         )
         self._tokens = max(count, self._tokens)
+        self._keep(meta, new)
         finish = meta.get("finish_reason")
         if finish is not None:
+            if self._meta is not None:
+                sample.engine_meta.update(self._meta)
             sample.finish_reason.CopyFrom(_finish(finish))
             for span in meta.get("weight_versions") or ():
                 version = self._stamps.version(str(span["version"]))
@@ -221,6 +263,16 @@ class _Reading:
                 if oldest.sequence < version.sequence and (made.start or sample.cached_tokens):
                     made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for
         return sample
+
+    def _keep(self, meta: dict[str, Any], new: int) -> None:
+        """As SGLang says it of a sample that is not streamed: its lists grow, and what was said of the prompt stays."""
+        if self._meta is None:
+            return
+        for name, value in meta.items():
+            if name.startswith("output_") and isinstance(value, list):
+                self._meta.setdefault(name, []).extend(value[-new:] if new else ())
+            elif value or not self._meta.get(name):
+                self._meta[name] = value
 
     def cut_off(self) -> Sample:
         """The end of a sample that was aborted and that SGLang says nothing of."""

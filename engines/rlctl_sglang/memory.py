@@ -7,21 +7,28 @@ from collections.abc import Collection, Sequence
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_sglang.control import Control
 from rlctl_sglang.state import MODES, TAGS, State
+
+LOOK_S = 0.05
 
 IDLE_S = 2.0
 """How long a request that has just ended may still be inside SGLang."""
 
 
 async def flush(control: Control, idle_s: float, call: Call) -> None:
-    """Empty the caches, waiting so long for requests to end. Raises ACTIVE_REQUESTS."""
-    remaining = call.deadline - asyncio.get_running_loop().time()
-    answer = await control.tell(f"/flush_cache?timeout={max(min(idle_s, remaining), 0):.3f}", {}, call=call)
-    if not answer.ok:
-        raise Reason.ACTIVE_REQUESTS.error(f"SGLang: {answer.message}")
+    """Empty the caches, waiting so long for requests to end. Raises ACTIVE_REQUESTS.
+
+    SGLang's own wait is not used: it waits for requests that a pause has sent back to waiting too, which hold nothing.
+    """
+    now = asyncio.get_running_loop().time
+    until = min(now() + idle_s, call.deadline)
+    while not (answer := await control.tell("/flush_cache", {}, call=call)).ok:
+        if now() >= until:
+            raise Reason.ACTIVE_REQUESTS.error(f"SGLang: {answer.message}")
+        await asyncio.sleep(LOOK_S)
 
 
 async def release(
@@ -37,11 +44,11 @@ async def release(
     """
     names = state.release(tags, known)
     if names:
-        await _hold(control, state, call)
+        await hold(control, state, call)
         try:
             await flush(control, IDLE_S, call)
         except RlctlError as error:
-            await _let_go(control, state, call)
+            await let_go(control, state, call)
             raise Reason.MEMORY_NOT_RELEASABLE.error(
                 f"requests hold KV entries; pause with retract or abort first ({error.message})"
             ) from error
@@ -63,18 +70,22 @@ async def resume(
         await control.must("/resume_memory_occupation", {"tags": names}, call=call)
         state.released -= {tag for tag, name in TAGS.items() if name in names}
     if not state.released:
-        await _let_go(control, state, call)
+        await let_go(control, state, call)
     return MemoryReport(released=sorted(state.released))
 
 
-async def _hold(control: Control, state: State, call: Call) -> None:
+async def hold(control: Control, state: State, call: Call) -> None:
     """Pause, unless it is paused already: new requests wait, whoever sends them."""
     if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
-        await control.must("/pause_generation", {"mode": MODES[PAUSE_MODE_IN_PLACE]}, call=call)
         state.holding = True
+        try:
+            await control.must("/pause_generation", {"mode": MODES[PAUSE_MODE_IN_PLACE]}, call=call)
+        except RlctlError as error:
+            state.holding = error.outcome == OUTCOME_UNKNOWN
+            raise
 
 
-async def _let_go(control: Control, state: State, call: Call) -> None:
+async def let_go(control: Control, state: State, call: Call) -> None:
     """Undo the own pause, unless somebody has asked for one meanwhile."""
     if state.holding:
         if state.paused == PAUSE_MODE_UNSPECIFIED:

@@ -22,6 +22,9 @@ TAKEN = (
 )
 """Arguments of SGLang that rlctl sets itself."""
 
+NODES = ("nnodes", "node_rank", "dist_init_addr")
+"""Arguments of a server over several nodes, which is not launched."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -47,11 +50,17 @@ class Options:
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
-    """The settings. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
+    """The settings. Raises FIELD_INVALID, FIELD_CONFLICT or UNSUPPORTED naming ``options.NAME``."""
     arguments = {name: value for name, value in given.items() if name not in OURS}
     for name in arguments:
         if name in TAKEN:
             raise Reason.FIELD_CONFLICT.error(f"rlctl sets SGLang's {name} itself", field=f"options.{name}")
+        if name in NODES:
+            raise Reason.UNSUPPORTED.error(
+                "a server over several nodes is not launched: each node needs a process of its own",
+                field=f"options.{name}",
+                next_step="Start SGLang on every node, and attach to the first one with --option url=.",
+            )
         if not name.replace("_", "").isalnum() or not name.islower():
             raise Reason.FIELD_INVALID.error(f"{name!r} is no argument's name", field=f"options.{name}")
     url = given.get("url", "").rstrip("/")

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl_sglang.http import Http
 from rlctl_sglang.options import Options, interpreter
+from rlctl_sglang.scratch import Scratch
 
 LOOK_S = 0.2
 PROBE_S = 5.0
@@ -44,18 +44,17 @@ class ServerProcess:
     Attributes:
         http: how to talk to it.
         pid: its process id, 0 before it runs.
+        scratch: what it leaves behind, once it was launched.
     """
+
+    scratch: Scratch
 
     def __init__(self, config: EngineConfig, options: Options) -> None:
         """Raises FIELD_INVALID when SGLang is not installed."""
         self._config = config
         self._options = options
         self._python = interpreter(options)
-        # Bound, never listened on, held as long as the server: the kernel gives the port to nobody who asks for any,
-        # and SGLang, which sets SO_REUSEADDR as well, can still bind it.
-        self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("127.0.0.1", 0))
+        self._port = hold_port()
         api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._keys = {"api-key": api_key, "admin-api-key": admin_key}
         self.http = Http(f"http://127.0.0.1:{self._port.getsockname()[1]}", api_key, admin_key)
@@ -80,6 +79,7 @@ class ServerProcess:
         while True:
             if self._ended.is_set():
                 raise self.failure()
+            self.scratch.note(self.pid)
             if await self._ready():
                 self._keys_file.unlink(missing_ok=True)
                 return
@@ -119,17 +119,18 @@ class ServerProcess:
 
     def _launch(self, on_end: Callable[[RlctlError], None]) -> None:
         # Keys on a command line can be read by everybody on the host.
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="rlctl-sglang-", delete=False) as keys:
-            json.dump(self._keys, keys)
-        self._keys_file = Path(keys.name)
-        arguments = [*_arguments(self._config, self._options), "--config", keys.name]
+        self.scratch = Scratch()
+        self._keys_file = self.scratch.path / "keys.yaml"
+        self._keys_file.write_text(json.dumps(self._keys))
+        arguments = [*_arguments(self._config, self._options), "--config", str(self._keys_file)]
         arguments += ["--host", "127.0.0.1", "--port", str(self._port.getsockname()[1])]
         self._popen = subprocess.Popen(
             [self._python, "-c", _START, str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_environment(self._config)},
+            env={**os.environ, **_environment(self._config), "TMPDIR": str(self.scratch.path)},
+            pass_fds=[self.scratch.lock],
             process_group=0,
         )
         self._reader = threading.Thread(target=self._read, args=(on_end,), name="sglang-log", daemon=True)
@@ -146,7 +147,7 @@ class ServerProcess:
             print(f"sglang: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
         popen.wait()
         popen.stdout.close()
-        self._keys_file.unlink(missing_ok=True)
+        self.scratch.remove()
         told = self._ended.is_set()
         self._ended.set()
         if not told:
@@ -179,6 +180,16 @@ class ServerProcess:
         assert self._reader is not None
         self._reader.join(timeout_s)
         return not self._reader.is_alive()
+
+
+def hold_port() -> socket.socket:
+    """A free port of the loopback interface, held while the socket is open: bound, and never listened on, so that the
+    kernel gives it to nobody who asks for any, and SGLang, which sets SO_REUSEADDR as well, can still bind it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _arguments(config: EngineConfig, options: Options) -> list[str]:
@@ -237,6 +248,8 @@ def _environment(config: EngineConfig) -> Mapping[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
     if config.tp_size > 1:
+        # A CUDA build of torch brings NCCL, which SGLang would open without asking whether there is a GPU.
+        variables["SGLANG_NCCL_SO_PATH"] = "not used on a CPU"
         cores = sorted(os.sched_getaffinity(0))
         each = max(len(cores) // config.tp_size, 1)
         shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(config.tp_size)]

@@ -1,66 +1,136 @@
-"""The model digest of what SGLang holds, from the weights that it tells.
+"""The full tensors that SGLang holds, read back: for digests, and to send them to another stage.
 
 SGLang's own checksums are over its fused parameters: they compare servers of one layout, never with what a trainer
-sent. ``/get_weights_by_name`` gives full tensors under checkpoint names, as numbers in JSON; not for every model, not
-for tensors that are cut over ranks, and slowly. So it is used for small models only, and only after it has been seen,
-on the checkpoint that was just loaded, to give the digest of that checkpoint.
+sent. On a CPU, where those checksums prove how each rank holds the checkpoint (:mod:`rlctl_sglang.parameters`), the
+ranks send their parameters, whatever their number. Elsewhere ``/get_weights_by_name`` gives full tensors under
+checkpoint names, as numbers in JSON; not for every model, not for tensors that are cut over ranks, and slowly. Either
+way it is used only after it has been seen, on the checkpoint that was just loaded, to give its digest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.weights.checkpoint import open_checkpoint
+from rlctl.weights.checkpoint import Checkpoint, open_checkpoint
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.tensors import TensorMeta
 from rlctl_sglang.checkpoints import digest_of
 from rlctl_sglang.control import Control
+from rlctl_sglang.exporting import Exporter
+from rlctl_sglang.parameters import Joining, Parameter, find_out
 
-MOST_ELEMENTS = 4_000_000
-"""Largest model that is read back, in elements: about a second for each million."""
+MOST_AS_NUMBERS = 4_000_000
+"""Largest model that is read back as numbers, in elements: about a second for each million."""
+
+MOST = 1_000_000_000
+"""Largest model that is read back at all, in elements: nothing is served meanwhile, some seconds for each 4 GB."""
+
+Take = Callable[[str, torch.Tensor], None]
+"""Takes a full tensor in, in any thread; raises to end the reading."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was read.
+
+    Attributes:
+        digest: the model digest, hex.
+        inconsistent: tensors of which several ranks hold the same part, and not the same bytes.
+    """
+
+    digest: str
+    inconsistent: Sequence[str]
 
 
 class Readback:
-    """Digests what one server holds."""
+    """Reads what one server holds. Use :func:`readback_of`."""
 
-    def __init__(self, control: Control, reference: Mapping[str, TensorMeta]) -> None:
+    def __init__(self, control: Control, reference: Mapping[str, TensorMeta], ranks: list[list[Parameter]]) -> None:
+        """``ranks``: what the ranks hold; empty: it is not known, and weights come as numbers."""
         self._control = control
         self._reference = reference
+        self._exporter = Exporter(control, ranks) if ranks else None
+        pieces = [piece.name for parameter in ranks[0] for piece in parameter.pieces] if ranks else sorted(reference)
+        # A rank may hold nothing of a tensor.
+        self._order = list(dict.fromkeys([*pieces, *reference]))
 
-    async def proves(self, model_path: str, call: Call) -> str:
-        """The digest of the checkpoint that the server has just loaded, if reading back gives the same; else "".
+    @property
+    def order(self) -> Sequence[str]:
+        """The names, about in the order in which :meth:`read` gives the tensors."""
+        return self._order
 
-        A server at which the digest of weights that are known cannot be had is not asked for that of others.
+    async def read(self, take: Take, call: Call) -> Sequence[str]:
+        """Every full tensor, of the reference's shape and dtype; returns which are inconsistent.
+
+        Raises GROUP_FAILED, ENGINE_FAILED, ENGINE_WEDGED, and what ``take`` raises.
         """
-        if sum(meta.numel for meta in self._reference.values()) > MOST_ELEMENTS:
-            return ""
-        checkpoint = open_checkpoint(model_path)
-        try:
-            stored = await asyncio.to_thread(digest_of, checkpoint)
-        finally:
-            checkpoint.close()
-        try:
-            held = await self.digest(call)
-        except RlctlError:
-            return ""
-        return stored if held == stored else ""
+        if self._exporter is None:
+            for name in self._order:
+                await asyncio.to_thread(take, name, await self._numbers(self._reference[name], call))
+            return ()
+        joining = Joining(self._reference)
 
-    async def digest(self, call: Call) -> str:
-        """The model digest, hex. Raises ENGINE_FAILED when the server does not give a tensor."""
+        def join(parts: Sequence[tuple[Parameter, torch.Tensor]]) -> None:
+            for name, tensor in joining.join(parts).items():
+                take(name, tensor)
+
+        await self._exporter.export(join, call)
+        return sorted(joining.inconsistent)
+
+    async def digest(self, call: Call) -> Found:
+        """The model digest. Raises as :meth:`read`."""
         digest = ModelDigest()
-        for name in sorted(self._reference):
-            meta = self._reference[name]
-            rows = max(meta.shape[0], 1) if meta.shape else 1
-            told = await self._control.ask("/get_weights_by_name", {"name": name, "truncate_size": rows}, call=call)
-            digest.add(name, await asyncio.to_thread(_tensor, meta, told))
-        return digest.digest()
+        inconsistent = await self.read(digest.add, call)
+        return Found(digest.digest(), inconsistent)
+
+    async def _numbers(self, meta: TensorMeta, call: Call) -> torch.Tensor:
+        rows = max(meta.shape[0], 1) if meta.shape else 1
+        told = await self._control.ask("/get_weights_by_name", {"name": meta.name, "truncate_size": rows}, call=call)
+        return await asyncio.to_thread(_tensor, meta, told)
+
+
+async def readback_of(
+    control: Control, model_path: str, reference: Mapping[str, TensorMeta], *, ranks: int, exports: bool, call: Call
+) -> tuple[Readback | None, str]:
+    """How a server can be read that has just loaded a checkpoint, and that checkpoint's digest, hex.
+
+    None, "": it cannot be: a server at which the digest of weights that are known cannot be had is not asked for that
+    of others. ``exports``: its ranks can send what they hold, and their checksums say what that is.
+    """
+    size = sum(meta.numel for meta in reference.values())
+    if size > MOST:
+        return None, ""
+    checkpoint = open_checkpoint(model_path)
+    try:
+        held = await _held(control, checkpoint, call) if exports else []
+        if not held and (ranks > 1 or size > MOST_AS_NUMBERS):
+            return None, ""
+        stored = await asyncio.to_thread(digest_of, checkpoint)
+    finally:
+        checkpoint.close()
+    readback = Readback(control, reference, held)
+    try:
+        found = await readback.digest(call)
+    except RlctlError as error:
+        if error.reason is Reason.ENGINE_WEDGED:
+            raise
+        return None, ""
+    return (readback, stored) if (found.digest, list(found.inconsistent)) == (stored, []) else (None, "")
+
+
+async def _held(control: Control, checkpoint: Checkpoint, call: Call) -> list[list[Parameter]]:
+    told = await control.ask("/weights_checker", {"action": "checksum"}, call=call)
+    ranks = sorted(told["ranks"], key=lambda rank: int(rank["parallelism_info"][0]["tp_rank"]))
+    checksums = [rank["checksums"] for rank in ranks]
+    return await asyncio.to_thread(find_out, checksums, checkpoint.metas, checkpoint.read)
 
 
 def _tensor(meta: TensorMeta, told: Any) -> torch.Tensor:

@@ -16,7 +16,10 @@ from rlctl.sampling import DEFAULT_NEW_TOKENS, check_sampling
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 _FIELDS = frozenset(
-    {"cache_salt", "extra_key", "no_logs", "priority", "return_entropy", "return_text_in_logprobs", "routing_key"}
+    {
+        *("cache_salt", "extra_key", "no_logs", "priority", "return_entropy", "return_text_in_logprobs", "routing_key"),
+        "token_ids_logprob",
+    }
 )
 _SAMPLING_FIELDS = frozenset(
     {"custom_params", "ebnf", "json_schema", "regex", "spaces_between_special_tokens", "stop_regex", "structural_tag"}
@@ -70,7 +73,7 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
         raise Reason.FIELD_INVALID.error(
             f"logprob_start_len is {_start(request)}, the prompt has {length} tokens", field="logprob_start_len"
         )
-    _add_fields(body, request)
+    _add_fields(body, request, limits)
     made = []
     for index, rid in enumerate(rids):
         seeded = {**body, "rid": rid}
@@ -148,7 +151,7 @@ def _sampling(request: GenerateRequest, limits: Limits, length: int | None) -> d
     return sampling
 
 
-def _add_fields(body: dict[str, Any], request: GenerateRequest) -> None:
+def _add_fields(body: dict[str, Any], request: GenerateRequest, limits: Limits) -> None:
     """SGLang's own fields, those that cannot contradict or endanger anything."""
     fields = MessageToDict(request.engine_fields) if request.HasField("engine_fields") else {}
     sampling = fields.pop("sampling_params", {})
@@ -159,8 +162,23 @@ def _add_fields(body: dict[str, Any], request: GenerateRequest) -> None:
         if not isinstance(given, dict) or (unknown := sorted(given.keys() - known)):
             what = f"{', '.join(unknown)} cannot be given" if isinstance(given, dict) else "it is no object"
             raise Reason.FIELD_INVALID.error(f"{what} here; there are: {', '.join(sorted(known))}", field=where)
+    _check_ids(fields.get("token_ids_logprob"), limits)
     body.update(fields)
     body["sampling_params"] |= sampling
+
+
+def _check_ids(ids: Any, limits: Limits) -> None:
+    """Of a Struct's numbers: token ids are whole ones, and one that is not in the vocabulary ends the server."""
+    if ids is None:
+        return
+    known = isinstance(ids, list) and all(
+        isinstance(each, float) and each.is_integer() and 0 <= each < limits.vocab_size for each in ids
+    )
+    if not known:
+        raise Reason.FIELD_INVALID.error(
+            f"token_ids_logprob takes a list of token ids below {limits.vocab_size}", field="engine_fields"
+        )
+    ids[:] = [int(each) for each in ids]
 
 
 def _start(request: GenerateRequest) -> int:

@@ -48,6 +48,16 @@ class State:
     session: bool = False
     groups: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is generated: requests that are active are frozen or held back."""
+        return self.holding or self.paused != PAUSE_MODE_UNSPECIFIED
+
+    def refuse_writing(self, active: int) -> None:
+        """Raise ACTIVE_REQUESTS where SGLang would wait for so many requests to end before it writes, however long."""
+        if active and not self.stopped:
+            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
+
     def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
         """The mode to send for a pause, with so many requests active.
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.times import duration
+from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, WeightSelector
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
@@ -28,14 +31,20 @@ from rlctl.v1.verbs_pb2 import (
     UpdateKind,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
     WeightsReport,
 )
+from rlctl.weights import segments
 from rlctl.weights.buckets import Bucket, from_proto
 from rlctl.weights.checkpoint import Checkpoint
+from rlctl.weights.identity import CPU, host_id
 from rlctl.weights.loading import refuse_draft
+from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 from rlctl_sglang.checkpoints import Checkpoints, digest_of
 from rlctl_sglang.control import Control, touched
+from rlctl_sglang.facts import Facts
+from rlctl_sglang.handing import Handed
 from rlctl_sglang.state import State
 
 FLATTENED = "flattened_bucket"
@@ -68,13 +77,12 @@ class Updates:
         checkpoint: path of the checkpoint that was loaded last.
     """
 
-    def __init__(self, control: Control, state: State, checkpoints: Checkpoints, *, ranks: int, draft: bool) -> None:
-        """``ranks``: number of ranks; ``draft``: there is a draft model."""
+    def __init__(self, control: Control, state: State, checkpoints: Checkpoints, facts: Facts) -> None:
         self._control = control
         self._state = state
         self._checkpoints = checkpoints
-        self._ranks = ranks
-        self._draft = draft
+        self._facts = facts
+        self._segments = SegmentReader(torch.device(CPU))
         self._update: OpenUpdate | None = None
         self.checkpoint = ""
         self._idle = asyncio.Event()
@@ -90,8 +98,8 @@ class Updates:
     def _reference(self) -> Mapping[str, TensorMeta]:
         return self._checkpoints.reference
 
-    async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
-        """Open an update; the same one again starts anew."""
+    def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
+        """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
         if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
@@ -99,10 +107,15 @@ class Updates:
             raise Reason.UNSUPPORTED.error(f"SGLang takes no updates of kind {name}", field="kind")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
             raise Reason.UNSUPPORTED.error("SGLang keeps no shadow copy of its weights", field="apply")
+        self._selector(request.selector, "selector")
+        if self._update is not None and self._update.update_id != call.update_id:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+
+    def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
+        """Open an update; the same one again starts anew."""
+        self.refuse(request, call)
         selector = self._selector(request.selector, "selector")
         before = self._update
-        if before is not None and before.update_id != call.update_id:
-            raise Reason.UPDATE_IN_PROGRESS.error(f"update {before.update_id} is open")
         self._update = OpenUpdate(call.update_id, request.kind != UPDATE_KIND_PARTIAL, selector)
         self._update.dirty = before is not None and before.dirty
         self._interrupted = False
@@ -145,6 +158,37 @@ class Updates:
         update.report.load.CopyFrom(duration(update.loading_s))
         return update.report
 
+    async def from_tensor(self, request: UpdateWeightsFromTensorRequest, call: Call) -> WeightsReport:
+        """Copy segments that lie in memory here, and hand the copies to every rank, which takes its part.
+
+        They are read as :mod:`rlctl.weights.segment_reader` reads them, nothing of them is unpickled; their lease need
+        not last longer than the copying.
+        """
+        update = self._open(call)
+        selector = self._selector(request.options.selector, "options.selector")
+        self._refuse_format(request)
+        told = [segments.from_proto(message, f"segments[{i}]") for i, message in enumerate(request.segments)]
+        mine = segments.at(told, host_id(), CPU)
+        for segment in mine:
+            for index, (meta, _) in enumerate(segment.tensors):
+                self._check_tensor(meta, f"{segment.field}.tensors[{index}].name")
+        started = time.perf_counter()
+        reading = await asyncio.to_thread(self._segments.open, mine)
+        tensors = await asyncio.to_thread(reading.tensors)
+        handed = await asyncio.to_thread(Handed, tensors, reading.proceed)
+        update.report.transfer.CopyFrom(duration(seconds(update.report.transfer) + time.perf_counter() - started))
+        await self._begin(update, call)
+        body = {
+            "serialized_named_tensors": [handed.payload() for _ in range(self._facts.ranks)],
+            "load_format": request.load_format if request.load_format in self._facts.loaders else None,
+            "flush_cache": False,
+            "torch_empty_cache": request.options.torch_empty_cache,
+            "selector": selector,
+        }
+        await self._load_timed(update, "/update_weights_from_tensor", body, call)
+        self._written(update, [meta for segment in mine for meta, _ in segment.tensors])
+        return update.report
+
     async def interrupted(self, update_id: str, timeout_s: float) -> bool:
         """Take in nothing more of an update, and wait for the broadcast that is under way; returns whether it ended."""
         if self._update is not None and self._update.update_id == update_id:
@@ -163,7 +207,7 @@ class Updates:
         """Load a checkpoint that was found to fit."""
         update = self._open(call)
         selector = self._selector(request.options.selector, "options.selector")
-        if selector != "all" and self._draft:
+        if selector != "all" and self._facts.draft:
             raise Reason.UNSUPPORTED.error("from disk SGLang loads both models", field="options.selector")
         stored = await asyncio.to_thread(
             self._checkpoints.open, request.model_path, request.load_format, request.target_modules
@@ -227,16 +271,14 @@ class Updates:
         update.loading_s += time.perf_counter() - started
         if not answer.ok:
             # One rank that could not receive has written nothing. Of several, the others may have.
-            before = not update.dirty and self._ranks == 1 and answer.message.startswith("Failed to receive")
+            before = not update.dirty and self._facts.ranks == 1 and answer.message.startswith("Failed to receive")
             update.dirty |= not before
             raise Reason.GROUP_FAILED.error(
                 f"bucket {bucket.sequence} over {group}: {answer.message}",
                 outcome=OUTCOME_REJECTED if before else OUTCOME_DIRTY,
             )
         update.dirty = True
-        update.written.update(meta.name for meta in bucket.metas)
-        update.report.tensors += len(bucket.metas)
-        update.report.bytes_received += bucket.nbytes
+        self._written(update, bucket.metas)
 
     async def _load(
         self, update: OpenUpdate, stored: Checkpoint, request: UpdateWeightsFromDiskRequest, call: Call
@@ -257,20 +299,32 @@ class Updates:
             "torch_empty_cache": request.options.torch_empty_cache,
             "token_step": request.token_step,
         }
+        await self._load_timed(update, "/update_weights_from_disk", body, call)
+        try:
+            stored.check_unchanged()
+        except RlctlError as error:
+            raise touched(error) from error
+        self._written(update, stored.metas.values())
+        self.checkpoint = request.model_path
+
+    async def _load_timed(self, update: OpenUpdate, path: str, body: dict[str, Any], call: Call) -> None:
+        """A call that writes. Whatever goes wrong once SGLang has heard of it leaves a mixture."""
         started = time.perf_counter()
         try:
-            await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
+            await self._control.must(path, body, call=call, outcome=OUTCOME_DIRTY)
             update.dirty = True
-            stored.check_unchanged()
         except RlctlError as error:
             update.dirty |= error.reason is not Reason.UNREACHABLE
             raise touched(error) from error
-        update.loading_s += time.perf_counter() - started
-        update.written.update(stored.metas)
-        update.report.tensors += len(stored.metas)
-        update.report.bytes_received += sum(meta.nbytes for meta in stored.metas.values())
-        update.report.load.CopyFrom(duration(update.loading_s))
-        self.checkpoint = request.model_path
+        finally:
+            update.loading_s += time.perf_counter() - started
+            update.report.load.CopyFrom(duration(update.loading_s))
+
+    def _written(self, update: OpenUpdate, metas: Iterable[TensorMeta]) -> None:
+        for meta in metas:
+            update.written.add(meta.name)
+            update.report.tensors += 1
+            update.report.bytes_received += meta.nbytes
 
     def _open(self, call: Call) -> OpenUpdate:
         if self._update is None:
@@ -295,25 +349,51 @@ class Updates:
     def _check(self, bucket: Bucket, field_path: str) -> None:
         """Raise CHECKPOINT_MISMATCH or UNSUPPORTED for what SGLang would skip, fail on half-way, or read wrongly."""
         for index, meta in enumerate(bucket.metas):
-            known = self._reference.get(meta.name)
-            where = f"{field_path}.names[{index}]"
-            if known is None:
-                raise Reason.CHECKPOINT_MISMATCH.error(f"the model has no tensor {meta.name!r}", field=where)
-            if known.shape != meta.shape:
-                raise Reason.CHECKPOINT_MISMATCH.error(
-                    f"{meta.name} has shape {known.shape}, not {meta.shape}", field=where
-                )
-            if not castable(meta.dtype, known.dtype):
-                raise Reason.CHECKPOINT_MISMATCH.error(
-                    f"{meta.name} is {known.dtype}, and {meta.dtype} cannot be cast to it", field=where
-                )
+            self._check_tensor(meta, f"{field_path}.names[{index}]")
         if bucket.flattened and bucket.nbytes != sum(meta.nbytes for meta in bucket.metas):
             raise Reason.UNSUPPORTED.error(
                 "tensors of this packed bucket lie apart, which SGLang does not read", field=field_path
             )
 
+    def _check_tensor(self, meta: TensorMeta, where: str) -> None:
+        known = self._reference.get(meta.name)
+        if known is None:
+            raise Reason.CHECKPOINT_MISMATCH.error(f"the model has no tensor {meta.name!r}", field=where)
+        if known.shape != meta.shape:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"{meta.name} has shape {known.shape}, not {meta.shape}", field=where
+            )
+        if not castable(meta.dtype, known.dtype):
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"{meta.name} is {known.dtype}, and {meta.dtype} cannot be cast to it", field=where
+            )
+
+    def _refuse_format(self, request: UpdateWeightsFromTensorRequest) -> None:
+        if request.engine_payloads:
+            raise Reason.UNSUPPORTED.error(
+                "what is in a payload of SGLang's own cannot be checked without running it, and SGLang ends on one "
+                "that does not fit; put the tensors into segments",
+                field="engine_payloads",
+            )
+        if request.load_format == "direct":
+            raise Reason.UNSUPPORTED.error(
+                "direct loading writes SGLang's fused parameters as they lie at one rank, not tensors of a checkpoint",
+                field="load_format",
+            )
+        if request.load_format not in ("", FLATTENED, *self._facts.loaders):
+            known = ", ".join([FLATTENED, *self._facts.loaders])
+            raise Reason.UNSUPPORTED.error(
+                f"there is no load format {request.load_format!r}; there are: {known}",
+                field="load_format",
+                next_step="Name a loader of your own to the server when it starts: --option custom_weight_loader=PATH.",
+            )
+
+    def close(self) -> None:
+        """Let go of shared memory."""
+        self._segments.close()
+
     def _selector(self, selector: WeightSelector.ValueType, field_path: str) -> str:
-        if not self._draft:
+        if not self._facts.draft:
             refuse_draft(selector, field_path)
             return "all"
         if selector not in WeightSelector.values():

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.weights.interfaces import address_of
 from rlctl_torch import adapter_updates, info
 from rlctl_torch.adapter_updates import LoadAdapter, PrepareAdapter, Unload
 from rlctl_torch.checker import Check
@@ -31,7 +32,7 @@ from rlctl_torch.memory import Release, Resume
 from rlctl_torch.options import float_dtype, parse_options
 from rlctl_torch.pausing import Continue, Flush, Pause
 from rlctl_torch.rank import Rank
-from rlctl_torch.ranks import Ranks, address_of, make_store
+from rlctl_torch.ranks import Ranks, make_store
 from rlctl_torch.scheduler import Scheduler
 from rlctl_torch.sending import Send
 from rlctl_torch.updates import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal

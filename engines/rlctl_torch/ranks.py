@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import socket
 import threading
 import time
@@ -26,6 +25,7 @@ from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.weights.connections import Endpoint, cut
 from rlctl.weights.exchange import Exchange, GroupExchange, LocalExchange
+from rlctl.weights.interfaces import address_of
 from rlctl.weights.rendezvous import RendezvousEnded, WatchedStore
 from rlctl_torch.plan import HEAD_BYTES, Plan, decode, encode, length_of
 
@@ -59,16 +59,6 @@ def make_store(node: str) -> tuple[TCPStore, str]:
     port = listener.getsockname()[1]
     store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, f"{address}:{port}"
-
-
-def address_of(node: str) -> str:
-    """IP address of a host name or address. Raises ENGINE_FAILED when it does not resolve."""
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(node))
-    try:
-        return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise Reason.ENGINE_FAILED.error(f"host name {node!r} does not resolve: {error}") from error
 
 
 class Broken(Exception):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.connection import Connection
+from rlctl.client.engine import AsyncEngine
 from rlctl.client.generation import Generator, build_request
+from rlctl.errors import Reason
 from rlctl.transport.auth import load_token
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
@@ -51,6 +53,9 @@ class Generating(Sampling, total=False):
     logprob_start_len: int
     top_logprobs_num: int
     min_version_seq: int
+    engine_fields: Mapping[str, Any]
+    return_engine_meta: bool
+    slot: str
     timeout_s: float
 
 
@@ -96,6 +101,13 @@ class AsyncFleet(AsyncAdmin):
 
         return AsyncPublisher(self, model, **settings)
 
+    async def engine(self, slot: str) -> AsyncEngine:
+        """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
+        for stage in (await self.status()).stages:
+            if stage.registration.slot == slot:
+                return AsyncEngine(self, slot, stage.registration.model)
+        raise Reason.STAGE_NOT_FOUND.error(f"there is no stage {slot!r}", field="slot")
+
     # Generation.
 
     async def generate(
@@ -109,13 +121,18 @@ class AsyncFleet(AsyncAdmin):
         logprob_start_len: int | None = None,
         top_logprobs_num: int = 0,
         min_version_seq: int = 0,
+        engine_fields: Mapping[str, Any] | None = None,
+        return_engine_meta: bool = False,
+        slot: str = "",
         timeout_s: float = GENERATE_S,
         **sampling: Unpack[Sampling],
     ) -> GenerateResponse:
         """Generate on a routable stage. ``sampling`` are the fields of SamplingParams: max_new_tokens, n, stop, ...
 
-        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. Raises MODEL_NOT_FOUND,
-        ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within ``timeout_s``.
+        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. ``engine_fields``: further ones of
+        the engine's, in its names. ``return_engine_meta``: return what it says itself of each sample. ``slot``: at this
+        stage only. Raises MODEL_NOT_FOUND, ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE when none took it within
+        ``timeout_s``.
         """
         request = build_request(
             prompt,
@@ -127,8 +144,10 @@ class AsyncFleet(AsyncAdmin):
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
             min_version_seq=min_version_seq,
+            engine_fields=engine_fields,
+            return_engine_meta=return_engine_meta,
         )
-        return await self._generator.generate(request, timeout_s)
+        return await self._generator.generate(request, timeout_s, slot=slot)
 
     async def generate_batch(
         self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Generating]
@@ -155,6 +174,9 @@ class AsyncFleet(AsyncAdmin):
         logprob_start_len: int | None = None,
         top_logprobs_num: int = 0,
         min_version_seq: int = 0,
+        engine_fields: Mapping[str, Any] | None = None,
+        return_engine_meta: bool = False,
+        slot: str = "",
         timeout_s: float = GENERATE_S,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[GenerateResponse, None]:
@@ -169,6 +191,8 @@ class AsyncFleet(AsyncAdmin):
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
             min_version_seq=min_version_seq,
+            engine_fields=engine_fields,
+            return_engine_meta=return_engine_meta,
         )
-        async for response in self._generator.stream(request, timeout_s):
+        async for response in self._generator.stream(request, timeout_s, slot=slot):
             yield response

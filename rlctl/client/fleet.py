@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
+from rlctl.client.engine import AsyncEngine
 from rlctl.loops import LoopThread
 
 if TYPE_CHECKING:
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A_co = TypeVar("A_co", covariant=True)
+
+
+class _OnLoop(Generic[A_co]):
+    """Something for asyncio, and the background loop that it lives on."""
+
+    def __init__(self, aio: A_co, loop: LoopThread) -> None:
+        self.aio = aio
+        self.loop = loop
 
 
 def connect(address: str, *, token: str | None = None, timeout_s: float = aio.CONNECT_S) -> Fleet:
@@ -33,10 +43,10 @@ def connect(address: str, *, token: str | None = None, timeout_s: float = aio.CO
 
 
 def _blocking(
-    method: Callable[Concatenate[AsyncFleet, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[Fleet, P], R]:
+    method: Callable[Concatenate[A_co, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[_OnLoop[A_co], P], R]:
     @functools.wraps(method)
-    def call(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: _OnLoop[A_co], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.loop.call(method(self.aio, *args, **kwargs))
 
     return call
@@ -83,15 +93,11 @@ class _Items(Generic[R]):
         await self._items.aclose()
 
 
-class Fleet:
+class Fleet(_OnLoop[AsyncFleet]):
     """A fleet, through its coordinator. See :class:`rlctl.client.aio.AsyncFleet` for every method.
 
     Safe to use from several threads. Close it, or use it as a context manager.
     """
-
-    def __init__(self, fleet: AsyncFleet, loop: LoopThread) -> None:
-        self.aio = fleet
-        self.loop = loop
 
     def __enter__(self) -> Self:
         """Use it as a context manager to close it."""
@@ -132,11 +138,36 @@ class Fleet:
     heal = _blocking(AsyncFleet.heal)
     set_enabled = _blocking(AsyncFleet.set_enabled)
 
+    def engine(self, slot: str) -> Engine:
+        """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
+        return Engine(self.loop.call(self.aio.engine(slot)), self.loop)
+
     def publisher(self, model: str, **settings: Any) -> Publisher:
         """What sends a model's weights from this process; see :class:`rlctl.client.publisher.Publisher`."""
         from rlctl.client.publisher import Publisher  # loads torch
 
         return Publisher(self.aio.publisher(model, **settings), self.loop)
+
+
+class Engine(_OnLoop[AsyncEngine]):
+    """One engine of a fleet. See :class:`rlctl.client.engine.AsyncEngine` for every method."""
+
+    generate = _blocking(AsyncEngine.generate)
+    abort_request = _blocking(AsyncEngine.abort_request)
+    pause_generation = _blocking(AsyncEngine.pause_generation)
+    continue_generation = _blocking(AsyncEngine.continue_generation)
+    flush_cache = _blocking(AsyncEngine.flush_cache)
+    release_memory_occupation = _blocking(AsyncEngine.release_memory_occupation)
+    resume_memory_occupation = _blocking(AsyncEngine.resume_memory_occupation)
+    update_weights_from_disk = _blocking(AsyncEngine.update_weights_from_disk)
+    update_weights_from_tensor = _blocking(AsyncEngine.update_weights_from_tensor)
+    update_weights_from_distributed = _blocking(AsyncEngine.update_weights_from_distributed)
+    init_weights_update_group = _blocking(AsyncEngine.init_weights_update_group)
+    destroy_weights_update_group = _blocking(AsyncEngine.destroy_weights_update_group)
+    load_lora_adapter = _blocking(AsyncEngine.load_lora_adapter)
+    unload_lora_adapter = _blocking(AsyncEngine.unload_lora_adapter)
+    get_model_info = _blocking(AsyncEngine.get_model_info)
+    get_server_info = _blocking(AsyncEngine.get_server_info)
 
 
 def publisher(fleet: Fleet | None, model: str, **settings: Any) -> Publisher:

@@ -40,12 +40,12 @@ class FleetView:
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
-    def routable(self, model: str, adapter: str = "") -> list[Stage]:
+    def routable(self, model: str, adapter: str = "", slot: str = "") -> list[Stage]:
         """The stages that generation may go to now, in slot order; those with the adapter, if there are any."""
         stages = [
             stage
-            for _, stage in sorted(self._stages.items())
-            if stage.routable and model in ("", stage.registration.model)
+            for name, stage in sorted(self._stages.items())
+            if stage.routable and model in ("", stage.registration.model) and slot in ("", name)
         ]
         holders = [stage for stage in stages if adapter in {held.name for held in stage.report.adapters}]
         return holders or stages
@@ -101,12 +101,12 @@ class Generator:
         self._turns: Iterator[int] = itertools.count()
         self._told: str | None = None
 
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> GenerateResponse:
-        """The samples of one prompt. Waits for a routable stage no longer than ``timeout_s``.
+    async def generate(self, request: GenerateRequest, timeout_s: float, *, slot: str = "") -> GenerateResponse:
+        """The samples of one prompt. Waits for a routable stage (for this one) no longer than ``timeout_s``.
 
         Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and what the stage refuses with.
         """
-        async for stub, remaining in self._attempts(request, timeout_s):
+        async for stub, remaining in self._attempts(request, timeout_s, slot):
             try:
                 response: GenerateResponse = await stub.Generate(
                     request, timeout=remaining, metadata=bearer(self._token)
@@ -117,9 +117,11 @@ class Generator:
                 return response
         raise self._nobody(request.model, timeout_s)
 
-    async def stream(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[GenerateResponse, None]:
+    async def stream(
+        self, request: GenerateRequest, timeout_s: float, *, slot: str = ""
+    ) -> AsyncGenerator[GenerateResponse, None]:
         """What is new, as it comes. Once something came, a failure is raised, not repeated elsewhere."""
-        async for stub, remaining in self._attempts(request, timeout_s):
+        async for stub, remaining in self._attempts(request, timeout_s, slot):
             begun = False
             call = stub.GenerateStream(request, timeout=remaining, metadata=bearer(self._token))
             try:
@@ -143,7 +145,9 @@ class Generator:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _attempts(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[tuple[Any, float], None]:
+    async def _attempts(
+        self, request: GenerateRequest, timeout_s: float, slot: str
+    ) -> AsyncGenerator[tuple[Any, float], None]:
         """(stub, time left) of one routable stage after another, until the time is up."""
         model, adapter = request.model, request.adapter
         loop = asyncio.get_running_loop()
@@ -153,7 +157,7 @@ class Generator:
             if self._view.lacks(model):
                 # The view may lag behind; the coordinator says MODEL_NOT_FOUND if that is not so.
                 await self._connection.call("GetFleet", GetFleetRequest(model=model), remaining)
-            stages = self._view.routable(model, adapter)
+            stages = self._view.routable(model, adapter, slot)
             if not stages or not first:
                 try:
                     async with asyncio.timeout(min(remaining, AGAIN_S if stages else TELL_S)):
@@ -161,7 +165,7 @@ class Generator:
                 except TimeoutError:
                     if not stages:
                         self._tell(self._view.obstacles(model))
-                stages = self._view.routable(model, adapter)
+                stages = self._view.routable(model, adapter, slot)
             if stages:
                 first = False
                 self._told = None

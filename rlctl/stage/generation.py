@@ -114,6 +114,8 @@ def _merge_sample(whole: Sample, part: Sample) -> None:
     whole.completion_tokens = part.completion_tokens
     whole.cached_tokens = part.cached_tokens
     whole.retractions = part.retractions
+    if part.HasField("engine_meta"):
+        whole.engine_meta.CopyFrom(part.engine_meta)
     for span in part.versions:
         last = whole.versions[-1] if whole.versions else None
         same = last is not None and _of(last) == _of(span)

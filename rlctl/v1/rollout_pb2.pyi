@@ -205,6 +205,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ENGINE_FIELDS_FIELD_NUMBER: _builtins.int
+    RETURN_ENGINE_META_FIELD_NUMBER: _builtins.int
     rid: _builtins.str
     """Request id of the caller's choice. Empty: made by the stage."""
     text: _builtins.str
@@ -223,6 +224,8 @@ class GenerateRequest(_message.Message):
     """Adapter to generate with. Empty: none."""
     session_id: _builtins.str
     """Keeps the turns of a conversation on one stage."""
+    return_engine_meta: _builtins.bool
+    """Return what the engine itself says of each sample too."""
     @_builtins.property
     def input_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -250,10 +253,11 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         session_id: _builtins.str = ...,
         engine_fields: _struct_pb2.Struct | None = ...,
+        return_engine_meta: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len", "adapter", b"adapter", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "min_version_seq", b"min_version_seq", "model", b"model", "prompt", b"prompt", "return_logprob", b"return_logprob", "rid", b"rid", "sampling_params", b"sampling_params", "session_id", b"session_id", "text", b"text", "top_logprobs_num", b"top_logprobs_num"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len", "adapter", b"adapter", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "min_version_seq", b"min_version_seq", "model", b"model", "prompt", b"prompt", "return_engine_meta", b"return_engine_meta", "return_logprob", b"return_logprob", "rid", b"rid", "sampling_params", b"sampling_params", "session_id", b"session_id", "text", b"text", "top_logprobs_num", b"top_logprobs_num"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_start_len: _TypeAlias = _typing.Literal["logprob_start_len"]  # noqa: Y015
     _WhichOneofArgType__logprob_start_len: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len"]  # noqa: Y015
@@ -395,6 +399,7 @@ class Sample(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     RETRACTIONS_FIELD_NUMBER: _builtins.int
+    ENGINE_META_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """0 to n - 1."""
     text: _builtins.str
@@ -421,6 +426,12 @@ class Sample(_message.Message):
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Version that each stretch of output was generated at."""
 
+    @_builtins.property
+    def engine_meta(self) -> _struct_pb2.Struct:
+        """What the engine says of the whole sample, in its own names (SGLang's meta_info); with the finish reason, when it was asked
+        for and the engine has such.
+        """
+
     def __init__(
         self,
         *,
@@ -433,10 +444,11 @@ class Sample(_message.Message):
         cached_tokens: _builtins.int = ...,
         versions: _abc.Iterable[Global___VersionSpan] | None = ...,
         retractions: _builtins.int = ...,
+        engine_meta: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_meta", b"engine_meta", "finish_reason", b"finish_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "index", b"index", "output_ids", b"output_ids", "output_logprobs", b"output_logprobs", "retractions", b"retractions", "text", b"text", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "engine_meta", b"engine_meta", "finish_reason", b"finish_reason", "index", b"index", "output_ids", b"output_ids", "output_logprobs", b"output_logprobs", "retractions", b"retractions", "text", b"text", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ probe finds it out before, and says from where to where it failed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -52,6 +53,16 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float) -> No
             next_step="Give the trainer's publisher, and the stage's node, addresses on a network that both are on.",
             metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}"},
         ) from error
+
+
+def address_of(node: str) -> str:
+    """IP address of a host name or address. Raises ENGINE_FAILED when it does not resolve."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(node))
+    try:
+        return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise Reason.ENGINE_FAILED.error(f"host name {node!r} does not resolve: {error}") from error
 
 
 def interface_of(host: str) -> str:

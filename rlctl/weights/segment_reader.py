@@ -98,6 +98,13 @@ class SegmentReader:
                     continue
                 path = f"{segment.field}.tensors[{index}]"
                 receiver.check(meta, f"{path}.name", f"{path}.dtype", f"{path}.shape")
+        return self.open(mine)
+
+    def open(self, mine: Sequence[Segment]) -> Reading:
+        """Map segments for this rank (see :func:`rlctl.weights.segments.at`) whose tensors are known to be wanted.
+
+        Raises SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
+        """
         reading = Reading([(segment, self._map(segment)) for segment in mine])
         reading.proceed()
         return reading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,32 +16,11 @@ from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.testing.interrupted import Interrupted
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
-from rlctl.weights.source import WeightSource, as_source
-from rlctl.weights.tensors import TensorMeta
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-
-class Interrupted:
-    """Weights of a model; something happens once, half way through them."""
-
-    def __init__(self, model: Any, happens: Callable[[], None]) -> None:
-        self._source: WeightSource = as_source(model)
-        self._happens = happens
-        self.passes = 0
-
-    def metas(self) -> list[TensorMeta]:
-        return self._source.metas()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.passes += 1
-        half = len(self.metas()) // 2
-        for index, pair in enumerate(self._source.tensors()):
-            if index == half and self.passes == 1:
-                self._happens()
-            yield pair
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from rlctl.v1 import verbs_pb2 as v
 from rlctl.verbs import of_request
 from rlctl.weights import buckets
 from rlctl.weights.groups import GroupStore, WeightGroup, join
+from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import send
 from rlctl.weights.source import as_source
 
@@ -151,6 +152,34 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
         for _ in range(count):
             tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(ids) :]
+
+
+class Segments:
+    """A trainer on this host: it puts a model into shared memory and has the engine read it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._sender = SegmentSender(segment_bytes=200_000)
+
+    def __enter__(self) -> Segments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sender.close()
+
+    def written(self, model: Any, lease_s: float = VERB_S) -> Iterator[SentSegment]:
+        """Segments as they are filled; each is to be released."""
+        source = as_source(model)
+        return self._sender.write(source, list(source.metas()), lease_s=lease_s)
+
+    def send(self, model: Any, update_id: str, **fields: Any) -> v.WeightsReport:
+        """Let the engine read everything."""
+        report = v.WeightsReport()
+        for sent in self.written(model):
+            request = v.UpdateWeightsFromTensorRequest(segments=sent.messages, **fields)
+            report = self._driver.tell(request, update_id=update_id)
+            sent.release()
+        return report
 
 
 class Source:

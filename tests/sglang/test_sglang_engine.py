@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang_stage import Driver, Source, changed, greedy, prompt
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
@@ -53,6 +57,45 @@ def test_greedy_tokens_are_those_of_transformers(driver: Driver, tiny: tuple[Any
     assert samples[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
     (span,) = samples[-1].versions
     assert (span.version.label, span.version.sequence, span.start, span.end) == ("initial", 1, 0, 8)
+
+
+def test_what_sglang_says_of_a_sample_comes_whole(driver: Driver) -> None:
+    """As of the same request that is sent to the server itself, and is not streamed."""
+    fields = Struct()
+    fields.update({"token_ids_logprob": [3, 15], "return_text_in_logprobs": True})
+    request = prompt(
+        encode("1+2="), 6, return_logprob=True, logprob_start_len=0, top_logprobs_num=2, return_engine_meta=True
+    )
+    request.engine_fields.CopyFrom(fields)
+    driver.tell(v.FlushCacheRequest())
+    *before, last = [sample for part in driver.generate(request) for sample in part.samples]
+    assert not any(sample.HasField("engine_meta") for sample in before)
+    said = MessageToDict(last.engine_meta)
+    body = {
+        "input_ids": encode("1+2="),
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [3, 15],
+        "return_text_in_logprobs": True,
+    }
+    driver.tell(v.FlushCacheRequest())
+    native = driver.admin.submit(driver.engine._server.http.call("/generate", body, timeout_s=60, admin=False)).result(
+        60
+    )
+    meta = native.body["meta_info"]
+    assert said.keys() == meta.keys()
+    for name in meta.keys() - {"id"} - {name for name in meta if isinstance(meta[name], float)}:
+        assert flat(said[name]) == pytest.approx(flat(meta[name]), abs=1e-5), name
+    assert said["e2e_latency"] > 0
+
+
+def flat(value: Any) -> list[Any]:
+    """Its leaves, in order."""
+    if isinstance(value, dict):
+        return [leaf for name in sorted(value) for leaf in (name, *flat(value[name]))]
+    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
 
 
 def test_samples_text_and_stops(driver: Driver) -> None:
@@ -133,6 +176,47 @@ def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dic
     assert driver.tell(v.GetModelInfoRequest()).weight_version == version
 
 
+@pytest.mark.parametrize("load_format", ["", "flattened_bucket"])
+def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format: str) -> None:
+    model = changed(tiny[0], seed=len(load_format) + 50)
+    driver.prepare("memory")
+    with Segments(driver) as segments:
+        report = segments.send(model, "memory", load_format=load_format)
+    assert report.tensors == len(list(model.parameters()))
+    assert report.bytes_received == sum(p.numel() * 4 for p in model.parameters())
+    version = driver.commit("memory", "from-memory", 20)
+    assert driver.digest() == rlctl.model_digest(model)
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
+    generating = driver.begin(prompt(encode("3+"), 12))
+    assert generating.result()[-1].samples[0].versions[0].version == version
+    assert generating.tokens == greedy(model, encode("3+"), 12)
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "what was handed over is gone"
+
+
+@pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
+def test_nothing_is_told_of_weights_that_are_being_probed(driver: Driver, tiny: tuple[Any, Path], mode: str) -> None:
+    """SGLang goes on with the requests that it paused while it computes the probe."""
+    model = changed(tiny[0], seed=60)
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
+    driver.tell(v.PrepareUpdateRequest(), update_id="probed")
+    with Segments(driver) as segments:
+        segments.send(model, "probed")
+    version = driver.commit("probed", f"probed {mode}", 21)
+    wanted = Probe.of(model, [encode("1+2=3"), encode("9")])
+    probe = v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=wanted.to_proto().prompts)
+    for _ in range(3):
+        found = driver.tell(probe).probed
+        assert [list(each.logprobs) for each in found] == [pytest.approx(each, abs=1e-4) for each in wanted.logprobs]
+    told = len(running.tokens)
+    driver.tell(v.ContinueGenerationRequest())
+    before, after = running.result()[-1].samples[0].versions
+    assert after.version == version
+    assert told <= before.end < 400
+    assert len(running.tokens) == 400
+
+
 def test_weights_from_disk(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     model = changed(tiny[0], seed=5)
     model.save_pretrained(tmp_path / "saved")
@@ -205,6 +289,9 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
 
 def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
     """The last test here: a server that is stuck inside a collective can only be ended, and is."""
+    scratch = driver.engine._server._process.scratch  # type: ignore[union-attr]
+    left = scratch.segments()
+    assert left, "SGLang has a load snapshot in shared memory"
     with Source(driver, "silent") as source:
         driver.prepare("stuck")
         plan = source.plan(tiny[0], bucket_bytes=100_000)
@@ -219,6 +306,9 @@ def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny:
             receiving.result(60)
         assert broken.value.outcome in (common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY)
     assert [failure.reason for failure in driver.failures] == [Reason.ENGINE_WEDGED]
+    driver.engine._server._process._wait(10)  # type: ignore[union-attr]
+    assert not any(segment.exists() for segment in left)
+    assert not scratch.path.exists()
     assert driver.engine.can_restart()
     for request in (v.GetLoadsRequest(), v.PauseGenerationRequest(), v.CheckWeightsRequest()):
         with pytest.raises(RlctlError) as refused:

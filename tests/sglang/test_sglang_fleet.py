@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from sglang_stage import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
@@ -54,7 +56,7 @@ def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path
 
 
 def test_updates_of_a_publisher_are_verified_on_every_server(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
-    publisher = fleet.publisher("actor", trainer="test")
+    publisher = fleet.publisher("actor", trainer="test", path="broadcast")
     try:
         for number in range(2):
             model = changed(tiny[0], seed=number)
@@ -69,14 +71,17 @@ def test_updates_of_a_publisher_are_verified_on_every_server(fleet: Fleet, tiny:
         publisher.close()
 
 
-def test_a_request_in_flight_goes_on_with_the_new_weights(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
-    publisher = fleet.publisher("actor", trainer="in-flight")
+@pytest.mark.parametrize("verify", ["expected", "probe"])
+def test_a_request_in_flight_goes_on_with_the_new_weights(fleet: Fleet, tiny: tuple[Any, Path], verify: str) -> None:
+    """At level probe it goes on while the probe is computed already; nobody is told of it before the verdict."""
+    publisher = fleet.publisher("actor", trainer="in-flight", path="auto")
     try:
-        publisher.update(changed(tiny[0], seed=30), version="before")  # the groups stand: the pause comes at once
+        publisher.update(changed(tiny[0], seed=30), version="before")
         model = changed(tiny[0], seed=31)
+        probe = Probe.of(model, [encode("1+2=3")], tolerance=1e-3)
         stream = fleet.generate_stream(encode("5+"), max_new_tokens=LONG, temperature=0.0, ignore_eos=True)
         parts = [next(stream)]
-        publisher.update(model, version="after")
+        publisher.update(model, version="after", verify=verify, probe=probe)
         parts += stream
     finally:
         publisher.close()
@@ -109,13 +114,20 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
     assert all(stage.routable for stage in fleet.status().stages), "nothing was paused for it"
 
 
+@pytest.mark.parametrize("source", ["disk", "peer"])
 def test_a_server_that_is_killed_comes_back_as_a_new_incarnation_at_the_published_version(
-    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
+    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path, source: str
 ) -> None:
-    """The stage server starts it again, and the coordinator heals it, without the trainer."""
-    model = changed(tiny[0], seed=77)
-    model.save_pretrained(tmp_path / "saved")
-    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="survives")
+    """The stage server starts it again, and the coordinator heals it, without the trainer: from the checkpoint, or from
+    what the other server holds.
+    """
+    model = changed(tiny[0], seed=len(source))
+    if source == "disk":
+        model.save_pretrained(tmp_path / "saved")
+        operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="on disk")
+    else:
+        with contextlib.closing(fleet.publisher("actor", trainer="no checkpoint", path="auto")) as publisher:
+            operation = publisher.update(model, version="nowhere on disk").operation
     before = stage_of(fleet.status(), "actor-1").incarnation
     (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
     os.kill(rank.server_info.pid, signal.SIGKILL)

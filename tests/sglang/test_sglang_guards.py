@@ -14,12 +14,13 @@ import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
 from rlctl_sglang import facts
-from sglang_stage import Driver, Source, changed, greedy, prompt
+from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
 from rlctl.demo import tiny as tiny_
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
+from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
@@ -137,6 +138,41 @@ def test_a_request_that_is_held_back_by_a_pause_can_be_aborted(driver: Driver) -
     assert not held.tokens
 
 
+def test_a_request_that_was_aborted_while_it_was_held_back_does_not_run_after_the_pause(driver: Driver) -> None:
+    """SGLang ignores the abort of a request that it has not let in, and every later one of the same request."""
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    held = driver.begin(prompt(encode("7"), 400, rid="held"))
+    while not driver.engine._requests.active:
+        assert not held.done.done()
+    assert driver.tell(v.AbortRequestsRequest(rids=["held"])).aborted == 1
+    driver.tell(v.ContinueGenerationRequest())
+    assert held.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    assert len(held.tokens) < 400
+
+
+def test_requests_that_a_pause_sent_back_do_not_keep_a_flush_waiting(driver: Driver) -> None:
+    """SGLang's own wait for idleness would count them."""
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    assert driver.tell(v.FlushCacheRequest(idle_timeout=duration(30)), timeout_s=10).tiers == ["radix"]
+    driver.tell(v.ContinueGenerationRequest())
+    running.result()
+    assert len(running.tokens) == 400
+
+
+def test_a_load_beside_requests_that_run_is_refused(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """SGLang would wait for them to end, however long, and take no further call meanwhile."""
+    driver.tell(v.PrepareUpdateRequest(), update_id="u")
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="u")
+    assert (error.reason, error.outcome) == (Reason.ACTIVE_REQUESTS, common.OUTCOME_REJECTED)
+    other = refusal(driver, v.PrepareUpdateRequest(abort_all_requests=True), update_id="another")
+    assert other.reason is Reason.UPDATE_IN_PROGRESS
+    running.result()
+    assert len(running.tokens) == 400, "the refused update has not ended it"
+    driver.tell(v.AbortUpdateRequest(), update_id="u")
+
+
 def test_memory_is_released_only_when_idle_and_resumed_only_when_released(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +256,64 @@ def test_packed_tensors_that_lie_apart(driver: Driver, tiny: tuple[Any, Path]) -
         assert (error.reason, error.field) == (Reason.UNSUPPORTED, "buckets[0]")
         driver.tell(v.AbortUpdateRequest(), update_id="u")
         del reference["odd"]
+
+
+def spoilt(request: v.UpdateWeightsFromTensorRequest, how: str) -> None:
+    """Make a request one that must be refused."""
+    tensor = request.segments[0].tensors[0]
+    match how:
+        case "name":
+            tensor.name = "model.layers.7.x"
+        case "shape":
+            tensor.shape.dims[0] -= 1
+        case "dtype":
+            tensor.dtype = "torch.int32"
+        case "format" | "direct":
+            request.load_format = "direct" if how == "direct" else "os.system"
+        case "payload":
+            request.engine_payloads.append(b"cos\nsystem")
+        case "elsewhere":
+            request.segments[0].node = "another/host"
+        case "reused":
+            request.segments[0].generation += 1
+        case "gone":
+            name = request.segments[0].shared_memory
+            request.segments[0].shared_memory = name[:-1] + ("0" if name[-1] == "1" else "1")
+        case "draft":
+            request.options.selector = common.WEIGHT_SELECTOR_DRAFT
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "field"),
+    [
+        ("name", Reason.CHECKPOINT_MISMATCH, "segments[0].tensors[0].name"),
+        ("shape", Reason.CHECKPOINT_MISMATCH, "segments[0].tensors[0].name"),
+        ("dtype", Reason.CHECKPOINT_MISMATCH, "segments[0].tensors[0].name"),
+        ("format", Reason.UNSUPPORTED, "load_format"),
+        ("direct", Reason.UNSUPPORTED, "load_format"),
+        ("payload", Reason.UNSUPPORTED, "engine_payloads"),
+        ("elsewhere", Reason.NOT_COLOCATED, "segments"),
+        ("reused", Reason.SEGMENT_EXPIRED, "segments[0]"),
+        ("gone", Reason.SEGMENT_NOT_FOUND, "segments[0].shared_memory"),
+        ("draft", Reason.UNSUPPORTED, "options.selector"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "[" not in value else None,
+)
+def test_memory_that_sglang_would_end_on_or_that_is_not_what_was_announced(
+    driver: Driver, tiny: tuple[Any, Path], how: str, reason: Reason, field: str
+) -> None:
+    """Refused before SGLang hears of it: nothing was written, and the update can still be ended."""
+    before = driver.digest()
+    driver.prepare("spoilt")
+    with Segments(driver) as segments:
+        for sent in segments.written(tiny[0]):
+            request = v.UpdateWeightsFromTensorRequest(segments=sent.messages)
+            spoilt(request, how)
+            error = refusal(driver, request, update_id="spoilt")
+            assert (error.reason, error.field, error.outcome) == (reason, field, common.OUTCOME_REJECTED)
+            break
+    driver.tell(v.AbortUpdateRequest(), update_id="spoilt")
+    assert driver.digest() == before
 
 
 def test_a_group_that_cannot_be(driver: Driver) -> None:

@@ -1,61 +1,113 @@
-"""A real SGLang of two tensor-parallel ranks."""
+"""A trainer's publisher and one real SGLang of two tensor-parallel ranks, of which one can be made to lose a tensor."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_stage import Driver, Source, changed, greedy, prompt
+from sglang_stage import changed, greedy
 
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
+from rlctl.errors import OperationFailed, Reason
+from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+PROMPTS = [encode("1+2=3"), encode("45+6=51")]
 
 
 @pytest.fixture(scope="module")
-def pair(sglang: str, tiny: tuple[Any, Path]) -> Iterator[Driver]:
-    """A server of two ranks."""
-    look = "import torch; print(torch.version.cuda is not None and not torch.cuda.is_available())"
-    done = subprocess.run([sglang, "-c", look], capture_output=True, text=True, check=True)
-    if done.stdout.strip() == "True":
-        pytest.skip("SGLang asks a CUDA build of torch for GPUs, and there is none")
-    driver = Driver(tiny[1], tp_size=2)
+def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says which tensor a rank is to lose."""
+    return tmp_path_factory.mktemp("sabotage") / "now"
+
+
+@pytest.fixture(scope="module")
+def pair(
+    sglang: str, tiny: tuple[Any, Path], sabotage: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    """A fleet of one server of two ranks."""
+    spec = EngineSpec(
+        *("pair", str(tiny[1])), engine="sglang", tp_size=2, environment={"RLCTL_SGLANG_SABOTAGE": str(sabotage)}
+    )
+    with LocalFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+        yield fleet
+
+
+def generates_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
+    response = fleet.generate(encode("3+"), max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    assert list(response.samples[0].output_ids) == greedy(model, encode("3+"), 12)
+    assert [span.version.label for span in response.samples[0].versions] == [version.label]
+
+
+def test_what_two_ranks_hold_can_be_digested(pair: Fleet, tiny: tuple[Any, Path]) -> None:
+    (stage,) = pair.status().stages
+    layout = stage.registration.layout
+    assert [(worker.rank, worker.tp) for worker in layout.workers] == [(0, 0), (1, 1)]
+    assert stage.report.model_digest == rlctl.model_digest(tiny[0])
+    levels = stage.registration.capabilities.verification
+    assert common.VERIFICATION_LEVEL_EXPECTED in levels
+    assert common.VERIFICATION_LEVEL_NONE not in levels, "one answer for two ranks is no evidence for each"
+    (result,) = pair.call(v.CheckWeightsRequest()).stage_results
+    assert [rank.evidence for rank in result.rank_results] == [common.EVIDENCE_RANK] * 2
+    ranks = {rank.check.rank_digest for rank in result.rank_results}
+    assert len(ranks) == 2, "each holds parts of its own"
+
+
+@pytest.mark.parametrize("path", ["ipc", "broadcast"])
+def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: str) -> None:
+    publisher = pair.publisher("actor", trainer="test", path=path)
     try:
-        driver.start()
-        yield driver
+        model = changed(tiny[0], seed=len(path))
+        result = publisher.update(model, version=path)
+        assert result.model_digest == rlctl.model_digest(model)
+        (stage,) = result.operation.stage_results
+        assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
+        generates_like(pair, model, result.version)
     finally:
-        driver.stop()
+        publisher.close()
 
 
-def test_one_answer_for_two_ranks_is_no_evidence_for_each(pair: Driver) -> None:
-    assert [(worker.rank, worker.tp) for worker in pair.info.layout.workers] == [(0, 0), (1, 1)]
-    assert not pair.info.model_digest, "cut tensors cannot be read back"
-    assert not pair.info.capabilities.verification
-
-
-def test_every_rank_takes_its_part_of_what_is_broadcast(pair: Driver, tiny: tuple[Any, Path]) -> None:
-    model = changed(tiny[0], seed=9)
-    before = pair.tell(v.CheckWeightsRequest())
-    assert [result.coordinates.rank for result in before] == [0, 1]
-    assert {result.evidence for result in before} == {common.EVIDENCE_RANK}
-    with Source(pair, "both") as source:
-        assert source.world_size == 3
-        plan = source.plan(model)
-        pair.prepare("u")
-        receiving = pair.submit(source.announce(plan), update_id="u")
-        source.send(model, plan)
-        receiving.result(60)
-        version = pair.commit("u", "new", 2)
-    after = pair.tell(v.CheckWeightsRequest())
-    assert all(a.check.rank_digest != b.check.rank_digest for a, b in zip(before, after, strict=True))
-    pair.tell(v.FlushCacheRequest())
-    pair.tell(v.ContinueGenerationRequest())
-    generating = pair.begin(prompt(encode("3+"), 12))
-    last = generating.result()[-1].samples[0]
-    assert generating.tokens == greedy(model, encode("3+"), 12)
-    assert last.versions[0].version == version
+@pytest.mark.parametrize(
+    ("path", "name", "verify"),
+    [
+        ("ipc", "model.layers.1.mlp.down_proj.weight", ""),
+        ("broadcast", "model.layers.0.self_attn.k_proj.weight", ""),
+        ("ipc", "model.layers.0.self_attn.v_proj.weight", "probe"),
+        ("ipc", "model.norm.weight", ""),
+    ],
+    ids=["ipc", "broadcast", "probe", "replicated"],
+)
+def test_a_tensor_that_one_rank_loses_is_noticed(
+    pair: Fleet, tiny: tuple[Any, Path], sabotage: Path, path: str, name: str, verify: str
+) -> None:
+    """The rank acknowledges it, and so does SGLang."""
+    publisher = pair.publisher("actor", trainer="test", path=path)
+    try:
+        model = changed(tiny[0], seed=sum(name.encode()))
+        how: dict[str, Any] = {"probe": Probe.of(model, PROMPTS, tolerance=1e-3), "verify": verify} if verify else {}
+        sabotage.write_text(f"drop-tensor:{name}@1")
+        try:
+            with pytest.raises(OperationFailed) as failed:
+                publisher.update(model, version=f"lost {name}", **how)
+        finally:
+            sabotage.unlink()
+        (stage,) = failed.value.operation.stage_results
+        assert stage.outcome == common.OUTCOME_DIRTY
+        assert stage.error.reason == (Reason.PROBE_MISMATCH if verify else Reason.DIGEST_MISMATCH).name
+        (now,) = pair.status().stages
+        assert now.report.state == common.STAGE_STATE_DIRTY
+        assert not now.routable
+        result = publisher.update(model, version="whole", **how)
+        (stage,) = result.operation.stage_results
+        assert stage.verified == (common.VERIFICATION_LEVEL_PROBE if verify else common.VERIFICATION_LEVEL_EXPECTED)
+        generates_like(pair, model, result.version)
+    finally:
+        publisher.close()

@@ -6,6 +6,8 @@ triton       an empty package in its place: every name can be imported, decorato
 torchvision  the wheel's compiled part belongs to a CUDA build of torch; the operators that its Python part registers
              for are declared, without a body, just before it is imported (beside a CPU build only).
 sgl_kernel   the package of that name beside this file.
+
+And one of SGLang's own modules is amended: its groups for handing weights on are bound to a GPU, which there is not.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
+
+import rlctl_sglang_sabotage as sabotage
 
 _TORCHVISION_OPERATORS = ("nms", "qnms")
 _LIBRARIES: list[Any] = []
@@ -66,10 +70,41 @@ class _Triton(_Empty):
         return 1 << max(number - 1, 0).bit_length()
 
 
+class _Amended(Loader):
+    """Loads a module that is really there, and changes it."""
+
+    def __init__(self, loader: Loader, amend: Callable[[types.ModuleType], None]) -> None:
+        self._loader = loader
+        self._amend = amend
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._amend(module)
+
+
+def _without_device(module: types.ModuleType) -> None:
+    """Groups of the module's are bound to no device."""
+    make = module.init_custom_process_group
+    module.init_custom_process_group = lambda *given, device_id=None, **named: make(*given, **named)  # noqa: ARG005
+
+
+_AMENDMENTS = {
+    "sglang.srt.model_executor.model_runner_components.weight_exporter": _without_device,
+    sabotage.MODULE: sabotage.amend,
+}
+
+
 class _StandIns(MetaPathFinder, Loader):
     """Finds the empty packages, and prepares what is really there."""
 
-    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, _target: object = None) -> ModuleSpec | None:
+        if name in _AMENDMENTS and (spec := PathFinder.find_spec(name, path)) is not None:
+            assert spec.loader is not None
+            spec.loader = _Amended(spec.loader, _AMENDMENTS[name])
+            return spec
         if name.partition(".")[0] == "triton":
             return ModuleSpec(name, self, is_package=True)
         if name == "torchvision" and not _LIBRARIES:
