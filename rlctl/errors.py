@@ -157,6 +157,11 @@ class Reason(enum.Enum):
     FIELD_REQUIRED = (InvalidRequest, "A required field is empty.", "")
     FIELD_INVALID = (InvalidRequest, "A field has a value that is not allowed.", "")
     FIELD_CONFLICT = (InvalidRequest, "Two fields exclude each other.", "")
+    TOPOLOGY_INVALID = (
+        InvalidRequest,
+        "A topology, or the flags that change it, cannot be run.",
+        "`rlctl validate FILE` checks it again; docs/topology.md has every key.",
+    )
     LENGTH_MISMATCH = (InvalidRequest, "Fields that run in parallel have different lengths.", "")
     UNKNOWN_ENUM_VALUE = (
         InvalidRequest,
