@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -135,10 +136,8 @@ class AsyncRollout:
         jobs = self._jobs(prompts, asking)
         samples = await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs))
         self._refuse_failed(samples)
-        groups: list[list[RolloutSample]] = [[] for _ in prompts]
-        for sample in samples:
-            groups[sample.group].append(sample)
-        return groups
+        n = len(samples) // max(len(prompts), 1)
+        return [samples[start : start + n] for start in range(0, len(samples), n or 1)]
 
     async def resume(
         self, samples: Sequence[RolloutSample], *, timeout_s: float = TIMEOUT_S, min_version: int = 0
@@ -216,12 +215,13 @@ class AsyncRollout:
             "top_logprobs_num": settings.pop("top_logprobs_num", 0),
             "engine_fields": settings.pop("engine_fields", None),
         }
-        jobs = []
-        for group, prompt in enumerate(prompts):
-            request = build_request(prompt, settings, **fields)
+        jobs: list[_Job] = []
+        for number, prompt in enumerate(prompts):
+            request, group = build_request(prompt, settings, **fields), uuid.uuid4().hex
             if self._resume == "continue":
                 check_continuable(request.sampling_params)
-            jobs += [_Job(begin(request, group=group, index=index, session_id=session)) for index in range(n)]
+            samples = (begin(request, prompt=number, index=i, group=group, session_id=session) for i in range(n))
+            jobs += map(_Job, samples)
         return jobs
 
     async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:

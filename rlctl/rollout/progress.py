@@ -142,16 +142,20 @@ class Progress:
         )
 
 
-def begin(request: GenerateRequest, *, group: int = 0, index: int = 0, session_id: str = "") -> RolloutSample:
-    """A sample of which nothing is had: number ``index`` of prompt ``group``, with a seed and a session of its own."""
+def begin(
+    request: GenerateRequest, *, prompt: int = 0, index: int = 0, group: str = "", session_id: str = ""
+) -> RolloutSample:
+    """A sample of which nothing is had, with a session and a seed of its own: number ``index`` of the call's prompt
+    number ``prompt``.
+    """
     mine = GenerateRequest()
     mine.CopyFrom(request)
     mine.sampling_params.n = 1
     if mine.sampling_params.HasField("seed"):
-        mine.sampling_params.seed = derived_seed(request.sampling_params.seed, group, index)
+        mine.sampling_params.seed = derived_seed(request.sampling_params.seed, prompt, index)
     mine.session_id = session_id or uuid.uuid4().hex
-    prompt = list(request.input_ids.ids)
-    return RolloutSample(mine, Sample(), prompt, (), mine.session_id, not session_id, group, index)
+    prompt_ids = list(request.input_ids.ids)
+    return RolloutSample(mine, Sample(), prompt_ids, (), mine.session_id, not session_id, group, index)
 
 
 def check_continuable(params: SamplingParams) -> None:

@@ -34,8 +34,8 @@ class RolloutSample:
         parts: the stages that it came from.
         session_id: what kept its turns on one stage.
         own_session: that session was made for this sample.
-        group: number of its prompt in the call.
-        index: number of the sample within its prompt's.
+        group: the same for all samples of one prompt of one call, and for no others.
+        index: number of the sample within its group.
         latest: sequence number of the model's latest version when it ended, as far as was known here.
         error: what cut it, if it was neither an abort nor a stop of the caller's.
     """
@@ -46,7 +46,7 @@ class RolloutSample:
     parts: Sequence[Part]
     session_id: str
     own_session: bool = False
-    group: int = 0
+    group: str = ""
     index: int = 0
     latest: int = 0
     error: RlctlError | None = None

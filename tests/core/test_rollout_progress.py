@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.errors import Reason, RlctlError
@@ -32,6 +32,7 @@ def said(
     return r.GenerateResponse(slot=slot, incarnation=1, samples=[sample])
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=6), st.integers(1, 30))
 def test_each_attempt_asks_for_what_is_missing_and_nothing_is_lost(attempts: list[list[int]], limit: int) -> None:
     progress = Progress(begin(request(max_new_tokens=limit, min_new_tokens=limit // 2)))
@@ -74,7 +75,7 @@ def test_what_the_engine_never_said_the_version_of_is_not_known() -> None:
 
 
 def test_a_sample_can_be_put_down_and_taken_up_again() -> None:
-    progress = Progress(begin(request(max_new_tokens=4), group=3, index=1, session_id="s"))
+    progress = Progress(begin(request(max_new_tokens=4), group="g", index=1, session_id="s"))
     progress.attempt(0)
     progress.take(said(1, 2))
     cut = progress.result(latest=1)
@@ -86,7 +87,7 @@ def test_a_sample_can_be_put_down_and_taken_up_again() -> None:
     assert (done.finish, done.output_ids, done.group, done.index, done.session_id) == (
         "length",
         [1, 2, 3, 4],
-        3,
+        "g",
         1,
         "s",
     )
@@ -124,7 +125,7 @@ def test_what_would_be_another_sample_is_not_continued(penalty: str) -> None:
 
 
 def test_every_sample_and_every_attempt_draws_on_its_own() -> None:
-    seeds = {begin(request(seed=5), group=g, index=i).request.sampling_params.seed for g in range(3) for i in range(3)}
+    seeds = {begin(request(seed=5), prompt=p, index=i).request.sampling_params.seed for p in range(3) for i in range(3)}
     assert len(seeds) == 9
     first = begin(request(seed=5))
     assert first.request.sampling_params.seed == begin(request(seed=5)).request.sampling_params.seed

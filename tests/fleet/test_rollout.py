@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +66,8 @@ async def test_samples_of_a_prompt_come_with_tokens_logprobs_and_versions(client
         [[51, 52, 53, 54]] * 3,
     ]
     samples = [sample for group in groups for sample in group]
-    assert [(s.group, s.index) for s in samples] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [s.index for s in samples] == [0, 1, 2, 0, 1, 2]
+    assert [len({s.group for s in group}) for group in (*groups, samples)] == [1, 1, 2]
     assert all(s.finished and s.finish == "length" and s.staleness == 0 for s in samples)
     assert all(s.logprobs == [-1.0] * 4 and sequences(s) == [1] * 4 for s in samples)
     assert len({s.session_id for s in samples}) == 6
@@ -299,6 +302,15 @@ async def test_a_caller_that_leaves_leaves_nothing_running(client: AsyncFleet, f
     await asyncio.gather(generating, return_exceptions=True)
     await eventually(lambda: not running(fleet))
     assert rollout._router.load.total() == 0
+
+
+async def test_the_code_of_the_page_runs(fleet: InProcessFleet) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollout.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    program = compile(code.replace("127.0.0.1:5080", fleet.server.address), "docs/rollout.md", "exec")
+    await asyncio.to_thread(exec, program, names)
+    assert len(names["finished"]) >= 4
 
 
 async def test_blocking_code_has_the_same(fleet: InProcessFleet) -> None:
