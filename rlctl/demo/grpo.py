@@ -80,7 +80,7 @@ class Trainer:
             for name in ("versions", "logprobs", "")
         )
         worst = 0.0
-        for version in versions[mask > 0].unique().tolist():
+        for version in sorted(set(versions[mask > 0].tolist())):
             if version not in self._past:
                 return float("inf")  # a version that was never trained, or is not known
             with torch.no_grad():

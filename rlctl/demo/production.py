@@ -60,12 +60,12 @@ class Production:
 
     def _begin(self, count: int, min_version: int) -> None:
         for problem in self._draw(count) if count > 0 else ():
-            asking = self._asking.copy()
+            asking = self._asking | {"min_version": min_version}
             if "seed" in asking:
                 asking["seed"] += self._begun
             self._begun += 1
             prompt = tiny.encode(problem.prompt)
-            work = self._rollout.aio.generate(prompt, min_version=min_version, **asking)
+            work = self._rollout.aio.generate(prompt, **asking)
             self._under_way[self._rollout.loop.submit(work)] = problem
 
     def _take(self, most: int, latest: int) -> list[Group]:

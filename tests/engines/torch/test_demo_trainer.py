@@ -35,6 +35,7 @@ def test_each_token_is_compared_under_the_weights_of_its_version() -> None:
     short = Rollout(prompt, output[:1], new[:1], versions=[2], reward=0.0, group=0)
     assert trainer.mismatch([mixed, short]) < 1e-4
     lie = dataclasses.replace(mixed, versions=[1, 2, 2, 2])
-    assert trainer.mismatch([lie, short]) == pytest.approx(abs(old[1] - new[1]), abs=1e-4) > 1e-3
+    assert trainer.mismatch([lie, short]) == pytest.approx(abs(old[1] - new[1]), abs=1e-4)
+    assert abs(old[1] - new[1]) > 1e-3
     unknown = dataclasses.replace(mixed, versions=[1, 1, 2, 0])
     assert trainer.mismatch([unknown]) == float("inf")
