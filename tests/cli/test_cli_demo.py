@@ -33,12 +33,19 @@ def on_terminal(*, width: int, height: int, steps: int) -> tuple[str, str]:
 
 def test_a_low_terminal_shows_the_newest_steps_and_all_of_them_at_the_end() -> None:
     live, end = on_terminal(width=120, height=24, steps=40)
-    last_frame = live[live.rindex("rollout reward") :]
+    last_frame = live[live.rindex("version") :]
     assert "step-40" in last_frame
     assert "step-23" in last_frame
     assert "step-22" not in last_frame
     assert len(last_frame.splitlines()) < 24
     assert all(f"step-{number} " in end for number in range(1, 41))
+
+
+def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
+    _, end = on_terminal(width=80, height=24, steps=40)
+    assert "…" not in end
+    row = next(line for line in end.splitlines() if "step-40" in line)
+    assert row.split()[:2] == ["40", "step-40"]
 
 
 def test_the_verdict_names_its_measure_and_is_broken_between_words_only() -> None:
