@@ -91,9 +91,9 @@ class Steps:
 class FakeEngine(Engine):
     """One rank of a fake engine.
 
-    Options: ``pace`` (seconds per token, default 0.001); ``delay`` (seconds that every ordered verb takes, default 0: so
-    that something can happen in the midst of an update); ``opaque`` ("said" or "unsaid": like an engine of others, it
-    cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
+    Options: ``pace`` (seconds per token, default 0.001); ``delay`` (seconds that every ordered verb takes, default 0:
+    so that something can happen in the midst of an update); ``opaque`` ("said" or "unsaid": like an engine of others,
+    it cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
     """
 
     name = "fake"
