@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -165,9 +166,20 @@ class Trainer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def signal(self, number: int) -> None:
-        if self._popen.poll() is None:
+    def signal(self, number: int, *, source: bool = False) -> None:
+        """Send a signal to the trainer, or to the process of it that sends the weights."""
+        if source:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._source, number)
+        elif self._popen.poll() is None:
             os.kill(self._popen.pid, number)
+
+    @property
+    def runs(self) -> bool:
+        return self._popen.poll() is None
+
+    def has_begun(self, label: str) -> bool:
+        return label in self._updates
 
     def wait(self, timeout_s: float) -> list[Update]:
         """Its updates, once it has ended. One that does not end in time is killed, which raises TimeoutExpired."""
@@ -185,6 +197,9 @@ class Trainer:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
             facts: dict[str, Any] = json.loads(line)
+            if "source" in facts:
+                self._source = facts["source"]
+                continue
             if label := facts.get("begun"):
                 update = self._updates[label] = Update(label, facts["time"], self._deadline_s)
                 self._history.updates.append(update)

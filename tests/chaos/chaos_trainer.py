@@ -1,8 +1,8 @@
 """A trainer as a process of its own: ``python chaos_trainer.py KIND ADDRESS DEADLINE_S LABEL...``.
 
-KIND "null" speaks the contract itself, to fake engines, whose weights become the label; "torch" sends the demo's model
-by the SDK's publisher, seeded by the number in the label. For each label it prints one JSON line as it begins and one as
-it has ended.
+KIND "null" speaks the contract itself, to fake engines, whose weights become the label. "torch" sends the demo's model
+by the SDK's publisher, seeded by the number in the label, from a second process, "source", which its first line names.
+For each label it prints one JSON line as it begins and one as it has ended.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import rlctl
 from rlctl.client.fleet import Fleet
+from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
+from rlctl.process import end_with_parent
 from rlctl.times import duration
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
@@ -25,6 +31,7 @@ from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT, Fence, Outcome, RequestHeade
 from rlctl.v1.results_pb2 import OperationState
 
 LEASE_S = 5.0
+PER_TENSOR_S = 0.05
 
 
 class NullTrainer:
@@ -93,29 +100,55 @@ class NullTrainer:
         remaining = max(0.1, ends - time.monotonic())
         return self._fleet.loop.call(self._fleet.aio.connection.call(method, request, remaining))
 
-    def close(self) -> None:
-        pass
+
+class Slowly:
+    """Weights that take a while to go through, so that something can happen meanwhile."""
+
+    def __init__(self, model: Any) -> None:
+        from rlctl.weights.source import as_source
+
+        self._source = as_source(model)
+
+    def metas(self) -> list[Any]:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        for pair in self._source.tensors():
+            time.sleep(PER_TENSOR_S)
+            yield pair
 
 
 class TorchTrainer:
-    """The SDK's publisher."""
+    """The SDK's publisher, in a trainer of two ranks, the second of which sends."""
 
-    def __init__(self, fleet: Fleet, deadline_s: float) -> None:
+    def __init__(self, fleet: Fleet | None, deadline_s: float, store: str = "") -> None:
         import torch
+        import torch.distributed as dist
 
         torch.set_num_threads(1)
-        self._publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         self._deadline_s = deadline_s
+        if fleet is not None:
+            store = str(Path(tempfile.mkdtemp(prefix="rlctl-chaos-")) / "store")
+            command = [sys.executable, __file__, "source", store, *sys.argv[3:]]
+            # Its standard input ends with this process, and it with that.
+            self._source = subprocess.Popen(command, stdin=subprocess.PIPE)
+            say(source=self._source.pid)
+        rank = int(fleet is None)
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        sends = None if fleet is not None else 0
+        self._publisher = rlctl.publisher(
+            fleet, "actor", trainer_group=dist.group.WORLD, source=sends, bucket_bytes=16 << 10
+        )
 
     def update(self, label: str) -> tuple[Any, int]:
         from rlctl.demo import tiny
 
         model = tiny.make(seed=int(label.rpartition("-")[2]))
-        result = self._publisher.update(model, version=label, deadline_s=self._deadline_s)
+        try:
+            result = self._publisher.update(Slowly(model), version=label, deadline_s=self._deadline_s)
+        except RuntimeError as error:  # of the trainer's own collectives, when a rank was killed
+            raise Reason.SOURCE_FAILED.error(str(error)) from error
         return result.operation, result.version.sequence
-
-    def close(self) -> None:
-        self._publisher.close()
 
 
 KINDS: dict[str, Callable[[Fleet, float], Any]] = {"null": NullTrainer, "torch": TorchTrainer}
@@ -141,18 +174,26 @@ def say(**facts: Any) -> None:
 
 def main() -> None:
     kind, address, deadline_s, *labels = sys.argv[1:]
-    with rlctl.connect(address) as fleet:
-        trainer = KINDS[kind](fleet, float(deadline_s))
+    if kind == "source":
+        end_with_parent()
+        source = TorchTrainer(None, float(deadline_s), store=address)
         for label in labels:
-            say(begun=label)
-            try:
-                outcome = said(*trainer.update(label))
-            except rlctl.OperationFailed as error:
-                outcome = said(error.operation, 0)
-            except rlctl.RlctlError as error:
-                outcome = {"state": "", "error": str(error)}
-            say(ended=label, **outcome)
-        trainer.close()
+            with contextlib.suppress(rlctl.RlctlError):
+                source.update(label)
+        os._exit(0)
+    fleet = rlctl.connect(address)
+    trainer = KINDS[kind](fleet, float(deadline_s))
+    for label in labels:
+        say(begun=label)
+        try:
+            outcome = said(*trainer.update(label))
+        except rlctl.OperationFailed as error:
+            outcome = said(error.operation, 0)
+        except rlctl.RlctlError as error:
+            outcome = {"state": "", "error": str(error)}
+        say(ended=label, **outcome)
+    # A group of which a rank was killed cannot be taken apart in order.
+    os._exit(0)
 
 
 if __name__ == "__main__":

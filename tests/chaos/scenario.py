@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from chaos_fleet import ChaosFleet, Clients, Trainer, until
@@ -18,6 +18,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1.fleet_pb2 import Fleet
 
 SETTLE_S = 60.0
+POLL_S = 0.01
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Fault:
     """What happens, to whom, when.
 
     Attributes:
-        victim: a process ("coordinator", "a", "a.1", "trainer"), or a stage whose links are meant.
+        victim: a process ("coordinator", "a", "a.1", "trainer", "source"), or a stage whose links are meant.
         kind: kill, stop (SIGSTOP), latency, blackhole or reset.
         phase: of the update, by :data:`PHASES`.
         lasts_s: until it is lifted, or the process started again.
@@ -66,7 +67,7 @@ def run(fleet: ChaosFleet, trainer_kind: str, history: History, fault: Fault, *,
     with Clients(fleet.address, history):
         trainer = Trainer(trainer_kind, fleet.address, history, [clean, struck], deadline_s)
         try:
-            _await_phase(fleet, clean, struck, fault.phase, deadline_s)
+            _await_phase(fleet, trainer, struck, fault.phase, deadline_s)
             _strike(fleet, trainer, fault)
         finally:
             trainer.wait(2 * deadline_s + 30)
@@ -79,36 +80,27 @@ def run(fleet: ChaosFleet, trainer_kind: str, history: History, fault: Fault, *,
     assert any(token.label == after for g in history.generations for token in g.tokens), "nobody was served afterwards"
 
 
-def _await_phase(fleet: ChaosFleet, clean: str, struck: str, phase: str, deadline_s: float) -> None:
-    """Wait until the second update has come to the phase: an update is open after the first one was published."""
-    begun = False
+def _await_phase(fleet: ChaosFleet, trainer: Trainer, struck: str, phase: str, deadline_s: float) -> None:
+    """Wait until the trainer's update has come to the phase, or further."""
     deadline = time.monotonic() + 2 * deadline_s
-    with fleet.connect() as client, closing(client.watch()) as events:
-        for _ in events:
+    with fleet.connect() as client:
+        while True:
+            begun = trainer.has_begun(struck)
             state = client.status()
-            latest = state.models[0].latest.label
-            begun = begun or (latest == clean and bool(state.models[0].update_id) and _settled_down(state, clean))
-            if latest == struck or (begun and PHASES[phase](state, struck)):
+            if begun and (state.models[0].latest.label == struck or PHASES[phase](state, struck)):
                 return
-            assert time.monotonic() < deadline, f"{struck} never came to {phase}:\n{state}"
-    raise AssertionError("the watch ended")
-
-
-def _settled_down(state: Fleet, clean: str) -> bool:
-    """Whether what is open is not the first update any more, which is over once its stages go on."""
-    return not any(
-        stage.report.update_committed and stage.report.weight_version.label == clean for stage in state.stages
-    )
+            assert trainer.runs and time.monotonic() < deadline, f"{struck} never came to {phase}:\n{state}"
+            time.sleep(POLL_S)  # a watch would not tell of the trainer's end
 
 
 def _strike(fleet: ChaosFleet, trainer: Trainer, fault: Fault) -> None:
     with ExitStack() as repairs:
         match fault.kind, fault.victim:
-            case "kill", "trainer":
-                trainer.signal(signal.SIGKILL)
-            case "stop", "trainer":
-                trainer.signal(signal.SIGSTOP)
-                repairs.callback(trainer.signal, signal.SIGCONT)
+            case "kill", "trainer" | "source" as who:
+                trainer.signal(signal.SIGKILL, source=who == "source")
+            case "stop", "trainer" | "source" as who:
+                trainer.signal(signal.SIGSTOP, source=who == "source")
+                repairs.callback(trainer.signal, signal.SIGCONT, source=who == "source")
             case "kill", name:
                 fleet.process(name).kill()
                 repairs.callback(fleet.revive, name)
