@@ -160,6 +160,39 @@ class Engine(abc.ABC):
         return [verb.name for verb in VERBS.values() if hasattr(cls, verb.method)]
 
 
+@dataclass(frozen=True)
+class KnownOptions:
+    """Settings that an engine takes.
+
+    Attributes:
+        names: all that may be given.
+        taken: those that rlctl sets itself, and what to write instead.
+        origin: whose they are, for messages: "SGLang 0.5".
+    """
+
+    names: frozenset[str]
+    taken: Mapping[str, str] = field(default_factory=dict)
+    origin: str = "the engine"
+
+
+def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
+    """The settings that the plug-in takes, from the entry point group ``rlctl.engines.options``.
+
+    The entry is a function of the settings given ("python" may say which installation is asked). None when there is
+    none, or the engine is not installed here: then nothing is known about them. The engine itself is not loaded.
+    """
+    for point in entry_points(group="rlctl.engines.options"):
+        if point.name == name:
+            known: KnownOptions | None = point.load()(given)
+            return known
+    return None
+
+
+def installed_engines() -> list[str]:
+    """Names of the plug-ins."""
+    return sorted({point.name for point in entry_points(group="rlctl.engines")})
+
+
 def brings_ranks(name: str) -> bool:
     """Whether the plug-in of this name has rank processes of its own; it is not loaded to find out."""
     return any(point.name == name for point in entry_points(group="rlctl.engines.own_ranks"))

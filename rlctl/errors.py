@@ -157,6 +157,11 @@ class Reason(enum.Enum):
     FIELD_REQUIRED = (InvalidRequest, "A required field is empty.", "")
     FIELD_INVALID = (InvalidRequest, "A field has a value that is not allowed.", "")
     FIELD_CONFLICT = (InvalidRequest, "Two fields exclude each other.", "")
+    TOPOLOGY_INVALID = (
+        InvalidRequest,
+        "A topology, or the flags that change it, cannot be run.",
+        "`rlctl validate FILE` checks it again; docs/topology.md has every key.",
+    )
     LENGTH_MISMATCH = (InvalidRequest, "Fields that run in parallel have different lengths.", "")
     UNKNOWN_ENUM_VALUE = (
         InvalidRequest,
@@ -242,7 +247,7 @@ class Reason(enum.Enum):
     DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
     BASE_MISMATCH = (
         PreconditionFailed,
-        "A delta's base is not the version that is there.",
+        "A delta's base, or what a partial update leaves as it is, is not the version that is there.",
         "Send a full update.",
     )
     PROBE_MISMATCH = (

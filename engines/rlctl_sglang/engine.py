@@ -13,6 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import ClassVar
 
+from rlctl_servers.checkpoints import Checkpoints
+from rlctl_servers.control import Control
+from rlctl_servers.generation import Requests
+from rlctl_servers.stamps import Stamps
+
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
@@ -23,9 +28,7 @@ from rlctl.weights.tensors import to_proto
 from rlctl_sglang import facts as facts_
 from rlctl_sglang import memory
 from rlctl_sglang.checking import Checker
-from rlctl_sglang.checkpoints import Checkpoints
-from rlctl_sglang.control import Control
-from rlctl_sglang.generation import Requests, Stamps
+from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.probing import Prober
@@ -50,7 +53,7 @@ class SGLangEngine(Engine):
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
         self._options = parse_options(config.options)
         self._on_failure = on_failure
-        self._checkpoints = Checkpoints(config.model_path, self._options.allowed_roots)
+        self._checkpoints = Checkpoints("SGLang", config.model_path, self._options.allowed_roots)
         if config.dtype == "auto":
             # SGLang's own "auto" holds a float32 checkpoint in half of its precision.
             config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
@@ -92,13 +95,14 @@ class SGLangEngine(Engine):
         self._updates = Updates(self._control, self._state, self._checkpoints, facts)
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
         limits = facts.limits(self._checkpoints.config)
-        self._requests = Requests(
+        native = Native(
             self._server.http,
             limits,
             self._stamps,
             incremental=facts.incremental,
             stopped=lambda: self._state.stopped,
         )
+        self._requests = Requests(native)
         # Others' requests would be answered while a probe makes the server go on.
         prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rlctl_servers.checkpoints import digest_of
+from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights.checkpoint import Checkpoint, open_checkpoint
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.tensors import TensorMeta
-from rlctl_sglang.checkpoints import digest_of
-from rlctl_sglang.control import Control
 from rlctl_sglang.exporting import Exporter
 from rlctl_sglang.parameters import Joining, Parameter, find_out
 

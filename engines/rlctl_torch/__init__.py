@@ -5,6 +5,18 @@ Correctness before speed, and nothing beyond continuous batching. :class:`TorchE
 :mod:`rlctl_torch.parallel` for loading and cutting models, :mod:`rlctl_torch.updates` for weight updates.
 """
 
-from rlctl_torch.engine import TorchEngine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlctl_torch.engine import TorchEngine
 
 __all__ = ["TorchEngine"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the engine when it is asked for: its settings can be read without it."""
+    if name != "TorchEngine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rlctl_torch.engine import TorchEngine
+
+    return TorchEngine

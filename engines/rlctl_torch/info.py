@@ -23,7 +23,7 @@ from rlctl.weights.identity import device_id, host_id
 from rlctl.weights.loaders import load_formats
 from rlctl.weights.tensors import dtype_name, to_proto
 from rlctl_torch import checker, memory, pausing
-from rlctl_torch.options import FLOAT_DTYPES
+from rlctl_torch.options import float_dtypes
 from rlctl_torch.rank import Rank
 
 
@@ -53,7 +53,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         pause_modes=pausing.PAUSE_MODES,
         transports=transports,
         verification=verification,
-        load_dtypes=[dtype_name(dtype) for dtype in (*FLOAT_DTYPES.values(), *([CODES] if rank.model.block else []))],
+        load_dtypes=[dtype_name(dtype) for dtype in (*float_dtypes(), *([CODES] if rank.model.block else []))],
         memory_tags=memory.TAGS,
         check_actions=checker.ACTIONS,
         cache_tiers=pausing.CACHE_TIERS,

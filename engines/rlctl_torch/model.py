@@ -27,7 +27,7 @@ from rlctl_torch import parallel
 from rlctl_torch.attention import IMPLEMENTATION, recording
 from rlctl_torch.block_fp8 import ScalePlace, compute_dequantised, expected_scales, hold_codes
 from rlctl_torch.kv_cache import LayerShape
-from rlctl_torch.options import FLOAT_DTYPES, float_dtype
+from rlctl_torch.options import float_dtype, float_dtypes
 from rlctl_torch.ranks import Broken, Ranks
 
 Place = Part | ScalePlace
@@ -247,7 +247,7 @@ def _check_architecture(config: Any) -> None:
 def _held_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
     if name != "auto":
         return float_dtype(name, "dtype")
-    if config.dtype in FLOAT_DTYPES.values():
+    if config.dtype in float_dtypes():
         return config.dtype  # type: ignore[no-any-return]
     floats = Counter(meta.dtype for meta in checkpoint.metas.values() if meta.dtype.is_floating_point)
     commonest = floats.most_common(1)[0][0] if floats else torch.float32

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-import torch
-
+from rlctl.engine import KnownOptions
 from rlctl.errors import Reason
 
-FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes that weights and KV entries may be held in, by name."""
+if TYPE_CHECKING:
+    import torch
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the dtypes that weights and KV entries may be held in."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,27 @@ def parse_options(given: Mapping[str, str]) -> Options:
     return Options(**values)  # type: ignore[arg-type]
 
 
+def known_options(given: Mapping[str, str]) -> KnownOptions:
+    """The settings by name. torch is not loaded."""
+    del given
+    return KnownOptions(frozenset(field.name for field in fields(Options)), origin="the torch engine")
+
+
+def float_dtypes() -> list[torch.dtype]:
+    """Those dtypes."""
+    return [float_dtype(name, "") for name in FLOAT_DTYPES]
+
+
 def float_dtype(text: str, field: str) -> torch.dtype:
     """The dtype of this name, with or without "torch."; raises FIELD_INVALID."""
-    dtype = FLOAT_DTYPES.get(text.removeprefix("torch."))
-    if dtype is None:
+    import torch
+
+    name = text.removeprefix("torch.")
+    if name not in FLOAT_DTYPES:
         raise Reason.FIELD_INVALID.error(
             f"{field} is {text!r}; the torch engine computes in {', '.join(FLOAT_DTYPES)}", field=field
         )
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

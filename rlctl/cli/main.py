@@ -31,7 +31,9 @@ SECTIONS = FLEET, VERBS, GENERATION, TOOLS, SERVERS = (
 )
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("rlctl.cli.up", "Start a fleet on this machine."),
+    "up": ("rlctl.cli.up", "Start a fleet on this machine, or change one that is up."),
+    "plan": ("rlctl.cli.plan", "Show what `up` would start and change."),
+    "validate": ("rlctl.cli.validate", "Check a topology file."),
     "down": ("rlctl.cli.down", "Take down a fleet that `up` started."),
     "status": ("rlctl.cli.status", "Show models and stages; -w follows them."),
     "get stages": ("rlctl.cli.get", "List the stages."),

@@ -84,6 +84,13 @@ def coordinator(
 @click.option("--advertise", default="", help="Host under which others reach this one.")
 @click.option("--weight-version", default="", help="Label of the model's first version.")
 @click.option("--frozen", is_flag=True, help="The model never receives weights.")
+@click.option(
+    "--worker-type",
+    default="regular",
+    show_default=True,
+    type=click.Choice(["regular", "prefill", "decode", "encoder"]),
+    help="What the engine is for.",
+)
 @_engine_options
 @_server_options
 def stage(
@@ -95,6 +102,7 @@ def stage(
     advertise: str,
     weight_version: str,
     frozen: bool,
+    worker_type: str,
     engine: str,
     model_path: str,
     tp_size: int,
@@ -126,6 +134,7 @@ def stage(
         coordinator=coordinator,
         weight_version=weight_version,
         frozen=frozen,
+        worker_type=worker_type,
         token=load_token(file=token_file),
         insecure=insecure,
     )

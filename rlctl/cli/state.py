@@ -38,6 +38,8 @@ class FleetState:
         endpoint: address of the coordinator; "" until it is known.
         directory: state directory: journal and logs.
         processes: pids of what it started, by name.
+        deployment: a :class:`rlctl.launch.deployment.Deployment` as data, what runs; {} until it is ready.
+        engines: where each engine is in its life, by slot.
     """
 
     name: str
@@ -47,6 +49,8 @@ class FleetState:
     endpoint: str
     directory: str
     processes: dict[str, int] = field(default_factory=dict)
+    deployment: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:

@@ -9,57 +9,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from rlctl.cli import state
+from rlctl.cli.apply import Request, listening
 from rlctl.cli.session import time_limit
 from rlctl.cli.settings import Settings
 from rlctl.cli.state import FleetState
 from rlctl.errors import Reason, RlctlError
-
-if TYPE_CHECKING:
-    from rlctl.launch.local import LocalFleet
+from rlctl.launch.deployment import Deployment
+from rlctl.launch.engine_run import BACKOFF_AT_MOST_S
 
 LOOK_S = 0.5
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A fleet to start.
-
-    Attributes:
-        name: its name; names the state directory.
-        directory: state directory.
-        checkpoint: directory of the checkpoint that every engine loads.
-        model: model that they serve.
-        engine: plug-in.
-        engines: how many.
-        tp_size: ranks of each.
-        listen: where the coordinator listens.
-        device: what the ranks compute on, "cpu" or "cuda".
-        options: settings of the plug-in.
-        insecure: bind where others can reach it though there is no token.
-    """
-
-    name: str
-    directory: Path
-    checkpoint: str
-    model: str
-    engine: str
-    engines: int
-    tp_size: int
-    listen: str
-    device: str = "cpu"
-    options: dict[str, str] = field(default_factory=dict)
-    insecure: bool = False
-
-    @property
-    def slots(self) -> list[str]:
-        """Slots that the engines fill."""
-        return [f"{self.model}-{index}" for index in range(self.engines)]
 
 
 class Stopped(BaseException):
@@ -70,8 +33,8 @@ class Stopped(BaseException):
         self.number = number
 
 
-def supervise(settings: Settings, plan: Plan, on_ready: Callable[[FleetState], None]) -> NoReturn:
-    """Start the fleet, hold it until a signal comes, take it down, exit with 128 + the signal's number.
+def supervise(settings: Settings, wanted: Deployment, on_ready: Callable[[FleetState], None]) -> NoReturn:
+    """Start the fleet, keep it as it is wanted until a signal comes, take it down, exit with 128 + its number.
 
     ``on_ready`` is told once every stage is routable. Raises OPERATION_CONFLICT when a fleet of this name is up, and
     what the launcher raises.
@@ -79,14 +42,14 @@ def supervise(settings: Settings, plan: Plan, on_ready: Callable[[FleetState], N
     try:
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(state.claimed(plan.name))
+                stack.enter_context(state.claimed(wanted.name))
             except BlockingIOError:
-                raise taken(plan.name) from None
+                raise taken(wanted.name) from None
             stack.enter_context(_stop_signals())
-            stack.callback(state.remove, plan.name)
-            _hold(settings, plan, on_ready)
+            stack.callback(state.remove, wanted.name)
+            _Supervisor(settings, wanted).hold(on_ready)
     except Stopped as stopped:
-        settings.say(f"Fleet {plan.name} is down.")
+        settings.say(f"Fleet {wanted.name} is down.")
         sys.exit(128 + stopped.number)
 
 
@@ -97,59 +60,145 @@ def taken(name: str) -> RlctlError:
     return Reason.OPERATION_CONFLICT.error(
         f"fleet {name!r} is up already{where}",
         field="name",
-        next_step=f"Take it down with `rlctl down --name {name}`, or choose another --name.",
+        next_step=f"`rlctl up FILE` changes it; `rlctl down --name {name}` ends it. Or choose another --name.",
     )
 
 
-def _hold(settings: Settings, plan: Plan, on_ready: Callable[[FleetState], None]) -> NoReturn:
-    from rlctl.launch.local import EngineSpec, LocalFleet, interrupted
+class _Supervisor:
+    """Holds a fleet."""
 
-    present = FleetState(plan.name, os.getpid(), state.identity(os.getpid()), state.STARTING, "", str(plan.directory))
-    state.write(present)
-    set_journal_aside(plan.directory)
-    fleet = LocalFleet(
-        [
-            EngineSpec(slot, plan.checkpoint, plan.model, plan.engine, plan.tp_size, plan.device, plan.options)
-            for slot in plan.slots
-        ],
-        directory=plan.directory,
-        listen=plan.listen,
-        token=settings.token,
-        insecure=plan.insecure,
-        on_progress=settings.say,
-    )
-    try:
-        with time_limit(settings.timeout_s, "starting the fleet"):
-            endpoint = fleet.start()
-        processes = {process.name: process.pid for process in fleet.processes}
-        present = dataclasses.replace(present, phase=state.READY, endpoint=endpoint, processes=processes)
-        state.write(present)
-        on_ready(present)
-        _watch(settings, fleet)
-    except Stopped:
-        if fleet.processes:  # else they were taken down while starting
-            settings.say(interrupted(len(fleet.processes)))
-        raise
-    finally:
-        fleet.stop()
+    def __init__(self, settings: Settings, wanted: Deployment) -> None:
+        from rlctl.launch.local import LocalFleet
 
+        self._settings = settings
+        self._wanted = wanted
+        self._asking: Request | None = None
+        directory = state.state_directory(wanted.name)
+        pid = os.getpid()
+        self._state = FleetState(wanted.name, pid, state.identity(pid), state.STARTING, "", str(directory))
+        self._told: dict[str, RlctlError] = {}
+        self._coordinator_at = 0.0
+        self._coordinator_failures = 0
+        self._fleet = LocalFleet(
+            wanted.engines,
+            directory=directory,
+            listen=wanted.listen,
+            token=settings.token,
+            insecure=wanted.insecure,
+            on_progress=self._say,
+            limits=wanted.limits,
+        )
 
-def _watch(settings: Settings, fleet: LocalFleet) -> NoReturn:
-    """Say which processes end. Raises ENGINE_FAILED when none is left."""
-    ended: set[str] = set()
-    while len(ended) < len(fleet.processes):
-        for process in fleet.processes:
-            if process.returncode is not None and process.name not in ended:
-                ended.add(process.name)
-                settings.say(f"Warning: {process.failure()}")
-                if process.name == "coordinator":
-                    journal = fleet.directory / "journal.db"
-                    settings.say(
-                        "  The stages serve until their lease runs out. Start it again: "
-                        f"rlctl coordinator --listen {fleet.address} --journal {journal}"
-                    )
-        time.sleep(LOOK_S)
-    raise Reason.ENGINE_FAILED.error("every process of the fleet has ended", next_step=f"See {fleet.directory}/logs.")
+    def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
+        from rlctl.launch.local import interrupted
+
+        fleet = self._fleet
+        state.write(self._state)
+        set_journal_aside(fleet.directory)
+        try:
+            with time_limit(self._settings.timeout_s, "starting the fleet"):
+                self._state = dataclasses.replace(self._state, endpoint=fleet.start())
+            with listening(fleet.directory) as requests:
+                self._tell_state(state.READY)
+                on_ready(self._state)
+                while True:
+                    self._look()
+                    request = requests.wait(LOOK_S)
+                    if request is not None:
+                        self._apply(request)
+        except Stopped:
+            if fleet.processes:  # else they were taken down while starting
+                self._settings.say(interrupted(len(fleet.processes)))
+            raise
+        finally:
+            fleet.stop()
+
+    def _apply(self, request: Request) -> None:
+        """Bring the fleet to what is wanted now. An engine that fails is tried again; the rest is left alone."""
+        wanted = request.deployment
+        fixed = [name for name in ("listen", "insecure") if getattr(wanted, name) != getattr(self._wanted, name)]
+        if fixed:
+            request.failed(
+                Reason.FIELD_CONFLICT.error(
+                    f"{fixed[0]} of a fleet that runs cannot change: it is {getattr(self._wanted, fixed[0])!r}",
+                    field=f"fleet.{fixed[0]}",
+                    next_step=f"`rlctl down --name {wanted.name}` first.",
+                )
+            )
+            return
+        self._wanted, self._asking = wanted, request
+        try:
+            self._fleet.limits = wanted.limits
+            self._fleet.want(wanted.engines)
+            self._fleet.settle()
+        except RlctlError as error:
+            self._say(f"Warning: {error}")
+            self._asking = None
+            request.failed(error)
+        else:
+            self._asking = None
+            self._tell_state(state.READY)
+            request.done(self._state)
+
+    def _look(self) -> None:
+        """Say what has ended, and start it again where that is wanted. Raises ENGINE_FAILED when nothing is left."""
+        fleet = self._fleet
+        self._look_at_coordinator()
+        fleet.look(restart=self._wanted.restart)
+        for slot, run in fleet.runs.items():
+            if run.error is not None and self._told.get(slot) is not run.error:
+                self._told[slot] = run.error
+                again = f"; starting again in {run.again_in_s:.0f} s" if self._wanted.restart else ""
+                self._say(f"Warning: {run.error}{again}")
+        self._tell_state(state.READY)
+        if not self._wanted.restart and fleet.all_ended:
+            raise Reason.ENGINE_FAILED.error(
+                "every process of the fleet has ended", next_step=f"See {fleet.directory}/logs."
+            )
+
+    def _look_at_coordinator(self) -> None:
+        fleet = self._fleet
+        ended = fleet.coordinator is not None and fleet.coordinator.returncode is not None
+        if not ended:
+            return
+        assert fleet.coordinator is not None
+        error = fleet.coordinator.failure()
+        if "coordinator" not in self._told:
+            self._told["coordinator"] = error
+            self._say(f"Warning: {error}")
+            journal = fleet.directory / "journal.db"
+            if not self._wanted.restart:
+                self._say(
+                    "  The stages serve until their lease runs out. Start it again: "
+                    f"rlctl coordinator --listen {fleet.address} --journal {journal}"
+                )
+            pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
+            self._coordinator_at = time.monotonic() + pause_s
+            self._coordinator_failures += 1
+        if self._wanted.restart and time.monotonic() >= self._coordinator_at:
+            del self._told["coordinator"]
+            with contextlib.suppress(RlctlError):  # told at the next look
+                fleet.restart_coordinator()
+                self._say(f"coordinator at {fleet.address} again; the fleet goes on")
+
+    def _tell_state(self, phase: str) -> None:
+        """Keep the state file true."""
+        fleet = self._fleet
+        fresh = dataclasses.replace(
+            self._state,
+            phase=phase,
+            processes={process.name: process.pid for process in fleet.processes},
+            engines={slot: run.phase.value for slot, run in fleet.runs.items()},
+            deployment={**self._wanted.data, "engines": [spec.data for spec in fleet.engines]},
+        )
+        if fresh != self._state:
+            self._state = fresh
+            state.write(fresh)
+
+    def _say(self, line: str) -> None:
+        self._settings.say(line)
+        if self._asking is not None:
+            self._asking.say(line)
 
 
 def set_journal_aside(directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import socket
@@ -11,98 +12,95 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlctl.cli import state
-from rlctl.cli.options import Command, pass_settings
+from rlctl.cli.options import pass_settings
 from rlctl.cli.output import View, show
 from rlctl.cli.settings import ENDPOINT, Settings
 from rlctl.cli.state import FleetState, state_directory
-from rlctl.cli.supervisor import Plan, supervise, taken
 from rlctl.cli.tables import Table, facts
-from rlctl.cli.types import pairs
+from rlctl.cli.topology import TopologyCommand, flags, options
 from rlctl.errors import Reason
 from rlctl.transport.addresses import refuse_insecure, split
+
+if TYPE_CHECKING:
+    from rlctl.cli.prepare import Prepared
+    from rlctl.launch.deployment import Deployment
 
 LOOK_S = 0.1
 STOP_S = 30.0
 _READY = "Ready."
 
 
-@click.command(cls=Command)
-@click.option(
-    "--hf-checkpoint",
-    "checkpoint",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, resolve_path=True),
-    metavar="DIR",
-    help="Checkpoint that every engine loads.",
-)
-@click.option(
-    "--rollout-num-gpus", "ranks", default=1, show_default=True, type=click.IntRange(1), help="Ranks of all engines."
-)
-@click.option(
-    "--rollout-num-gpus-per-engine",
-    "tp_size",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Tensor-parallel ranks of each engine.",
-)
-@click.option("--engine", default="torch", show_default=True, help="Engine plug-in.")
-@click.option("--model", default="actor", show_default=True, help="Model that the engines serve.")
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    type=click.Choice(["cpu", "cuda"]),
-    help="What the ranks compute on; cuda: one GPU each.",
-)
-@click.option("--listen", default=ENDPOINT, show_default=True, metavar="ADDRESS", help="Where the coordinator listens.")
-@click.option("--name", default="default", show_default=True, help="Name of the fleet on this machine.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in.  [repeatable]")
-@click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
+@click.command(cls=TopologyCommand)
+@options
 @click.option("-d", "--detach", is_flag=True, help="Leave a supervisor running and return when the fleet is ready.")
+@click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
 @pass_settings
 def up(
     settings: Settings,
-    checkpoint: str,
-    ranks: int,
-    tp_size: int,
-    engine: str,
-    model: str,
-    device: str,
-    listen: str,
-    name: str,
-    options: tuple[str, ...],
-    insecure: bool,
+    /,
+    file: Path | None,
     detach: bool,
+    deployment: Path | None,
+    **given: Any,
 ) -> None:
-    """Start a fleet on this machine: a coordinator, and the processes of every engine.
+    """Start a fleet on this machine from a topology file, or from flags: a coordinator, and every engine's processes.
 
-    In the foreground Ctrl-C takes it down; from another terminal `rlctl down` does. Journal and logs are kept in
-    XDG_STATE_HOME/rlctl/NAME; every start is a new fleet, the journal of the one before stays as journal.previous.db.
+    In the foreground Ctrl-C takes it down; from another terminal `rlctl down` does. When the fleet is up already, a
+    file is applied to it: engines are added, replaced one after another, or drained and removed; the others are not
+    touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME; every start is a new fleet, the journal of the one
+    before stays as journal.previous.db.
     """
-    engines = ranks // tp_size
-    if ranks % tp_size:
-        raise click.UsageError(
-            f"--rollout-num-gpus {ranks} is not divisible by --rollout-num-gpus-per-engine {tp_size}: "
-            f"{engines} {'engine leaves' if engines == 1 else 'engines leave'} {ranks % tp_size} over"
-        )
-    directory = state_directory(name)
-    plan = Plan(name, directory, checkpoint, model, engine, engines, tp_size, listen, device, pairs(options), insecure)
-    refuse_insecure(listen, token=settings.token, insecure=insecure)
-    if (running := state.read(name)) is not None and running.alive:
-        raise taken(name)
-    _refuse_used_port(listen)
+    from rlctl.cli.prepare import plan_view, prepare, token, warn
+    from rlctl.cli.supervisor import supervise, taken
+    from rlctl.launch.deployment import Deployment
+
+    if deployment is not None:
+        wanted = Deployment.of(json.loads(deployment.read_text()))
+        supervise(settings, wanted, lambda ready: _announce(settings, ready))
+    prepared = prepare(file, flags(given))
+    warn(settings, prepared.problems)
+    wanted = prepared.deployment
+    refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure)
+    if prepared.running is not None and file is None:
+        raise taken(wanted.name)
     if settings.dry_run:
-        show(settings, _plan_view(plan))
+        show(settings, plan_view(prepared))
         settings.say("Nothing was done.")
-    elif detach:
-        _detach(settings, plan)
+        return
+    prepared.refuse()
+    if (secret := token(settings, prepared.plan)) is not None:
+        os.environ["RLCTL_TOKEN"] = secret  # of the file; what is started here takes it from there
+        os.environ.pop("RLCTL_TOKEN_FILE", None)
+    if prepared.running is not None:
+        _change(settings, prepared, prepared.running)
+        return
+    _refuse_used_port(wanted.listen)
+    if detach:
+        _detach(settings, wanted)
     else:
-        supervise(settings, plan, lambda ready: _announce(settings, ready))
+        supervise(settings, wanted, lambda ready: _announce(settings, ready))
+
+
+def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
+    """Have the supervisor of the fleet that is up do it."""
+    from rlctl.cli.apply import apply
+    from rlctl.topology.diff import REMOVE, UNCHANGED, difference
+
+    changes = [change for change in difference(prepared.plan.specs, prepared.present) if change.action != UNCHANGED]
+    for change in changes:
+        why = f" ({', '.join(change.fields)})" if change.fields else ""
+        settings.say(f"{change.slot}: {change.action}{why}")
+    gone = [change.slot for change in changes if change.action == REMOVE]
+    if gone:
+        settings.confirm(f"Drain and remove {', '.join(gone)}?")
+    ready = apply(Path(running.directory), prepared.deployment, settings.say, timeout_s=settings.timeout_s)
+    show(settings, _state_view(ready))
+    settings.say(f"{_READY} {len(changes)} engine{'s' if len(changes) != 1 else ''} changed.")
 
 
 def _announce(settings: Settings, ready: FleetState) -> None:
@@ -110,14 +108,19 @@ def _announce(settings: Settings, ready: FleetState) -> None:
     settings.say(f"{_READY} Ctrl-C takes it down, and so does `rlctl down --name {ready.name}`.")
 
 
-def _detach(settings: Settings, plan: Plan) -> None:
+def _detach(settings: Settings, wanted: Deployment) -> None:
     """Start a supervisor in a session of its own, tell what it tells until the fleet is ready."""
-    log = plan.directory / "logs" / "supervisor.log"
+    directory = state_directory(wanted.name)
+    log = directory / "logs" / "supervisor.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    deployment = directory / "deployment.json"
+    deployment.write_text(json.dumps(wanted.data, indent=2))
+    arguments = ["--timeout", f"{settings.timeout_s}s"] if settings.timeout_s else []
+    arguments += ["up", "--deployment", str(deployment)]
     environment = {**os.environ, **({"RLCTL_TOKEN": settings.token} if settings.token else {})}
     with log.open("w") as output, log.open() as lines:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "rlctl", *_arguments(settings, plan)],
+            [sys.executable, "-m", "rlctl", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=output,
@@ -136,7 +139,7 @@ def _detach(settings: Settings, plan: Plan) -> None:
                 tell()
                 if ended:
                     raise SystemExit(supervisor.returncode if supervisor.returncode > 0 else 1)
-                ready = state.read(plan.name)
+                ready = state.read(wanted.name)
                 if ready is not None and ready.pid == supervisor.pid and ready.phase == state.READY:
                     break
                 time.sleep(LOOK_S)
@@ -150,18 +153,6 @@ def _detach(settings: Settings, plan: Plan) -> None:
             raise
     show(settings, _state_view(ready))
     settings.say(f"{_READY} `rlctl down --name {ready.name}` takes it down.")
-
-
-def _arguments(settings: Settings, plan: Plan) -> list[str]:
-    """The command line of the supervisor: the same fleet in the foreground."""
-    arguments = ["--timeout", f"{settings.timeout_s}s"] if settings.timeout_s else []
-    arguments += ["up", "--hf-checkpoint", plan.checkpoint, "--engine", plan.engine, "--model", plan.model]
-    arguments += ["--rollout-num-gpus", str(plan.engines * plan.tp_size)]
-    arguments += ["--rollout-num-gpus-per-engine", str(plan.tp_size)]
-    arguments += ["--device", plan.device, "--listen", plan.listen, "--name", plan.name]
-    for key, value in plan.options.items():
-        arguments += ["--option", f"{key}={value}"]
-    return [*arguments, "--insecure"] if plan.insecure else arguments
 
 
 def _refuse_used_port(listen: str) -> None:
@@ -195,22 +186,10 @@ def _state_view(ready: FleetState) -> View:
         ]
     )
     processes = Table(
-        ("PROCESS", "PID", "LOG"),
-        [[name, str(pid), str(logs / f"{name}.log")] for name, pid in ready.processes.items()],
+        ("PROCESS", "PID", "STATE", "LOG"),
+        [
+            [name, str(pid), ready.engines.get(name, ""), str(logs / f"{name}.log")]
+            for name, pid in ready.processes.items()
+        ],
     )
     return View(asdict(ready), lambda _: [about, processes], lambda: [ready.endpoint])
-
-
-def _plan_view(plan: Plan) -> View:
-    data = {**asdict(plan), "directory": str(plan.directory), "slots": plan.slots}
-    about = facts(
-        [
-            ("Fleet", plan.name),
-            ("Coordinator", plan.listen),
-            ("State", str(plan.directory)),
-            ("Options", " ".join(f"{key}={value}" for key, value in plan.options.items())),
-        ]
-    )
-    rows = [[slot, plan.model, plan.engine, str(plan.tp_size), plan.checkpoint] for slot in plan.slots]
-    engines = Table(("SLOT", "MODEL", "ENGINE", "TP", "CHECKPOINT"), rows)
-    return View(data, lambda _: [about, engines], lambda: plan.slots)

@@ -1,1 +1,2 @@
-"""Starting a fleet: local processes. (One small interface; other launchers join it here.)"""
+"""Starting a fleet. What an engine's life is (:mod:`rlctl.launch.engine_run`) stands apart from where its processes run
+(:class:`rlctl.launch.launcher.Launcher`): local ones, :mod:`rlctl.launch.processes`; other launchers join there."""

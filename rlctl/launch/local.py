@@ -1,56 +1,35 @@
-"""A fleet of processes on this machine: a coordinator, and for every engine its ranks."""
+"""A fleet of processes: a coordinator and engines, kept as they are wanted.
+
+:meth:`LocalFleet.want` says which engines there are to be, :meth:`LocalFleet.look` brings the fleet a step nearer to
+that: new engines are started beside those that serve, changed ones are replaced one after another of each model, those
+that are not wanted any more are disabled, drained and stopped. The same steps start a fleet and restart what has ended.
+"""
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rlctl.client.fleet import Fleet, connect
-from rlctl.engine import brings_ranks
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.processes import STOP_S, Process, stop_all
+from rlctl.launch.engine_run import START_S, EngineRun, Limits, Phase
+from rlctl.launch.launcher import Launched, Launcher
+from rlctl.launch.local_launcher import LocalLauncher
+from rlctl.launch.processes import STOP_S, stop_all
+from rlctl.launch.spec import EngineSpec
+from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
+from rlctl.v1.fleet_pb2 import Stage
 
-START_S = 300.0
+__all__ = ["EngineSpec", "LocalFleet", "interrupted"]
+
 READY_S = 60.0
 POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One engine to start.
-
-    Attributes:
-        slot: stable name, "actor-0".
-        model_path: directory of its checkpoint.
-        model: model that it serves.
-        engine: plug-in.
-        tp_size: ranks.
-        device: "cpu", or "cuda": then the ranks of a fleet take this machine's GPUs in order, one each.
-        options: the plug-in's settings.
-        environment: additional environment variables of its ranks.
-        frozen: the model receives no weights.
-    """
-
-    slot: str
-    model_path: str
-    model: str = "actor"
-    engine: str = "torch"
-    tp_size: int = 1
-    device: str = "cpu"
-    options: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    frozen: bool = False
-
-
-def _followers(spec: EngineSpec) -> range:
-    """Ranks that are processes of ours beside rank 0."""
-    return range(1, 1 if brings_ranks(spec.engine) else spec.tp_size)
+CALL_S = 5.0
 
 
 def interrupted(processes: int) -> str:
@@ -74,22 +53,29 @@ class LocalFleet:
         insecure: bool = False,
         on_progress: Callable[[str], None] = lambda _: None,
         module: str = "rlctl",
+        limits: Limits | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None.
 
         ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
-        it must do what that does, and may do more.
+        it must do what that does, and may do more. ``launcher``: where they run; None: on this machine.
         """
-        self.engines = list(engines)
+        self.engines = _placed(engines)
         self.address = ""
-        self.processes: list[Process] = []
+        self.runs: dict[str, EngineRun] = {}
+        self.coordinator: Launched | None = None
         self._temporary = tempfile.TemporaryDirectory(prefix="rlctl-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else Path(str(directory))
         self._listen = listen
         self._token = token
-        self._insecure = insecure
         self._say = on_progress
-        self._module = module
+        self.limits = limits or Limits(heal_s=READY_S)
+        logs = self.directory / "logs"
+        self._launcher: Launcher = launcher or LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._client: Fleet | None = None
+        self._disabled: set[str] = set()
+        """Slots that were disabled to be drained, so that whatever fills them next is enabled again."""
 
     def __enter__(self) -> Self:
         """Start."""
@@ -103,13 +89,22 @@ class LocalFleet:
         self._tell_of_interrupt(error)
         self.stop()
 
+    @property
+    def processes(self) -> list[Launched]:
+        """Every process, the coordinator first."""
+        coordinator = [self.coordinator] if self.coordinator is not None else []
+        return [*coordinator, *(process for run in self.runs.values() for process in run.processes)]
+
     def start(self) -> str:
         """Start everything and wait until every stage is routable; returns the coordinator's address.
 
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log; then all are stopped.
         """
         try:
-            self._start()
+            (self.directory / "logs").mkdir(parents=True, exist_ok=True)
+            self._start_coordinator(self._listen)
+            self._say(f"coordinator at {self.address}")
+            self.settle()
         except BaseException as error:
             self._tell_of_interrupt(error)
             self.stop()
@@ -118,24 +113,24 @@ class LocalFleet:
 
     def stop(self) -> None:
         """End every process: engines first, while there is a coordinator that they can take leave of."""
-        engines = [process for process in self.processes if process.name != "coordinator"]
-        for process in [*stop_all(engines), *stop_all(self.processes)]:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        engines = [process for run in self.runs.values() for process in run.processes]
+        for process in [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]:
             self._say(
                 f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; see {process.log}"
             )
-        self.processes.clear()
+        self.runs.clear()
+        self.coordinator = None
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def _tell_of_interrupt(self, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, Exception):
-            self._say(interrupted(len(self.processes)))
 
     def connect(self) -> Fleet:
         """A client of the fleet."""
         return connect(self.address, token=self._token)
 
-    def process(self, name: str) -> Process:
+    def process(self, name: str) -> Launched:
         """One of the processes: "coordinator", "actor-0" (rank 0), "actor-0.1" (rank 1)."""
         return next(process for process in self.processes if process.name == name)
 
@@ -144,84 +139,199 @@ class LocalFleet:
 
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log.
         """
-        spec = next(spec for spec in self.engines if spec.slot == slot)
-        names = [slot, *(f"{slot}.{rank}" for rank in _followers(spec))]
-        old = [process for process in self.processes if process.name in names]
-        stop_all(old)
-        self.processes = [process for process in self.processes if process not in old]
-        followers = [self._rank(spec, rank) for rank in _followers(spec)]
-        self._rank(spec, 0, [process.announced(START_S)["address"] for process in followers]).announced(START_S)
+        old = self.runs[slot]
+        stop_all(old.processes)
+        run = self.runs[slot] = self._run(old.spec)
+        run.start()
+        while run.phase not in (Phase.HEALING, Phase.READY):
+            if run.error is not None:
+                raise run.error
+            time.sleep(POLL_S)
+            run.advance(None)
 
-    def _start(self) -> None:
-        (self.directory / "logs").mkdir(parents=True, exist_ok=True)
-        coordinator = self._spawn(
-            "coordinator",
-            ["coordinator", "--listen", self._listen, "--journal", str(self.directory / "journal.db")],
-        )
-        self.address = coordinator.announced(START_S)["address"]
-        self._say(f"coordinator at {self.address}")
-        followers = {spec.slot: [self._rank(spec, rank) for rank in _followers(spec)] for spec in self.engines}
-        leaders = []
+    def restart_coordinator(self) -> None:
+        """Start it again at its address, with its journal, after it has ended."""
+        if self.coordinator is not None:
+            self.coordinator.wait()
+        self._start_coordinator(self.address)
+
+    # What is wanted, and the way there.
+
+    def want(self, engines: Sequence[EngineSpec]) -> None:
+        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone."""
+        self.engines = _placed(engines)
         for spec in self.engines:
-            addresses = [process.announced(START_S)["address"] for process in followers[spec.slot]]
-            leaders.append(self._rank(spec, 0, addresses))
-            self._say(f"{spec.slot}: loading {spec.model_path} (engine {spec.engine}, TP {spec.tp_size})")
-        for leader in leaders:
-            facts = leader.announced(START_S)
-            self._say(f"{leader.name}: ready at {facts['address']}, rollout at {facts['rollout_address']}")
-        self._await_routable()
+            run = self.runs.get(spec.slot)
+            if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
+                run.stop()  # nothing is to be drained
 
-    def _rank(self, spec: EngineSpec, rank: int, followers: Sequence[str] = ()) -> Process:
-        arguments = [
-            *("--engine", spec.engine, "--model-path", spec.model_path),
-            *("--rank", str(rank)) * bool(rank),
-            *("--tp-size", str(spec.tp_size), "--device", self._device(spec, rank)),
-        ]
-        for name, value in spec.options.items():
-            arguments += ["--option", f"{name}={value}"]
-        if rank:
-            return self._spawn(f"{spec.slot}.{rank}", ["worker", *arguments], spec.environment)
-        arguments += ["--slot", spec.slot, "--model", spec.model, "--coordinator", self.address]
-        for address in followers:
-            arguments += ["--follower", address]
-        if spec.frozen:
-            arguments.append("--frozen")
-        return self._spawn(spec.slot, ["stage", *arguments], spec.environment)
-
-    def _device(self, spec: EngineSpec, rank: int) -> str:
-        if spec.device != "cuda":
-            return spec.device
-        before = self.engines[: self.engines.index(spec)]
-        return f"cuda:{sum(other.tp_size for other in before if other.device == 'cuda') + rank}"
-
-    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> Process:
-        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
-        if self._token:
-            variables["RLCTL_TOKEN"] = self._token
-        if self._insecure:
-            arguments = [*arguments, "--insecure"]
-        process = Process(name, arguments, self.directory / "logs" / f"{name}.log", variables, self._module)
-        self.processes.append(process)
-        return process
-
-    def _await_routable(self) -> None:
-        deadline = time.monotonic() + READY_S
-        wanted = {spec.slot for spec in self.engines}
-        with self.connect() as fleet:
-            while True:
-                stages = {stage.registration.slot: stage for stage in fleet.status().stages}
-                waiting = sorted(slot for slot in wanted if slot not in stages or not stages[slot].routable)
-                if not waiting:
-                    return
-                for process in self.processes:
-                    if process.returncode is not None:
-                        raise process.failure()
-                if time.monotonic() > deadline:
-                    raise self._not_ready(waiting)
-                time.sleep(POLL_S)
-
-    def _not_ready(self, waiting: Sequence[str]) -> RlctlError:
-        return Reason.DEADLINE_EXCEEDED.error(
-            f"not routable after {READY_S:g} s: {', '.join(waiting)}",
-            next_step=f"See {self.directory / 'logs'}.",
+    @property
+    def settled(self) -> bool:
+        """Whether everything that is wanted is ready, and nothing else runs."""
+        wanted = {spec.slot: spec for spec in self.engines}
+        return self.runs.keys() == wanted.keys() and all(
+            run.phase is Phase.READY and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
         )
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether none of its processes runs any more."""
+        return all(process.returncode is not None for process in self.processes)
+
+    def settle(self) -> None:
+        """Look until everything is as wanted.
+
+        Raises what the first engine that fails has failed with; the others go on, and it is up to the caller what
+        becomes of it.
+        """
+        for run in self.runs.values():
+            run.forgive()
+        while True:
+            self.look(restart=True)
+            if self.settled:
+                return
+            self._refuse_failed()
+            time.sleep(POLL_S)
+
+    def look(self, *, restart: bool = False) -> None:
+        """One step for every engine. Raises nothing for one that fails: :attr:`runs` tell.
+
+        ``restart``: engines that have failed are started again when their back-off is over.
+        """
+        wanted = {spec.slot: spec for spec in self.engines}
+        stages = self._stages()
+        for slot, run in list(self.runs.items()):
+            spec = wanted.get(slot)
+            if spec is None or (run.spec.differs(spec) and self._may_replace(run, wanted)):
+                self._leave(run, stages)
+            self._enable(run, stages)
+            run.advance(stages.get(slot), idle=run.phase is Phase.DRAINING and self._idle(slot, stages))
+            if restart:
+                run.again()
+            if run.phase is Phase.GONE:
+                del self.runs[slot]
+                self._say(f"{slot}: stopped")
+        for spec in self.engines:
+            if spec.slot not in self.runs and not self._gpus_held(spec):
+                run = self.runs[spec.slot] = self._run(spec)
+                run.start()
+
+    def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
+        """Take it out of routing before it is drained."""
+        slot = run.spec.slot
+        if run.phase is Phase.READY and slot in stages:
+            if not stages[slot].enabled:
+                run.drain()
+            elif self._asked(lambda client: client.set_enabled([slot], False)):
+                self._disabled.add(slot)
+                run.drain()
+        else:
+            run.drain()
+
+    def _enable(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
+        slot = run.spec.slot
+        if slot in self._disabled and run.phase is Phase.HEALING and slot in stages and (
+            stages[slot].registration.address == run.leader.facts["address"]
+        ) and self._asked(lambda client: client.set_enabled([slot], True)):  # fmt: skip
+            self._disabled.discard(slot)
+
+    def _may_replace(self, run: EngineRun, wanted: Mapping[str, EngineSpec]) -> bool:
+        """One of a model after the other, so that the others serve meanwhile; a failed one is in nobody's way."""
+        if run.phase is not Phase.READY:
+            return True
+        return all(
+            other.phase in (Phase.READY, Phase.FAILED)
+            for slot, other in self.runs.items()
+            if other.spec.model == run.spec.model and slot in wanted
+        ) and all(
+            slot in self.runs or self._gpus_held(spec) for slot, spec in wanted.items() if spec.model == run.spec.model
+        )
+
+    def _gpus_held(self, spec: EngineSpec) -> bool:
+        """Whether another engine still has one of its GPUs."""
+        if spec.device != "cuda":
+            return False
+        return any(run.spec.device == "cuda" and set(run.spec.gpus) & set(spec.gpus) for run in self.runs.values())
+
+    def _run(self, spec: EngineSpec) -> EngineRun:
+        return EngineRun(spec, self._launcher, self.address, self.limits, self._say)
+
+    def _start_coordinator(self, listen: str) -> None:
+        arguments = ["coordinator", "--listen", listen, "--journal", str(self.directory / "journal.db")]
+        self.coordinator = self._launcher.launch("coordinator", arguments, {}, gpus=(), cpus=0)
+        self.address = self.coordinator.announced(START_S)["address"]
+
+    def _refuse_failed(self) -> None:
+        if self.coordinator is not None and self.coordinator.returncode is not None:
+            raise self.coordinator.failure()
+        for run in self.runs.values():
+            if run.error is not None:
+                raise run.error
+
+    # What the coordinator says.
+
+    def _stages(self) -> dict[str, Stage]:
+        """What is known of the slots; asked only while somebody waits for it."""
+        asking = (Phase.HEALING, Phase.DRAINING)
+        settled = self.settled
+        if settled or not any(run.phase in asking or run.phase is Phase.READY for run in self.runs.values()):
+            return {}
+        fleet = self._status()
+        return {stage.registration.slot: stage for stage in fleet.stages} if fleet is not None else {}
+
+    def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
+        """Whether nothing runs there, and no update counts on it."""
+        fleet = self._status()
+        if fleet is None or slot not in stages:
+            return False
+        model = next((m for m in fleet.models if m.name == stages[slot].registration.model), None)
+        if model is not None and model.update_id:
+            return False
+        loads: list[int] = []
+
+        def ask(client: Fleet) -> None:
+            from rlctl.v1.verbs_pb2 import GetLoadsRequest
+
+            operation = client.call(GetLoadsRequest(), slots=[slot], timeout_s=CALL_S)
+            loads.extend(
+                rank.loads.running + rank.loads.waiting
+                for result in operation.stage_results
+                for rank in result.rank_results
+                if rank.HasField("loads")
+            )
+
+        return self._asked(ask) and not any(loads)
+
+    def _status(self) -> FleetMessage | None:
+        found: list[FleetMessage] = []
+        self._asked(lambda client: found.append(client.status()))
+        return found[0] if found else None
+
+    def _asked(self, ask: Callable[[Fleet], object]) -> bool:
+        """Ask the coordinator; False when it does not answer, and is asked again at the next look."""
+        try:
+            if self._client is None:
+                self._client = self.connect()
+            ask(self._client)
+        except RlctlError as error:
+            if error.reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
+                raise
+            return False
+        return True
+
+    def _tell_of_interrupt(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._say(interrupted(len(self.processes)))
+
+
+def _placed(engines: Sequence[EngineSpec]) -> list[EngineSpec]:
+    """Engines with GPUs: those that were given none take the next ones."""
+    placed = []
+    following = max((max(spec.gpus, default=-1) for spec in engines if spec.device == "cuda"), default=-1) + 1
+    for spec in engines:
+        if spec.device == "cuda" and not spec.gpus:
+            placed.append(replace(spec, gpus=tuple(range(following, following + spec.ranks))))
+            following += spec.ranks
+        else:
+            placed.append(spec)
+    return placed

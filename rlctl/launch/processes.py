@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.launch.launcher import Launched
 from rlctl.process import ANNOUNCEMENT
 
 STOP_S = 10.0
@@ -26,9 +27,18 @@ class Process:
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], module: str = "rlctl"
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        module: str = "rlctl",
+        cpus: Sequence[int] = (),
     ) -> None:
-        """Start ``rlctl ARGUMENTS``; ``module`` is run in its place, and is to do what it does."""
+        """Start ``rlctl ARGUMENTS``; ``module`` is run in its place, and is to do what it does.
+
+        ``cpus``: cores that it is bound to, with all of its threads and children; none: not bound.
+        """
         self.name = name
         self.log = log
         self.facts: dict[str, str] = {}
@@ -42,6 +52,9 @@ class Process:
                 env={**os.environ, **environment},
                 process_group=0,  # Ctrl-C is for the launcher, which ends its processes in order
             )
+        if cpus:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already, and is told by that
+                os.sched_setaffinity(self._popen.pid, cpus)
         self._reader = threading.Thread(target=self._read, name=f"announcements of {name}", daemon=True)
         self._reader.start()
 
@@ -114,15 +127,17 @@ class Process:
         self._announced.set()
 
 
-def stop_all(processes: Sequence[Process]) -> list[Process]:
-    """End processes together, last started first; returns those that had to be killed because they did not end.
+def end(process: Launched) -> None:
+    """Ask it to end. One that has not announced itself is killed: while it imports torch it would not react."""
+    if process.serves:
+        process.terminate()
+    else:
+        process.kill()
 
-    One that has not announced itself yet is killed at once: while it imports torch it would not react for seconds.
-    """
+
+def stop_all(processes: Sequence[Launched]) -> list[Launched]:
+    """End processes together, last started first; returns those that had to be killed because they did not end."""
     for process in reversed(processes):
-        if process.serves:
-            process.terminate()
-        else:
-            process.kill()
+        end(process)
     deadline = time.monotonic() + STOP_S
     return [process for process in reversed(processes) if process.wait(max(0.1, deadline - time.monotonic()))]

@@ -29,7 +29,7 @@ from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
-from rlctl.v1 import rollout_pb2, stage_pb2
+from rlctl.v1 import common_pb2, rollout_pb2, stage_pb2
 from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -64,6 +64,7 @@ class StageConfig:
         coordinator: address of the coordinator, or "" when one will come and attach by itself.
         weight_version: label of the model's first version.
         frozen: the model never receives weights.
+        worker_type: what the engine is for: regular, prefill, decode or encoder.
         token: bearer token that guards every service and is sent to every peer.
         insecure: bind where others can reach it though there is no token.
     """
@@ -79,6 +80,7 @@ class StageConfig:
     coordinator: str = ""
     weight_version: str = ""
     frozen: bool = False
+    worker_type: str = "regular"
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
 
@@ -269,6 +271,7 @@ class StageServer:
             model_digest=info.model_digest,
             weight_version=self.config.weight_version,
             frozen=self.config.frozen,
+            worker_type=common_pb2.WorkerType.Value(f"WORKER_TYPE_{self.config.worker_type.upper()}"),
         )
 
     # Its place with the coordinator.

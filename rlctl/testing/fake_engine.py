@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
 from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import differing
 from rlctl.v1 import rollout_pb2 as rollout
@@ -86,6 +86,12 @@ class Steps:
                 else:
                     future.set_exception(error)
         return self.number
+
+
+def known_options(given: Mapping[str, str]) -> KnownOptions:
+    """The settings by name."""
+    del given
+    return KnownOptions(frozenset({"pace", "opaque"}), origin="the fake engine")
 
 
 class FakeEngine(Engine):

@@ -73,15 +73,41 @@ def interface_of(host: str) -> str:
         return ""
     if address.version == 6:
         return _ipv6_interfaces().get(address.packed.hex(), "")
+    return next((name for name, found in _ipv4_addresses().items() if found == str(address)), "")
+
+
+def address_on(interface: str) -> str:
+    """This machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
+
+    Raises FIELD_INVALID, naming what there is, when it has none there.
+    """
+    addresses = {str(ipaddress.IPv6Address(bytes.fromhex(raw))): name for raw, name in _ipv6_interfaces().items()}
+    found = {**{address: name for name, address in _ipv4_addresses().items()}, **addresses}
+    for address, name in found.items():
+        if "/" in interface:
+            network = ipaddress.ip_network(interface, strict=False)
+            parsed = ipaddress.ip_address(address)
+            if parsed.version == network.version and parsed in network:
+                return address
+        elif name == interface:
+            return address
+    there = ", ".join(f"{name} {address}" for address, name in found.items())
+    raise Reason.FIELD_INVALID.error(
+        f"this machine has no address on {interface}; there are: {there}", field="interface"
+    )
+
+
+def _ipv4_addresses() -> dict[str, str]:
+    """IPv4 address by interface."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            if answer[20:24] == address.packed:
-                return name
-    return ""
+            found[name] = str(ipaddress.IPv4Address(answer[20:24]))
+    return found
 
 
 def _ipv6_interfaces() -> dict[str, str]:

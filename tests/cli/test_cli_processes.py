@@ -251,8 +251,8 @@ def test_a_process_that_dies_is_told_and_the_others_stay(up: list[str]) -> None:
     os.kill(fleet["processes"]["coordinator"], signal.SIGKILL)
     said = read_until(process.stderr, "Warning:")
     assert "coordinator ended with -9" in said
-    again = read_until(process.stderr, "Start it again:")
-    assert f"rlctl coordinator --listen {fleet['endpoint']}" in again
+    again = read_until(process.stderr, "coordinator at")
+    assert f"coordinator at {fleet['endpoint']} again" in again
     assert process.poll() is None
     process.terminate()
     assert finish(process)[0] == 143

@@ -19,7 +19,7 @@ def up(checkpoint: Callable[[str], str]) -> list[str]:
 def test_ranks_must_be_divisible_by_those_of_an_engine(cli: Cli, up: list[str]) -> None:
     ran = cli(*up, "--rollout-num-gpus", "5", "--rollout-num-gpus-per-engine", "2")
     assert ran.code == 2
-    assert "--rollout-num-gpus 5 is not divisible by --rollout-num-gpus-per-engine 2: 2 engines leave 1 over" in ran.err
+    assert "5 is not divisible by num_gpus_per_engine 2: 2 engines leave 1 over" in ran.err
     ran = cli(*up, "--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2")
     assert "1 engine leaves 1 over" in ran.err
 
@@ -42,8 +42,8 @@ def test_bad_arguments_are_usage_errors(cli: Cli, up: list[str], arguments: list
 
 def test_a_dry_run_says_what_would_be_started(cli: Cli, up: list[str], tmp_path: Path) -> None:
     plan = cli(*up, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2", "--dry-run", "-o", "json").data
-    assert plan["slots"] == ["actor-0", "actor-1"]
-    assert plan["tp_size"] == 2
+    assert [engine["slot"] for engine in plan["engines"]] == ["actor-0", "actor-1"]
+    assert {engine["tp_size"] for engine in plan["engines"]} == {2}
     assert not (tmp_path / "state").exists()
     shown = cli(*up, "--model", "ref", "--dry-run", "--option", "pace=0.1")
     assert "ref-0" in shown.out

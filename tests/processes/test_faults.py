@@ -20,7 +20,6 @@ from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
-from rlctl.launch.processes import Process
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 from rlctl.v1.fleet_pb2 import Stage
@@ -168,9 +167,7 @@ def test_a_killed_coordinator_comes_back_to_the_same_fleet(tmp_path: Path, check
         old = local.process("coordinator")
         old.kill()
         old.wait()
-        arguments = ["coordinator", "--listen", local.address, "--journal", str(local.directory / "journal.db")]
-        local.processes.append(Process("coordinator again", arguments, tmp_path / "log", {}))
-        local.processes[-1].announced(30)
+        local.restart_coordinator()
         seconds_until(fleet, lambda stages: bool(stages) and stages[0].routable)
         status = fleet.status()
         assert status.header.fleet_epoch == 2

@@ -16,8 +16,8 @@ from rlctl.bench.weights.peers import Peers
 from rlctl.bench.weights.shapes import ONE_LAYER, QWEN3_0_6B, Shape, Synthetic, save
 from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher, UpdateResult
+from rlctl.launch.launcher import Launched
 from rlctl.launch.local import EngineSpec, LocalFleet
-from rlctl.launch.processes import Process
 
 OPTIONS = {"max_total_tokens": "256", "max_running": "4"}
 """No requests run: the KV cache is kept small."""
@@ -40,7 +40,7 @@ class Running:
     publisher: Publisher
     source: Synthetic
     checkpoint: str
-    engines: list[Process]
+    engines: list[Launched]
     peers: Peers
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 

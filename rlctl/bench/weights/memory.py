@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlctl.launch.processes import Process
+from rlctl.launch.launcher import Launched
 
 
 @contextlib.contextmanager
-def peaks(processes: Sequence[Process]) -> Iterator[list[int]]:
+def peaks(processes: Sequence[Launched]) -> Iterator[list[int]]:
     """Fills the list with each process's peak during the block, in bytes above what it held before."""
     extra: list[int] = []
     # 5: forget the peak, so that it is counted anew from what is held now (proc(5)).
@@ -21,7 +21,7 @@ def peaks(processes: Sequence[Process]) -> Iterator[list[int]]:
     extra += [_status(process, "VmHWM") - held for process, held in zip(processes, before, strict=True)]
 
 
-def _status(process: Process, name: str) -> int:
+def _status(process: Launched, name: str) -> int:
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

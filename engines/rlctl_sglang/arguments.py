@@ -1,0 +1,101 @@
+"""Which arguments the installed SGLang has, read from its source: nothing of it is imported or run.
+
+Arguments are fields annotated ``A[type, ...]`` in ``srt/arg_groups/fields`` (SGLang 0.5.20 and later), and
+``add_argument`` calls in ``srt/server_args.py`` (all of them, in older ones).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlctl.engine import KnownOptions
+from rlctl.errors import RlctlError
+from rlctl_sglang.options import NODES, OURS, TAKEN, Options, interpreter
+
+_INSTEAD = {
+    **dict.fromkeys(("tp_size", "tp", "tensor_parallel_size"), "write num_gpus_per_engine"),
+    **dict.fromkeys(("host", "port"), "servers bind a free port on loopback, behind their stage server"),
+    "model_path": "write the model's model_path",
+    "device": "write the group's device",
+    "dtype": "write the model's dtype",
+    **dict.fromkeys(("api_key", "admin_api_key"), "each server gets keys of its own"),
+}
+
+
+def known_options(given: Mapping[str, str]) -> KnownOptions | None:
+    """The settings of the SGLang that ``given["python"]`` (else the environment) leads to; None: it is not there."""
+    try:
+        python = interpreter(Options(python=given.get("python", "")))
+    except RlctlError:
+        return None
+    return _of_installation(python)
+
+
+@functools.cache
+def _of_installation(python: str) -> KnownOptions | None:
+    for source in sorted(Path(python).parent.parent.glob("lib/python*/site-packages/sglang/srt")):
+        names: set[str] = set()
+        renamed: dict[str, str] = {}
+        for file in (source / "server_args.py", *sorted(source.glob("arg_groups/fields/*.py"))):
+            try:
+                tree = ast.parse(file.read_text())
+            except (OSError, SyntaxError):
+                continue
+            names |= set(_added(tree))
+            for field, called in _declared(tree):
+                names |= set(called)
+                if field not in called:
+                    renamed[field] = f"SGLang's argument is called {called[0]}"
+        if names:
+            taken = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
+            taken |= dict.fromkeys(NODES, "a server over several nodes is not launched; attach to it with external:")
+            names = (names - taken.keys()) | set(OURS)
+            return KnownOptions(frozenset(names), {**renamed, **taken}, f"SGLang {_version(source)}".strip())
+    return None
+
+
+def _declared(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
+    """(field, names of its argument), for fields that are arguments."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        hint = node.annotation
+        if not (isinstance(hint, ast.Subscript) and isinstance(hint.value, ast.Name) and hint.value.id == "A"):
+            continue
+        settings = {
+            keyword.arg: keyword.value
+            for call in ast.walk(hint)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Arg"
+            for keyword in call.keywords
+        }
+        if "no_cli" in settings:
+            continue
+        called = [*_texts(settings.get("cli_name")), *_texts(settings.get("aliases"))]
+        field = node.target.id
+        yield field, called if "cli_name" in settings else [field, *called]
+
+
+def _added(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            for argument in node.args:
+                yield from _texts(argument)
+
+
+def _texts(node: ast.AST | None) -> list[str]:
+    """Names of arguments written in an expression."""
+    found = ast.walk(node) if node is not None else ()
+    return [
+        part.value.removeprefix("--").replace("-", "_")
+        for part in found
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.startswith("--")
+    ]
+
+
+def _version(source: Path) -> str:
+    for information in source.parent.parent.glob("sglang-*.dist-info"):
+        return information.name.removeprefix("sglang-").removesuffix(".dist-info")
+    return ""

@@ -1,0 +1,152 @@
+"""How ``rlctl up FILE`` reaches the supervisor of a fleet that runs: a socket in its state directory.
+
+One request is one line of JSON, the deployment that is wanted; the answers are lines, ``{"say": ...}`` as it goes and
+at the end ``{"state": ...}`` or ``{"error": ...}``. Who asks may leave; what was begun goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from rlctl.cli.state import FleetState
+from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.launch.deployment import Deployment
+from rlctl.v1.common_pb2 import ErrorDetail
+
+SOCKET = "control.sock"
+READ_S = 5.0
+
+
+class Request:
+    """What somebody wants of the fleet."""
+
+    def __init__(self, connection: socket.socket, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self._connection = connection
+
+    def say(self, line: str) -> None:
+        """Tell how it goes."""
+        self._send({"say": line})
+
+    def done(self, state: FleetState) -> None:
+        """It is as it was wanted."""
+        self._send({"state": dataclasses.asdict(state)})
+        self._connection.close()
+
+    def failed(self, error: RlctlError) -> None:
+        """It is not."""
+        detail = {
+            "reason": error.reason.name,
+            "message": error.message,
+            "field": error.field,
+            "next_step": error.next_step,
+        }
+        self._send({"error": detail})
+        self._connection.close()
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has left
+            self._connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+class Requests:
+    """The supervisor's end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+
+    def wait(self, timeout_s: float) -> Request | None:
+        """The next request, if one comes in time."""
+        self._listener.settimeout(timeout_s)
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return None
+        connection.settimeout(READ_S)
+        try:
+            with connection.makefile("rb") as lines:
+                deployment = Deployment.of(json.loads(lines.readline()))
+        except (OSError, ValueError, TypeError, KeyError):
+            connection.close()
+            return None
+        return Request(connection, deployment)
+
+
+@contextlib.contextmanager
+def listening(directory: Path) -> Iterator[Requests]:
+    """Listen in a state directory; for this user only."""
+    path = directory / SOCKET
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener, _short(path) as name:
+        listener.bind(name)
+        path.chmod(0o600)
+        listener.listen(8)
+        try:
+            yield Requests(listener)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def apply(
+    directory: Path, deployment: Deployment, say: Callable[[str], None], *, timeout_s: float | None = None
+) -> FleetState:
+    """Have the supervisor bring its fleet to what is wanted; returns the fleet's state then.
+
+    Raises what the supervisor refuses with or an engine fails with, OPERATION_CONFLICT when it is not ready to be
+    asked, DEADLINE_EXCEEDED after ``timeout_s`` without a word: it goes on all the same.
+    """
+    with socket.socket(socket.AF_UNIX) as connection, _short(directory / SOCKET) as name:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(name)
+        except OSError:
+            raise Reason.OPERATION_CONFLICT.error(
+                f"fleet {deployment.name!r} is still starting, or going down",
+                next_step="Try again when `rlctl up` has said Ready.",
+            ) from None
+        try:
+            connection.sendall(json.dumps(deployment.data).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                return _follow(lines, say)
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"nothing was heard for {timeout_s:g} s; the supervisor goes on", next_step="`rlctl status` shows it."
+            ) from None
+        except OSError:
+            raise _ended() from None
+
+
+def _follow(lines: IO[bytes], say: Callable[[str], None]) -> FleetState:
+    for line in lines:
+        answer = json.loads(line)
+        if "say" in answer:
+            say(answer["say"])
+        elif "state" in answer:
+            return FleetState(**answer["state"])
+        elif "error" in answer:
+            raise from_detail(ErrorDetail(**answer["error"]))
+    raise _ended()
+
+
+def _ended() -> RlctlError:
+    return Reason.UNREACHABLE.error("the supervisor has ended; the fleet is down", next_step="See its log.")
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """The path, or, as a socket's may have about 100 bytes only, one through an open directory."""
+    if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").exists():
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)

@@ -1,0 +1,210 @@
+"""What a topology file and its flags come to on this machine: the plan, what changes, what stands in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlctl.cli import state
+from rlctl.cli.output import View
+from rlctl.cli.settings import MACHINE_FORMATS, Settings
+from rlctl.cli.tables import Table, facts
+from rlctl.errors import Reason
+from rlctl.launch.deployment import Deployment
+from rlctl.launch.devices import gpu_count
+from rlctl.launch.engine_run import Limits
+from rlctl.launch.spec import EngineSpec
+from rlctl.topology import support
+from rlctl.topology.diff import Change, difference
+from rlctl.topology.flags import Flags
+from rlctl.topology.load import loaded
+from rlctl.topology.plan import Plan
+from rlctl.topology.plan import plan as make_plan
+from rlctl.topology.problems import Problem, Problems, invalid
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a file and its flags come to on this machine.
+
+    Attributes:
+        plan: what is to run.
+        problems: warnings.
+        running: the fleet of that name that is up, or None.
+    """
+
+    plan: Plan
+    problems: Problems
+    running: state.FleetState | None
+
+    @property
+    def present(self) -> dict[str, EngineSpec]:
+        """Engines that run, by slot."""
+        if self.running is None or not self.running.deployment:
+            return {}
+        return {spec.slot: spec for spec in Deployment.of(self.running.deployment).engines}
+
+    @property
+    def deployment(self) -> Deployment:
+        """What a supervisor is told."""
+        topology = self.plan.topology
+        return Deployment(
+            name=topology.name,
+            listen=topology.listen,
+            engines=tuple(self.plan.specs),
+            insecure=topology.insecure,
+            restart=topology.restart,
+            limits=Limits(
+                heal_s=topology.heal_timeout_s, drain_s=topology.drain_timeout_s, backoff_s=topology.backoff_s
+            ),
+        )
+
+    def obstacles(self) -> list[Problem]:
+        """Why it cannot be run here, and now: what this version cannot, and what this machine lacks."""
+        return [
+            *support.unsupported(self.plan),
+            *support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))),
+        ]
+
+    def refuse(self) -> None:
+        """Raise UNSUPPORTED, or TOPOLOGY_INVALID for what this machine lacks, with every reason."""
+        if found := support.unsupported(self.plan):
+            lines = "\n  ".join(map(str, found))
+            raise Reason.UNSUPPORTED.error(
+                lines, field=found[0].key, next_step="docs/topology.md says what can be run."
+            )
+        if found := support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))):
+            raise invalid(found)
+
+
+def prepare(file: Path | None, given: Flags) -> Prepared:
+    """Read, resolve and plan. Raises TOPOLOGY_INVALID with everything that is wrong."""
+    topology, problems = loaded(file, given)
+    running = state.read(topology.name)
+    if running is not None and not running.alive:
+        running = None
+    models = tuple(dataclasses.replace(model, model_path=_absolute(model.model_path)) for model in topology.models)
+    topology = dataclasses.replace(topology, models=models)
+    bind = ""
+    if topology.interface:
+        from rlctl.weights.interfaces import address_on
+
+        bind = address_on(topology.interface)
+    prepared = Prepared(make_plan(topology, gpus=gpu_count(), bind=bind), problems, running)
+    plan = make_plan(topology, gpus=gpu_count(), running=prepared.present, bind=bind)
+    return dataclasses.replace(prepared, plan=plan)
+
+
+def token(settings: Settings, plan: Plan) -> str | None:
+    """The bearer token: of the file's token_file, else as for every command. Raises FIELD_INVALID."""
+    if plan.topology.token_file:
+        from rlctl.transport.auth import load_token
+
+        return load_token({}, file=str(Path(plan.topology.token_file).expanduser()))
+    return settings.token
+
+
+def warn(settings: Settings, problems: Problems) -> None:
+    """Tell the warnings to people; in JSON they are part of the plan."""
+    if settings.output in MACHINE_FORMATS:
+        return
+    for problem in problems.in_order():
+        if problem.warning:
+            settings.say(str(problem))
+
+
+def plan_tables(plan: Plan, changes: Sequence[Change], obstacles: Sequence[Problem], *, wide: bool) -> list[Table]:
+    """The plan for people. ``changes``: against a fleet that runs; none: there is none."""
+    topology = plan.topology
+    about = facts(
+        [
+            ("Fleet", topology.name),
+            ("Coordinator", topology.listen),
+            ("Launcher", topology.launcher),
+            ("Interface", topology.interface),
+            ("GPUs", f"{topology.num_gpus} on {plan.nodes} node{'s' if plan.nodes > 1 else ''} of "
+                     f"{topology.num_gpus_per_node}" if topology.num_gpus else ""),
+        ]
+    )  # fmt: skip
+    models = Table(
+        ("MODEL", "UPDATABLE", "ENGINES", "RANKS", "WORLD", "ROUTER", "GATEWAY", "CHECKPOINT"),
+        [
+            [
+                model.name, "yes" if model.update_weights else "no", str(model.engines), str(model.ranks),
+                str(model.world_size or ""), model.router_policy, model.gateway, model.model_path,
+            ]
+            for model in plan.models
+        ],
+        frozenset({"ROUTER", "GATEWAY"}),
+    )  # fmt: skip
+    actions = {change.slot: change for change in changes}
+    rows = []
+    for engine in plan.engines:
+        spec = engine.spec
+        change = actions.get(spec.slot)
+        rows.append(
+            [
+                spec.slot, change.action if change else "", ",".join(change.fields) if change else "", spec.model,
+                spec.worker_type, spec.engine, f"{spec.tp_size}" + (f"x{spec.pp_size}" if spec.pp_size > 1 else ""),
+                "attached" if spec.attached else spec.device, _places([(r.node, r.gpu) for r in engine.ranks]),
+                str(engine.rank_offset or ""), " ".join(f"{key}={value}" for key, value in spec.options.items()),
+            ]
+        )  # fmt: skip
+    rows += [[c.slot, c.action, *[""] * 9] for c in changes if c.action == "remove"]
+    rows += [
+        [name, "", "", "", "placeholder", "", "", "", _places(cells), "", ""] for name, cells in plan.reserved.items()
+    ]
+    engines = Table(
+        ("SLOT", "CHANGE", "WHY", "MODEL", "TYPE", "ENGINE", "TP", "DEVICE", "NODE:GPU", "OFFSET", "OPTIONS"),
+        rows,
+        frozenset({"CHANGE", "WHY", "OPTIONS"}),
+    )
+    tables = [about, models, engines]
+    if wide:
+        ranks = [
+            [spec_rank, str(r.tp), str(r.pp), r.stage, f"{r.node}:{r.gpu}"]
+            for engine in plan.engines
+            for r in engine.ranks
+            for spec_rank in [f"{engine.spec.slot}.{r.rank}"]
+        ]
+        commands = [[name, command] for engine in plan.engines for name, command in engine.commands.items()]
+        tables += [Table(("RANK", "TP", "PP", "STAGE", "NODE:GPU"), ranks), Table(("PROCESS", "COMMAND"), commands)]
+    if obstacles:
+        tables.append(Table(("",), [[str(problem)] for problem in obstacles], title="Cannot be run here:"))
+    return tables
+
+
+def _places(cells: Sequence[tuple[int, int]]) -> str:
+    """0:0-3,1:0-3."""
+    runs: list[list[int]] = []
+    for node, gpu in cells:
+        if runs and runs[-1][0] == node and runs[-1][2] == gpu - 1:
+            runs[-1][2] = gpu
+        else:
+            runs.append([node, gpu, gpu])
+    return ",".join(f"{node}:{first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
+
+
+def _absolute(path: str) -> str:
+    """A directory that is there, absolute; anything else as it was written."""
+    found = Path(path).expanduser()
+    return str(found.resolve()) if path and found.is_dir() else path
+
+
+def plan_view(prepared: Prepared) -> View:
+    """The plan, to print."""
+    changes = difference(prepared.plan.specs, prepared.present) if prepared.running is not None else []
+    obstacles = prepared.obstacles()
+    data = {
+        **prepared.plan.data,
+        "changes": [{"slot": c.slot, "action": c.action, "fields": list(c.fields)} for c in changes],
+        "warnings": [problem.data for problem in prepared.problems.in_order()],
+        "obstacles": [problem.data for problem in obstacles],
+    }
+    return View(
+        data,
+        lambda wide: plan_tables(prepared.plan, changes, obstacles, wide=wide),
+        lambda: [spec.slot for spec in prepared.plan.specs],
+    )

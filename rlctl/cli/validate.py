@@ -1,0 +1,46 @@
+"""``rlctl validate``: everything that is wrong with a topology file, at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlctl.cli.exits import Exit
+from rlctl.cli.options import pass_settings
+from rlctl.cli.output import View, show
+from rlctl.cli.settings import Settings
+from rlctl.cli.tables import prose
+from rlctl.cli.topology import TopologyCommand, flags, options
+
+
+@click.command(cls=TopologyCommand)
+@options
+@click.option("--json-schema", is_flag=True, help="Print the JSON Schema of such files, for editors, instead.")
+@pass_settings
+def validate(settings: Settings, /, file: Path | None, json_schema: bool, **given: Any) -> None:
+    """Check a topology file, and the flags that go with it. Starts nothing, asks nobody.
+
+    Every problem has its line, its key, what was expected. Arguments of engines are checked against the engine that is
+    installed here. Exit code 2 when there is an error; warnings do not count.
+    """
+    from rlctl.topology.json_schema import schema
+    from rlctl.topology.load import load
+
+    if json_schema:
+        click.echo(json.dumps(schema(), indent=2))
+        return
+    topology, problems = load(file, flags(given))
+    found = problems.in_order()
+    if found or settings.output not in ("table", "wide"):
+        lines = [str(problem) for problem in found]
+        show(settings, View([problem.data for problem in found], lambda _: [prose(lines)], lambda: lines))
+    errors = len(problems.errors)
+    if topology is None or errors:
+        settings.say(f"{errors} error{'s' if errors != 1 else ''}")
+        sys.exit(Exit.USAGE)
+    engines = sum(group.engines for model in topology.models for group in model.groups)
+    settings.say(f"valid: {len(topology.models)} models, {engines} engines, {topology.num_gpus} GPUs")

@@ -1,0 +1,244 @@
+"""One engine's life: started, loaded, healed, ready, drained, gone; and started again when it ends by itself.
+
+:meth:`EngineRun.advance` does what can be done now and returns; nobody waits inside of it longer than a look at a
+process takes. What an engine is waiting for is therefore always known, and many go through it side by side.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.launcher import Launched, Launcher
+from rlctl.launch.processes import STOP_S, end
+from rlctl.launch.spec import EngineSpec, rank_arguments
+from rlctl.v1.fleet_pb2 import Stage
+
+START_S = 300.0
+BACKOFF_AT_MOST_S = 60.0
+TELL_S = 1.0
+STEADY_S = 60.0
+"""An engine that was ready for so long has its back-off forgotten."""
+
+
+class Phase(enum.Enum):
+    """Where an engine is in its life."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    LOADING = "loading"
+    HEALING = "healing"
+    READY = "ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    GONE = "gone"
+
+
+ALIVE = (Phase.STARTING, Phase.LOADING, Phase.HEALING, Phase.READY)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long what may take, seconds.
+
+    Attributes:
+        start_s: from the start of a process until it has announced itself.
+        heal_s: from then until the stage is routable.
+        drain_s: for requests to end before an engine is stopped.
+        backoff_s: before the first attempt after a failure; doubles.
+    """
+
+    start_s: float = START_S
+    heal_s: float = 300.0
+    drain_s: float = 60.0
+    backoff_s: float = 1.0
+
+
+class EngineRun:
+    """One engine.
+
+    Attributes:
+        spec: how it is started.
+        phase: where it is.
+        processes: those that were started and not seen to have ended.
+        error: why it failed last, or None.
+        replaced: it is stopped so that another one may take its slot.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, launcher: Launcher, coordinator: str, limits: Limits, say: Callable[[str], None]
+    ) -> None:
+        self.spec = spec
+        self.phase = Phase.WAITING
+        self.processes: list[Launched] = []
+        self.error: RlctlError | None = None
+        self.failures = 0
+        self._launcher = launcher
+        self._coordinator = coordinator
+        self._limits = limits
+        self._say = say
+        self._since = time.monotonic()
+        self._again_at = 0.0
+        self._quiet_looks = 0
+        self._told = False
+
+    # What it is told.
+
+    def start(self) -> None:
+        """Start its processes: the followers, or rank 0 where there are none."""
+        spec = self.spec
+        self._enter(Phase.STARTING)
+        try:
+            for rank in spec.followers:
+                self._launch(rank, rank_arguments(spec, rank, self._coordinator))
+        except RlctlError as error:
+            self._fail(error)
+            return
+        self.advance(None)
+
+    def drain(self) -> None:
+        """Let requests end, then stop it. Whoever calls this sees to it that no new ones come."""
+        if self.phase in (Phase.DRAINING, Phase.STOPPING, Phase.GONE):
+            return
+        if self.phase is Phase.READY:
+            self._say(f"{self.spec.slot}: draining")
+            self._quiet_looks = 0
+            self._enter(Phase.DRAINING)
+        else:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ask its processes to end; they are killed when they do not."""
+        if self.phase in (Phase.STOPPING, Phase.GONE):
+            return
+        for process in reversed(self.processes):
+            if process.returncode is None:
+                end(process)
+        self._enter(Phase.STOPPING)
+
+    def again(self) -> None:
+        """After a failure: start anew once its back-off is over."""
+        if self.phase is Phase.FAILED and not self._reap() and time.monotonic() >= self._again_at:
+            self._say(f"{self.spec.slot}: starting again (attempt {self.failures + 1})")
+            self.start()
+
+    def forgive(self) -> None:
+        """Forget its failures: it is tried again at once."""
+        self.error = None
+        self.failures = 0
+        self._again_at = 0.0
+
+    # What becomes of it.
+
+    def advance(self, stage: Stage | None, *, idle: bool = False) -> None:
+        """Do what can be done now. ``stage``: what the coordinator knows of the slot; ``idle``: nothing runs on it."""
+        if self.phase in ALIVE and (ended := self._ended()) is not None:
+            self._fail(ended.failure())
+        match self.phase:
+            case Phase.STARTING:
+                if all(process.serves for process in self.processes):
+                    followers = [process.facts["address"] for process in self.processes]
+                    self._enter(Phase.LOADING)
+                    try:
+                        self._launch(0, rank_arguments(self.spec, 0, self._coordinator, followers))
+                    except RlctlError as error:
+                        self._fail(error)
+                    else:
+                        self._say(f"{self.spec.slot}: {_loading(self.spec)}")
+                else:
+                    self._limit(self._limits.start_s, "its followers did not come up")
+            case Phase.LOADING:
+                if self.leader.serves:
+                    self._told = False
+                    self._enter(Phase.HEALING)
+                else:
+                    self._limit(self._limits.start_s, "it did not load")
+            case Phase.HEALING:
+                facts = self.leader.facts
+                if stage is not None and stage.routable and stage.registration.address == facts["address"]:
+                    self._say(f"{self.spec.slot}: ready at {facts['address']}, rollout at {facts['rollout_address']}")
+                    self._enter(Phase.READY)
+                else:
+                    why = (stage.not_routable if stage is not None else "") or "not registered"
+                    if not self._told and time.monotonic() - self._since > TELL_S:
+                        self._say(f"{self.spec.slot}: loaded, healing ({why})")
+                        self._told = True
+                    self._limit(self._limits.heal_s, f"it is not routable: {why}")
+            case Phase.READY:
+                if time.monotonic() - self._since > STEADY_S:
+                    self.failures = 0
+            case Phase.DRAINING:
+                # Twice, as a client that picked it just before may still be on its way.
+                self._quiet_looks = self._quiet_looks + 1 if idle else 0
+                if self._quiet_looks > 1 or self._ended() is not None:
+                    self.stop()
+                elif time.monotonic() - self._since > self._limits.drain_s:
+                    self._say(f"{self.spec.slot}: requests still run after {self._limits.drain_s:g} s; they are ended")
+                    self.stop()
+            case Phase.STOPPING:
+                if not self._reap():
+                    self._enter(Phase.GONE)
+
+    @property
+    def leader(self) -> Launched:
+        """The process of rank 0."""
+        return next(process for process in self.processes if process.name == self.spec.slot)
+
+    @property
+    def again_in_s(self) -> float:
+        """After a failure: seconds until it is tried again."""
+        return max(0.0, self._again_at - time.monotonic())
+
+    def _launch(self, rank: int, arguments: Sequence[str]) -> None:
+        spec = self.spec
+        process = self._launcher.launch(
+            spec.process(rank), arguments, spec.environment, gpus=spec.gpus, cpus=spec.cpus(rank)
+        )
+        self.processes.append(process)
+
+    def _ended(self) -> Launched | None:
+        return next((process for process in self.processes if process.returncode is not None), None)
+
+    def _limit(self, limit_s: float, why: str) -> None:
+        if time.monotonic() - self._since > limit_s:
+            log = self.processes[-1].log if self.processes else "its log"
+            self._fail(
+                Reason.DEADLINE_EXCEEDED.error(f"{self.spec.slot}: {why} within {limit_s:g} s", next_step=f"See {log}.")
+            )
+
+    def _fail(self, error: RlctlError) -> None:
+        self.error = error
+        pause_s = min(self._limits.backoff_s * 2**self.failures, BACKOFF_AT_MOST_S)
+        self.failures += 1
+        self._again_at = time.monotonic() + pause_s
+        for process in self.processes:
+            if process.returncode is None:
+                end(process)
+        self._enter(Phase.FAILED)
+
+    def _reap(self) -> bool:
+        """Forget what has ended, kill what does not end; returns whether something is left."""
+        late = time.monotonic() - self._since > STOP_S
+        for process in list(self.processes):
+            if process.returncode is None and late:
+                self._say(f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; "
+                          f"see {process.log}")  # fmt: skip
+                process.kill()
+            if process.returncode is not None or late:
+                process.wait()
+                self.processes.remove(process)
+        return bool(self.processes)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._since = time.monotonic()
+
+
+def _loading(spec: EngineSpec) -> str:
+    where = f" at {spec.options['url']}" if spec.attached else ""
+    parallel = f"TP {spec.tp_size}" + (f", PP {spec.pp_size}" if spec.pp_size > 1 else "")
+    return f"loading {spec.model_path} (engine {spec.engine}{where}, {parallel})"

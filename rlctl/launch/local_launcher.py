@@ -1,0 +1,48 @@
+"""The local launcher: processes on this machine, with cores of their own where they are to have some."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlctl.errors import Reason
+from rlctl.launch.launcher import Launched
+from rlctl.launch.processes import Process
+
+
+class LocalLauncher:
+    """Processes on this machine."""
+
+    def __init__(self, directory: Path, *, token: str | None = None, insecure: bool = False, module: str) -> None:
+        """``directory``: of the logs. ``module``: what is run in place of ``rlctl``; it must do what that does."""
+        self._directory = directory
+        self._common = {"RLCTL_TOKEN": token} if token else {}
+        self._flags = ["--insecure"] if insecure else []
+        self._module = module
+        self._cores: dict[int, Launched] = {}
+
+    def launch(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, gpus: Sequence[int], cpus: int
+    ) -> Process:
+        """Start it; cores are those that no process that still runs is bound to. Raises FIELD_INVALID: too few."""
+        del gpus  # named in the arguments
+        bound = self._free_cores(name, cpus)
+        threads = str(cpus) if cpus else os.environ.get("OMP_NUM_THREADS", "1")
+        variables = {"OMP_NUM_THREADS": threads, **environment, **self._common}
+        log = self._directory / f"{name}.log"
+        process = Process(name, [*arguments, *self._flags], log, variables, self._module, bound)
+        self._cores.update(dict.fromkeys(bound, process))
+        return process
+
+    def _free_cores(self, name: str, count: int) -> list[int]:
+        if not count:
+            return []
+        cores = sorted(os.sched_getaffinity(0))
+        free = [core for core in cores if core not in self._cores or self._cores[core].returncode is not None]
+        if len(free) < count:
+            raise Reason.FIELD_INVALID.error(
+                f"{name} is to have {count} cores to itself, and {len(free)} of {len(cores)} are free",
+                field="cpus_per_rank",
+            )
+        return free[:count]

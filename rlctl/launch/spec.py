@@ -1,0 +1,125 @@
+"""What a launcher is told of one engine, and the command lines that follow from it. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from rlctl.engine import brings_ranks
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine to start.
+
+    Attributes:
+        slot: stable name, "actor-0".
+        model_path: directory of its checkpoint.
+        model: model that it serves.
+        engine: plug-in.
+        tp_size: tensor-parallel ranks (of each of its pp_size pipeline ranks).
+        device: "cpu", or "cuda": then the ranks of a fleet take this machine's GPUs in order, one each.
+        options: the plug-in's settings.
+        environment: additional environment variables of its ranks.
+        frozen: the model receives no weights.
+        pp_size: pipeline-parallel ranks, of engines that have such.
+        worker_type: what the engine is for.
+        dtype: dtype to hold the weights in; "auto" takes the checkpoint's.
+        weight_version: label of the model's first version, or "".
+        cpus_per_rank: cores that each rank is bound to; 0: not bound.
+        bind: host that its servers bind to.
+        advertise: host under which others reach them; "" for the one that is bound.
+        gpus: GPUs of its ranks; (): the launcher chooses. Where it is, not what it is: see :meth:`differs`.
+    """
+
+    slot: str
+    model_path: str
+    model: str = "actor"
+    engine: str = "torch"
+    tp_size: int = 1
+    device: str = "cpu"
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    frozen: bool = False
+    pp_size: int = 1
+    worker_type: str = "regular"
+    dtype: str = "auto"
+    weight_version: str = ""
+    cpus_per_rank: int = 0
+    bind: str = "127.0.0.1"
+    advertise: str = ""
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def attached(self) -> bool:
+        """Whether its server runs already and is only attached to."""
+        return "url" in self.options
+
+    @property
+    def followers(self) -> range:
+        """Ranks that are processes of ours beside rank 0."""
+        return range(1, 1 if brings_ranks(self.engine) else self.ranks)
+
+    def cpus(self, rank: int) -> int:
+        """Cores that the process of a rank is bound to, with those of the ranks that it brings; 0: not bound."""
+        return self.cpus_per_rank * (1 if rank or len(self.followers) else self.ranks)
+
+    def process(self, rank: int) -> str:
+        """Name of the process of a rank: "actor-0", "actor-0.1"."""
+        return f"{self.slot}.{rank}" if rank else self.slot
+
+    def differs(self, other: EngineSpec) -> list[str]:
+        """Fields in which another one would be started differently; where it runs is none."""
+        names = [each.name for each in fields(self) if each.name != "gpus"]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> EngineSpec:
+        """From :attr:`data`."""
+        return cls(**{**data, "gpus": tuple(data.get("gpus", ()))})
+
+
+def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> list[str]:
+    """Arguments of ``rlctl`` for the process of one rank; rank 0 is told where the others are."""
+    device = spec.device
+    if device == "cuda":
+        device = f"cuda:{spec.gpus[rank]}" if spec.gpus else "cuda"
+    arguments = [
+        *("--engine", spec.engine, "--model-path", spec.model_path),
+        *("--rank", str(rank)) * bool(rank),
+        *("--tp-size", str(spec.tp_size), "--device", device),
+        *("--dtype", spec.dtype) * (spec.dtype != "auto"),
+    ]
+    for name, value in spec.options.items():
+        arguments += ["--option", f"{name}={value}"]
+    host = f"[{spec.bind}]" if ":" in spec.bind else spec.bind
+    elsewhere = spec.bind != "127.0.0.1"
+    if elsewhere:
+        arguments += ["--listen", f"{host}:0", "--node", spec.advertise or spec.bind]
+    if rank:
+        return ["worker", *arguments]
+    arguments += ["--slot", spec.slot, "--model", spec.model, "--coordinator", coordinator]
+    for address in followers:
+        arguments += ["--follower", address]
+    if elsewhere:
+        arguments += ["--rollout-listen", f"{host}:0"]
+    if spec.advertise:
+        arguments += ["--advertise", spec.advertise]
+    if spec.worker_type != "regular":
+        arguments += ["--worker-type", spec.worker_type]
+    if spec.weight_version:
+        arguments += ["--weight-version", spec.weight_version]
+    if spec.frozen:
+        arguments.append("--frozen")
+    return ["stage", *arguments]

@@ -1,0 +1,299 @@
+"""What a topology starts: engines, ranks with coordinates, devices, offsets, command lines. Deterministic.
+
+Slots are named by model, group and number, so that a group that grows renames nobody. GPUs are given out in the order
+of the file, each engine's side by side, none over the end of a node unless the engine is larger than one. An engine
+that runs already, unchanged, keeps its GPUs whatever comes before it in the file.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlctl.launch.spec import EngineSpec, rank_arguments
+from rlctl.topology.resolve import slot_stem
+from rlctl.topology.resolved import Group, Model, Topology
+
+BOOTSTRAP_PORT = 8998
+"""First bootstrap port of prefill servers; SGLang's default."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank.
+
+    Attributes:
+        rank: 0-based.
+        tp: tensor-parallel coordinate.
+        pp: pipeline-parallel coordinate.
+        stage: pipeline stage that it belongs to, "main" where there is one.
+        node: number of its node.
+        gpu: its GPU there; on a CPU, the place that it would have.
+    """
+
+    rank: int
+    tp: int
+    pp: int
+    stage: str
+    node: int
+    gpu: int
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine.
+
+    Attributes:
+        spec: what the launcher is told.
+        group: the group's name in slots, its worker type where it has none.
+        ranks: rank 0 first; empty for an external one, whose ranks are known once it is attached to.
+        rank_offset: of its rank 0 in a weight-update group of the model with one source; None: it gets no weights.
+        commands: command lines by process; addresses that are not known yet in angle brackets.
+    """
+
+    spec: EngineSpec
+    group: str
+    ranks: tuple[RankPlan, ...]
+    rank_offset: int | None
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **self.spec.data,
+            "group": self.group,
+            "rank_offset": self.rank_offset,
+            "ranks": [vars(rank) for rank in self.ranks],
+            "commands": dict(self.commands),
+        }
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model.
+
+    Attributes:
+        name: unique.
+        model_path: its checkpoint.
+        update_weights: it receives weights.
+        engines: how many.
+        ranks: of all engines.
+        world_size: of a weight-update group with one source: its ranks and the source; 0 for a frozen one.
+        router_policy: how its gateway picks, or "".
+        gateway: its gateway's address, or "".
+    """
+
+    name: str
+    model_path: str
+    update_weights: bool
+    engines: int
+    ranks: int
+    world_size: int
+    router_policy: str
+    gateway: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is to run.
+
+    Attributes:
+        topology: what it was made from.
+        models: in the file's order.
+        engines: in the file's order.
+        reserved: places of placeholders, by what they would be called: (node, GPU) each.
+    """
+
+    topology: Topology
+    models: tuple[ModelPlan, ...]
+    engines: tuple[EnginePlan, ...]
+    reserved: Mapping[str, tuple[tuple[int, int], ...]]
+
+    @property
+    def specs(self) -> list[EngineSpec]:
+        """What a launcher is to keep running."""
+        return [engine.spec for engine in self.engines]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes it takes."""
+        places = [rank.node for engine in self.engines for rank in engine.ranks]
+        places += [node for cells in self.reserved.values() for node, _ in cells]
+        return max(places, default=0) + 1
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        topology = self.topology
+        return {
+            "name": topology.name,
+            "launcher": topology.launcher,
+            "listen": topology.listen,
+            "interface": topology.interface,
+            "advertise": topology.advertise,
+            "nodes": self.nodes,
+            "num_gpus": topology.num_gpus,
+            "models": [vars(model) for model in self.models],
+            "engines": [engine.data for engine in self.engines],
+            "reserved": {name: [list(cell) for cell in cells] for name, cells in self.reserved.items()},
+        }
+
+
+def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | None = None, bind: str = "") -> Plan:
+    """The plan.
+
+    ``gpus``: of this machine, for device "auto"; ``running``: what runs, by slot; ``bind``: address on the interface.
+    """
+    places = _Places(topology.num_gpus_per_node)
+    drafts = [
+        (model, group, _spec(topology, model, group, index, gpus, bind))
+        for model in topology.models
+        for group in model.groups
+        for index in range(group.engines)
+    ]
+    kept = {}
+    for _, _, spec in drafts:
+        present = (running or {}).get(spec.slot)
+        if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
+            kept[spec.slot] = present.gpus
+    reserved = {}
+    specs: dict[str, EngineSpec] = {}
+    for model in topology.models:
+        for group in model.groups:
+            if group.worker_type == "placeholder" and group.num_gpus:
+                reserved[slot_stem(model, group)] = tuple(
+                    places.cell(place) for _ in range(group.num_gpus) for place in places.take(1)
+                )
+            for other, mine, spec in drafts:
+                if other is model and mine is group and not spec.attached:
+                    specs[spec.slot] = replace(spec, gpus=kept.get(spec.slot) or places.take(spec.ranks))
+    offsets: dict[str, int] = {}
+    engines = []
+    for model, group, draft in drafts:
+        spec = specs.get(draft.slot, draft)
+        offset = None
+        if model.update_weights:
+            offset = offsets.setdefault(model.name, 1)
+            offsets[model.name] = offset + spec.ranks
+        engines.append(
+            EnginePlan(spec, group.key or group.worker_type, _ranks(spec, group, places), offset, _commands(spec))
+        )
+    models = [_model(model, [engine.spec for engine in engines if engine.spec.model == model.name], offsets)
+              for model in topology.models]  # fmt: skip
+    return Plan(topology, tuple(models), tuple(engines), reserved)
+
+
+class _Places:
+    """GPUs of all nodes, numbered through; given out side by side."""
+
+    def __init__(self, per_node: int) -> None:
+        self._per_node = per_node
+        self._taken: set[int] = set()
+        self._first = 0
+        """Everything before it is taken."""
+
+    def keep(self, places: tuple[int, ...]) -> bool:
+        """Hold places that are held already; False when somebody has one."""
+        free = not self._taken.intersection(places)
+        if free:
+            self._taken.update(places)
+        return free
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """The first ones that are free, side by side on one node, or whole nodes."""
+        whole = count > self._per_node
+        while self._first in self._taken:
+            self._first += 1
+        first = self._first
+        while True:
+            room = self._per_node - first % self._per_node
+            if (whole and first % self._per_node) or (not whole and room < count):
+                first += room
+                continue
+            places = tuple(range(first, first + count))
+            blocked = self._taken.intersection(places)
+            if not blocked:
+                self._taken.update(places)
+                return places
+            first = max(blocked) + 1
+
+    def cell(self, place: int) -> tuple[int, int]:
+        """(node, GPU there)."""
+        return divmod(place, self._per_node)
+
+
+def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int, bind: str) -> EngineSpec:
+    """One engine, without its places."""
+    options = dict(group.overrides)
+    if model.engine == "sglang":
+        options |= _disaggregation(group, index)
+    if group.external:
+        options = {**options, "url": group.external[index]}
+    device = ("cuda" if gpus else "cpu") if group.device == "auto" else group.device
+    return EngineSpec(
+        slot=f"{slot_stem(model, group)}-{index}",
+        model_path=model.model_path,
+        model=model.name,
+        engine=model.engine,
+        tp_size=max(group.num_gpus_per_engine // group.pp_size, 1),
+        device=device,
+        options=options,
+        environment=group.environment,
+        frozen=not model.update_weights,
+        pp_size=group.pp_size,
+        worker_type=group.worker_type,
+        dtype=model.dtype,
+        weight_version=model.weight_version,
+        cpus_per_rank=group.cpus_per_rank,
+        bind=bind or "127.0.0.1",
+        advertise=topology.advertise,
+    )
+
+
+def _disaggregation(group: Group, index: int) -> dict[str, str]:
+    """What SGLang is told of its part."""
+    match group.worker_type:
+        case "prefill":
+            port = int(group.overrides.get("disaggregation_bootstrap_port", BOOTSTRAP_PORT)) + index
+            return {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": str(port)}
+        case "decode":
+            return {"disaggregation_mode": "decode"}
+        case "encoder":
+            return {"encoder_only": "true"}
+    return {}
+
+
+def _ranks(spec: EngineSpec, group: Group, places: _Places) -> tuple[RankPlan, ...]:
+    stages = [name for name, count in group.stages for _ in range(count)]
+    return tuple(
+        RankPlan(
+            rank, rank % spec.tp_size, rank // spec.tp_size, stages[rank] if rank < len(stages) else "main",
+            *places.cell(place),
+        )
+        for rank, place in enumerate(spec.gpus)
+    )  # fmt: skip
+
+
+def _commands(spec: EngineSpec) -> dict[str, str]:
+    followers = [f"<{spec.process(rank)}>" for rank in spec.followers]
+    ranks = [0, *spec.followers]
+    return {
+        spec.process(rank): shlex.join(["rlctl", *rank_arguments(spec, rank, "<coordinator>", followers)])
+        for rank in ranks
+    }
+
+
+def _model(model: Model, specs: list[EngineSpec], offsets: Mapping[str, int]) -> ModelPlan:
+    return ModelPlan(
+        name=model.name,
+        model_path=model.model_path,
+        update_weights=model.update_weights,
+        engines=len(specs),
+        ranks=sum(spec.ranks for spec in specs),
+        world_size=offsets.get(model.name, 0),
+        router_policy=model.router_policy,
+        gateway=model.gateway,
+    )

@@ -1,0 +1,95 @@
+"""What is wrong with a topology: collected, not raised one by one, each with its place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.errors import Reason, RlctlError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        source: the file, or "command line".
+        line: 1-based; 0 where there is none.
+        key: path of the key, "sglang[0].server_groups[1].num_gpus"; a flag's name on the command line.
+        message: what is wrong and what was expected.
+        warning: it can be done all the same.
+    """
+
+    source: str
+    line: int
+    key: str
+    message: str
+    warning: bool = False
+
+    @property
+    def place(self) -> str:
+        """FILE:LINE."""
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+    def __str__(self) -> str:
+        key = f"{self.key}: " if self.key else ""
+        return f"{self.place}: {'warning: ' if self.warning else ''}{key}{self.message}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "file": self.source,
+            "line": self.line,
+            "key": self.key,
+            "message": self.message,
+            "severity": "warning" if self.warning else "error",
+        }
+
+
+@dataclass
+class Problems:
+    """Those of one file, in the order of their lines.
+
+    Attributes:
+        source: the file.
+    """
+
+    source: str
+    found: list[Problem] = field(default_factory=list)
+
+    def add(self, line: int, key: str, message: str, *, warning: bool = False, source: str = "") -> None:
+        """One more."""
+        problem = Problem(source or self.source, line, key, message, warning)
+        if problem not in self.found:
+            self.found.append(problem)
+
+    @property
+    def errors(self) -> list[Problem]:
+        """What must not be."""
+        return [problem for problem in self.in_order() if not problem.warning]
+
+    def in_order(self) -> list[Problem]:
+        """Everything, by line."""
+        return sorted(self.found, key=lambda problem: problem.line)
+
+    def refuse(self) -> None:
+        """Raise TOPOLOGY_INVALID with every error, if there is one."""
+        if self.errors:
+            raise invalid(self.errors)
+
+
+def invalid(errors: list[Problem]) -> RlctlError:
+    """The exception that tells all of them."""
+    count = f"{len(errors)} problem{'s' if len(errors) > 1 else ''}"
+    message = "\n  ".join([f"{count} in {errors[0].source}", *map(str, errors)])
+    metadata = {f"{problem.place} {problem.key}".strip(): problem.message for problem in errors}
+    return Reason.TOPOLOGY_INVALID.error(message, field=errors[0].key, metadata=metadata)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?", or "" when nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,118 @@
+"""A topology whose every question is answered: what the file said, what the flags said, what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Group:
+    """A server group.
+
+    Attributes:
+        key: what names it in slots; "" for the first regular one.
+        worker_type: regular, prefill, decode, encoder or placeholder.
+        num_gpus: all its engines together; 0 for external ones, whose GPUs are others' business.
+        num_gpus_per_engine: GPUs of each.
+        pp_size: pipeline-parallel size of each.
+        overrides: arguments of its engine after the whole cascade, by name, as text.
+        device: "auto", "cpu" or "cuda".
+        environment: variables of its processes.
+        cpus_per_rank: cores that each rank is bound to; 0: not bound.
+        external: URLs of servers that run already.
+        stages: (name, GPUs) of each pipeline stage.
+        line: where it stands.
+        path: its key.
+    """
+
+    key: str
+    worker_type: str
+    num_gpus: int
+    num_gpus_per_engine: int
+    pp_size: int = 1
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    device: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cpus_per_rank: int = 0
+    external: tuple[str, ...] = ()
+    stages: tuple[tuple[str, int], ...] = ()
+    line: int = 0
+    path: str = ""
+
+    @property
+    def engines(self) -> int:
+        """How many engines it has."""
+        if self.worker_type == "placeholder":
+            return 0
+        return len(self.external) or self.num_gpus // self.num_gpus_per_engine
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its groups.
+
+    Attributes:
+        name: unique.
+        model_path: its checkpoint.
+        update_weights: it receives weights.
+        engine: plug-in.
+        dtype: dtype to hold the weights in, or "auto".
+        weight_version: label of its first version, or "".
+        router_policy: how its gateway picks, or "".
+        gateway: address of its gateway, or "".
+        groups: in the file's order.
+        line: where it stands.
+        path: its key.
+    """
+
+    name: str
+    model_path: str
+    update_weights: bool
+    engine: str
+    dtype: str
+    weight_version: str
+    router_policy: str
+    gateway: str
+    groups: tuple[Group, ...]
+    line: int = 0
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Everything that one file, or one command line, describes.
+
+    Attributes:
+        source: the file, or "command line".
+        name: of the fleet on this machine.
+        launcher: "local" or "ray".
+        listen: where the coordinator listens.
+        num_gpus: of all groups, placeholders included.
+        num_gpus_per_node: of a node.
+        token_file: file with the bearer token, or "".
+        insecure: bind wide without one.
+        interface: interface or network that the engines' servers bind to, or "".
+        advertise: host under which others reach this one, or "".
+        restart: engines that end by themselves are started again.
+        backoff_s: before the first attempt, seconds.
+        heal_timeout_s: longest time until a new engine is routable, seconds.
+        drain_timeout_s: longest time for requests to end, seconds.
+        models: in the file's order.
+    """
+
+    source: str
+    name: str
+    launcher: str
+    listen: str
+    num_gpus: int
+    num_gpus_per_node: int
+    token_file: str
+    insecure: bool
+    interface: str
+    advertise: str
+    restart: bool
+    backoff_s: float
+    heal_timeout_s: float
+    drain_timeout_s: float
+    models: tuple[Model, ...]

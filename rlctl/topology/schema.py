@@ -1,0 +1,242 @@
+"""Every key of a topology file: one table. The reader, the JSON Schema and the reference page are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlctl.topology.problems import Problems, did_you_mean
+
+if TYPE_CHECKING:
+    from rlctl.topology.document import Node
+
+WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
+POLICIES = ("round_robin", "consistent_hashing", "cache_aware", "random", "power_of_two", "bucket", "manual")
+DEVICES = ("auto", "cpu", "cuda")
+LAUNCHERS = ("local", "ray")
+
+MOST = 16384
+"""Largest whole number: a fleet of more GPUs is a slip of the pen."""
+
+_WORDS = {
+    "string": "a text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "strings": "a list of texts",
+    "settings": "settings (NAME: VALUE)",
+    "section": "keys and values",
+    "list": "a list",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section.
+
+    Attributes:
+        name: as it is written.
+        kind: "string", "integer", "number", "boolean", "strings", "settings" (free names), "section" or "list".
+        meaning: a sentence.
+        default: what holds without it, in words; "" for nothing.
+        required: it must be there.
+        choices: values that a string may have.
+        least: smallest number.
+        of: keys of the section, or of each item of the list.
+        alias: older name that is read as this one.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    default: str = ""
+    required: bool = False
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    of: tuple[Key, ...] = ()
+    alias: str = ""
+
+    @property
+    def expected(self) -> str:
+        """What its value must be, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        words = _WORDS[self.kind]
+        most = f" and {MOST} at most" if self.kind == "integer" else ""
+        return words if self.least is None else f"{words}, {self.least:g} or more{most}"
+
+
+GROUP = (
+    Key("name", "string", "Name of the group in its slots.", "the worker type; the first regular group goes unnamed"),
+    Key("worker_type", "string", "What its engines are for.", required=True, choices=WORKER_TYPES),
+    Key("num_gpus", "integer", "GPUs of the group, all its engines together (ranks, on a CPU).", least=1),
+    Key("num_gpus_per_engine", "integer", "GPUs of each engine.", "the model's", least=1),
+    Key("external", "strings", "Servers that run already, HOST:PORT each; they are attached to and never ended."),
+    Key("overrides", "settings", "Arguments of the engine, above all others; dashes or underscores.", "{}"),
+    Key("device", "string", "What the ranks compute on.", "the model's", choices=DEVICES),
+    Key("environment", "settings", "Environment variables of its processes, above the model's.", "{}"),
+    Key("cpus_per_rank", "integer", "Cores that each rank is bound to.", "not bound", least=1),
+    Key("stages", "list", "Pipeline stages of each engine, in order.", "one, main", of=(
+        Key("name", "string", "Logical name that admin calls may address.", required=True),
+        Key("num_gpus", "integer", "GPUs of the stage; all stages together have those of the engine.", required=True,
+            least=1),
+    )),
+)  # fmt: skip
+MODEL = (
+    Key("name", "string", "Name of the model; it is unique.", required=True),
+    Key("model_path", "string", "Directory of its checkpoint.", "hf_checkpoint"),
+    Key("update_weights", "boolean", "Whether it receives weights; false freezes it.",
+        "true if model_path is hf_checkpoint, else false"),
+    Key("num_gpus_per_engine", "integer", "GPUs of each engine of all its groups.", "the fleet's", least=1),
+    Key("server_groups", "list", "Groups of engines.", required=True, of=GROUP, alias="engine_groups"),
+    Key("engine", "string", "Engine plug-in.", "the fleet's; sglang under `sglang:`"),
+    Key("dtype", "string", "Dtype to hold the weights in.", "the checkpoint's"),
+    Key("device", "string", "What the ranks compute on.", "the fleet's", choices=DEVICES),
+    Key("overrides", "settings", "Arguments of the engine, above --sglang-* and below the group's.", "{}"),
+    Key("environment", "settings", "Environment variables of its processes.", "{}"),
+    Key("weight_version", "string", "Label of its first version, the checkpoint.", "initial"),
+    Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
+    Key("gateway", "string", "HOST:PORT of its HTTP gateway."),
+)  # fmt: skip
+FLEET = (
+    Key("name", "string", "Name of the fleet on this machine.", "default"),
+    Key("hf_checkpoint", "string", "Checkpoint of models that name none."),
+    Key("num_gpus", "integer", "GPUs of all groups together; checked.", "their sum", least=0),
+    Key("num_gpus_per_engine", "integer", "GPUs of each engine.", "1", least=1),
+    Key("num_gpus_per_node", "integer", "GPUs of a node.", "8", least=1),
+    Key("engine", "string", "Engine plug-in of models that name none.", "torch; sglang under `sglang:`"),
+    Key("device", "string", "What the ranks compute on; auto: cuda where there are GPUs.", "auto", choices=DEVICES),
+    Key("launcher", "string", "What starts the processes.", "local", choices=LAUNCHERS),
+    Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
+    Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
+    Key("auth", "section", "Who may call.", of=(
+        Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
+        Key("insecure", "boolean", "Bind where other hosts can reach it though there is no token.", "false"),
+    )),
+    Key("network", "section", "Where the engines' servers bind.", "loopback", of=(
+        Key("interface", "string", "Interface (eth0) or network (10.0.0.0/8, fd00::/8) of this host to bind to."),
+        Key("advertise", "string", "Host under which others reach this one.", "the address that is bound"),
+    )),
+    Key("restart", "section", "What becomes of an engine that ends by itself.", of=(
+        Key("policy", "string", "Start it again, or leave it.", "on-failure", choices=("on-failure", "never")),
+        Key("backoff_s", "number", "Seconds before the first attempt; doubles up to a minute.", "1", least=0.1),
+    )),
+    Key("heal_timeout_s", "number", "Seconds that a new engine may take to be brought to the published version.",
+        "300", least=1),
+    Key("drain_timeout_s", "number", "Seconds that requests have to end before their engine is removed.", "60",
+        least=0),
+)  # fmt: skip
+FILE = (
+    Key("fleet", "section", "What holds for all models.", of=FLEET),
+    Key("models", "list", "The models.", of=MODEL),
+    Key("sglang", "list", "The models, as slime's --sglang-config has them: the same keys, engine sglang.", of=MODEL),
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What was read of a section: values of the right kind only, lines and paths of all keys.
+
+    Attributes:
+        path: where it stands.
+        line: its line.
+        values: by the names of the table.
+        lines: line of each key that was given.
+        written: each key as it was written.
+    """
+
+    path: str
+    line: int
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value."""
+        return self.values.get(name, default)
+
+    def at(self, name: str) -> tuple[int, str]:
+        """(line, path) to complain about a key."""
+        written = self.written.get(name, name)
+        return self.lines.get(name, self.line), f"{self.path}.{written}".removeprefix(".")
+
+
+def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Section:
+    """A section by its table. Whatever is wrong goes to ``problems``, and its key is left out."""
+    section = Section(path, node.line)
+    if not isinstance(node.value, dict):
+        problems.add(node.line, path, f"it must be {_WORDS['section']}, not {_shown(node)}")
+        return section
+    table = {name: key for key in keys for name in (key.name, key.alias) if name}
+    for name, value in node.value.items():
+        below = f"{path}.{name}".removeprefix(".")
+        key = table.get(name)
+        if key is None:
+            known = did_you_mean(name, table) or f"; there are: {', '.join(key.name for key in keys)}"
+            problems.add(value.line, below, f"there is no such key{known}")
+            continue
+        if key.name in section.lines:
+            problems.add(value.line, below, f"it is the same key as {section.written[key.name]!r}")
+            continue
+        section.lines[key.name] = value.line
+        section.written[key.name] = name
+        if value.value is None and not key.required:
+            continue  # `key:` with nothing behind it
+        found = _value(key, value, below, problems)
+        if found is not None:
+            section.values[key.name] = found
+    for key in keys:
+        if key.required and key.name not in section.lines:
+            problems.add(node.line, f"{path}.{key.name}".removeprefix("."), f"it is required: {key.expected}")
+    return section
+
+
+def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
+    """A value of the key's kind, or None after a problem."""
+    value = node.value
+    match key.kind:
+        case "section":
+            return read(key.of, node, path, problems)
+        case "list" if isinstance(value, list):
+            return [read(key.of, item, f"{path}[{index}]", problems) for index, item in enumerate(value)]
+        case "settings" if isinstance(value, dict):
+            return _settings(value, path, problems)
+        case "strings" if isinstance(value, list):
+            if all(isinstance(item.value, str) for item in value):
+                return tuple(str(item.value) for item in value)
+        case "boolean" if isinstance(value, bool):
+            return value
+        case "integer" if isinstance(value, int) and not isinstance(value, bool):
+            if (key.least or 0) <= value <= MOST:
+                return value
+        case "number" if isinstance(value, int | float) and not isinstance(value, bool):
+            if key.least is not None and key.least <= value < float("inf"):
+                return float(value)
+        case "string" if isinstance(value, str) and value:
+            if not key.choices or value in key.choices:
+                return value
+            problems.add(node.line, path, f"{value!r} is not {key.expected}{did_you_mean(value, key.choices)}")
+            return None
+    problems.add(node.line, path, f"it must be {key.expected}, not {_shown(node)}")
+    return None
+
+
+def _settings(given: dict[str, Node], path: str, problems: Problems) -> dict[str, Node]:
+    """Free settings: scalars, lists or mappings, checked by whoever knows the names."""
+    del path, problems
+    return dict(given)
+
+
+def _shown(node: Node) -> str:
+    match node.value:
+        case None:
+            return "empty"
+        case bool():
+            return "true" if node.value else "false"
+        case dict():
+            return "keys and values"
+        case list():
+            return "a list"
+        case str():
+            return repr(node.value[:60])
+    return str(node.value)[:60]

@@ -1,0 +1,58 @@
+"""What the local launcher gives a process, and this machine's addresses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import InvalidRequest
+from rlctl.launch.local_launcher import LocalLauncher
+from rlctl.weights.interfaces import address_on
+
+PROGRAM = """
+import json, os, sys
+print(json.dumps({"rlctl": "test", "cpus": sorted(os.sched_getaffinity(0)), "threads": os.environ["OMP_NUM_THREADS"],
+                  "token": os.environ.get("RLCTL_TOKEN", ""), "insecure": "--insecure" in sys.argv}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
+    (tmp_path / "says.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return LocalLauncher(tmp_path, token="secret", insecure=True, module="says")
+
+
+def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    first = launcher.launch("a", [], {}, gpus=(), cpus=1)
+    unbound = launcher.launch("b", [], {"OMP_NUM_THREADS": "7"}, gpus=(), cpus=0)
+    try:
+        assert launcher._cores == {cores[0]: first}
+        facts = first.announced(20)
+        assert (facts["threads"], facts["token"], facts["insecure"]) == ("1", "secret", "True")
+        assert os.sched_getaffinity(first.pid) == {cores[0]}
+        assert unbound.announced(20)["threads"] == "7"
+        assert os.sched_getaffinity(unbound.pid) == set(cores)
+        with pytest.raises(InvalidRequest, match=f"{len(cores) - 1} of {len(cores)} are free"):
+            launcher.launch("c", [], {}, gpus=(), cpus=len(cores))
+    finally:
+        for process in (first, unbound):
+            process.kill()
+            process.wait()
+    again = launcher.launch("d", [], {}, gpus=(), cpus=len(cores))
+    again.kill()
+    again.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses of interfaces are asked as Linux is")
+def test_an_interface_or_a_network_is_an_address_of_this_machine() -> None:
+    assert address_on("lo") == "127.0.0.1"
+    assert address_on("127.0.0.0/8") == "127.0.0.1"
+    for nowhere in ("no0", "203.0.113.0/24"):
+        with pytest.raises(InvalidRequest, match=rf"no address on {nowhere}; there are: .*lo 127\.0\.0\.1"):
+            address_on(nowhere)

@@ -1,0 +1,211 @@
+"""An engine's life, with processes that the test is: started, drained, failed, tried again with back-off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch import engine_run
+from rlctl.launch.devices import gpu_count
+from rlctl.launch.engine_run import EngineRun, Limits, Phase
+from rlctl.launch.spec import EngineSpec
+from rlctl.v1.fleet_pb2 import Stage
+
+
+class Child:
+    """A process that does what the test says."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.arguments = list(arguments)
+        self.facts: dict[str, str] = {}
+        self.pid = 1
+        self.log = Path(f"/logs/{name}.log")
+        self.returncode: int | None = None
+
+    @property
+    def serves(self) -> bool:
+        return bool(self.facts)
+
+    def announce(self) -> None:
+        self.facts = {"address": f"at {self.name}", "rollout_address": "r"}
+
+    def announced(self, timeout_s: float) -> dict[str, str]:
+        return self.facts
+
+    def failure(self) -> RlctlError:
+        return Reason.ENGINE_FAILED.error(f"{self.name} ended with {self.returncode}")
+
+    def terminate(self) -> None:
+        self.returncode = self.returncode if self.returncode is not None else 0
+
+    kill = terminate
+
+    def wait(self, timeout_s: float = 0) -> bool:
+        return False
+
+
+class Children:
+    """A launcher of them."""
+
+    def __init__(self) -> None:
+        self.all: list[Child] = []
+
+    def launch(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, gpus: Sequence[int], cpus: int
+    ) -> Child:
+        self.all.append(Child(name, arguments))
+        return self.all[-1]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """``clock(3)``: three seconds later."""
+    now = [100.0]
+    monkeypatch.setattr(engine_run.time, "monotonic", lambda: now[0])
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+
+    return later
+
+
+SPEC = EngineSpec("a", "/m", tp_size=2)
+READY = Stage(routable=True)
+READY.registration.address = "at a"
+
+
+def started(children: Children, said: list[str], limits: Limits | None = None) -> EngineRun:
+    run = EngineRun(SPEC, children, "c", limits or Limits(), said.append)
+    run.start()
+    return run
+
+
+def brought_up(run: EngineRun, children: Children) -> None:
+    children.all[-1].announce()
+    run.advance(None)
+    children.all[-1].announce()
+    run.advance(None)
+    run.advance(READY)
+    assert run.phase is Phase.READY
+
+
+def test_rank_zero_is_started_when_its_followers_listen_and_serves_when_it_is_routable(
+    clock: Callable[[float], None],
+) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    run.advance(None)
+    assert (run.phase, [child.name for child in children.all]) == (Phase.STARTING, ["a.1"])
+    children.all[0].announce()
+    run.advance(None)
+    assert run.phase is Phase.LOADING
+    assert children.all[1].arguments[-2:] == ["--follower", "at a.1"]
+    children.all[1].announce()
+    run.advance(None)
+    stale = Stage(not_routable="STALE")
+    stale.registration.address = "at a"
+    clock(1.5)
+    run.advance(stale)
+    assert run.phase is Phase.HEALING
+    assert said[-1] == "a: loaded, healing (STALE)"
+    other = Stage(routable=True)
+    other.registration.address = "what filled the slot before"
+    run.advance(other)
+    assert run.phase is Phase.HEALING
+    run.advance(READY)
+    assert run.phase is Phase.READY
+    assert said[-1] == "a: ready at at a, rollout at r"
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.LOADING, Phase.HEALING])
+def test_what_takes_too_long_fails_with_its_reason_and_log(phase: Phase, clock: Callable[[float], None]) -> None:
+    children = Children()
+    run = started(children, [], Limits(start_s=10, heal_s=10))
+    while run.phase is not phase:
+        children.all[-1].announce()
+        run.advance(None)
+    clock(11)
+    run.advance(None)
+    assert run.phase is Phase.FAILED
+    assert run.error is not None
+    assert run.error.reason is Reason.DEADLINE_EXCEEDED
+    assert "/logs/a" in run.error.next_step
+    assert all(child.returncode is not None for child in children.all)
+
+
+def test_an_engine_that_ends_is_tried_again_with_longer_and_longer_pauses(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, Limits(backoff_s=1))
+    brought_up(run, children)
+    pauses = []
+    for _ in range(8):
+        next(child for child in children.all if child.returncode is None).returncode = -9  # a follower, say
+        run.advance(READY)
+        assert run.phase is Phase.FAILED
+        assert run.error is not None
+        assert "ended with -9" in run.error.message
+        pauses.append(run.again_in_s)
+        clock(pauses[-1] - 0.1)
+        run.again()
+        assert run.phase is Phase.FAILED, "too early"
+        clock(0.2)
+        run.again()
+        assert run.phase is Phase.STARTING
+        brought_up(run, children)
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
+    clock(61)
+    run.advance(READY)
+    assert run.failures == 0, "it was steady for a minute"
+
+
+def test_a_drained_engine_is_stopped_when_nothing_runs_on_it(clock: Callable[[float], None]) -> None:
+    children = Children()
+    run = started(children, [])
+    brought_up(run, children)
+    run.drain()
+    for idle in (True, False, True):
+        run.advance(READY, idle=idle)
+        assert run.phase is Phase.DRAINING
+    run.advance(READY, idle=True)
+    assert run.phase is Phase.STOPPING
+    run.advance(None)
+    assert run.phase is Phase.GONE
+
+
+def test_requests_that_do_not_end_are_not_waited_for_for_ever(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, Limits(drain_s=5))
+    brought_up(run, children)
+    run.drain()
+    clock(6)
+    run.advance(READY, idle=False)
+    assert run.phase is Phase.STOPPING
+    assert "requests still run after 5 s" in said[-1]
+
+
+def test_what_does_not_end_is_killed(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    brought_up(run, children)
+    for child in children.all:
+        child.terminate = lambda: None  # type: ignore[method-assign]
+    run.stop()
+    run.advance(None)
+    assert run.phase is Phase.STOPPING
+    clock(11)
+    run.advance(None)
+    assert run.phase is Phase.GONE
+    assert len([line for line in said if "was killed" in line]) == 2
+
+
+def test_gpus_are_counted_by_their_device_files_and_hidden_by_the_environment(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpu_count({}, tmp_path) == 3
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, tmp_path) == 1
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0

@@ -1,0 +1,236 @@
+"""Engines, ranks, GPUs and offsets; what changes against a fleet that runs; slime's examples as it states them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_topology_resolve import HF, PD, REGULAR, flagged, good, model
+
+from rlctl.launch.spec import EngineSpec
+from rlctl.topology.diff import Change, difference
+from rlctl.topology.flags import Flags
+from rlctl.topology.json_schema import schema
+from rlctl.topology.plan import Plan, plan
+from rlctl.topology.schema import FILE, GROUP, MODEL
+from rlctl.topology.support import missing, unsupported
+
+
+def planned(text: str, flags: Flags = HF, *, gpus: int = 0, running: dict[str, EngineSpec] | None = None) -> Plan:
+    return plan(good(text, flags), gpus=gpus, running=running)
+
+
+def of(num_gpus: int, per_engine: int, more: str = "") -> str:
+    """A regular group."""
+    more = f", {more}" if more else ""
+    return f"- {{worker_type: regular, num_gpus: {num_gpus}, num_gpus_per_engine: {per_engine}{more}}}"
+
+
+def shape(made: Plan) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    return {e.spec.slot: (e.spec.worker_type, e.spec.tp_size, e.spec.gpus) for e in made.engines}
+
+
+# The examples of slime's page on --sglang-config.
+
+BASIC = "sglang:\n  - name: default\n    server_groups:\n      - worker_type: regular\n        num_gpus: 8\n"
+PD_TP = """
+- {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2}
+- {worker_type: decode, num_gpus: 12, num_gpus_per_engine: 4}
+"""
+MULTI = (
+    model(of(8, 4), "name: actor\nupdate_weights: true")
+    + model(of(4, 2), "name: ref\nmodel_path: /r\nupdate_weights: false")[8:]
+    + model(of(4, 2), "name: reward\nmodel_path: /w\nupdate_weights: false")[8:]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "engines", "sizes"),
+    [
+        (BASIC, {"num_gpus": 8, "num_gpus_per_engine": 2}, 4, {2}),
+        (model(PD_TP), {"num_gpus": 16}, 5, {2, 4}),
+        (MULTI, {"num_gpus": 16}, 6, {2, 4}),
+        (
+            model(of(6, 2) + "\n- {worker_type: placeholder, num_gpus: 2}"),
+            {"num_gpus": 8},
+            3,
+            {2},
+        ),
+        (model(of(8, 4, "overrides: {context_length: 32768}")), {}, 2, {4}),
+    ],
+)
+def test_slimes_examples_have_the_engines_that_it_states(
+    text: str, flags: dict[str, int], engines: int, sizes: set[int]
+) -> None:
+    made = planned(text, Flags(hf_checkpoint="/m", **flags))  # type: ignore[arg-type]
+    assert len(made.engines) == engines
+    assert {engine.spec.tp_size for engine in made.engines} == sizes
+
+
+def test_prefill_and_decode_have_slots_sizes_and_flags_of_their_own() -> None:
+    made = planned(model(PD_TP))
+    assert shape(made) == {
+        "actor-prefill-0": ("prefill", 2, (0, 1)),
+        "actor-prefill-1": ("prefill", 2, (2, 3)),
+        "actor-decode-0": ("decode", 4, (4, 5, 6, 7)),
+        "actor-decode-1": ("decode", 4, (8, 9, 10, 11)),
+        "actor-decode-2": ("decode", 4, (12, 13, 14, 15)),
+    }
+    options = {engine.spec.slot: engine.spec.options for engine in made.engines}
+    assert options["actor-prefill-1"] == {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": "8999"}
+    assert options["actor-decode-0"] == {"disaggregation_mode": "decode"}
+    assert {rank.node for rank in made.engines[3].ranks} == {1}
+    assert "--worker-type prefill" in made.engines[0].commands["actor-prefill-0"]
+
+
+def test_frozen_models_get_no_offsets() -> None:
+    made = planned(MULTI)
+    assert [(e.spec.slot, e.rank_offset) for e in made.engines] == [
+        ("actor-0", 1),
+        ("actor-1", 5),
+        ("ref-0", None),
+        ("ref-1", None),
+        ("reward-0", None),
+        ("reward-1", None),
+    ]
+    assert [(m.name, m.world_size) for m in made.models] == [("actor", 9), ("ref", 0), ("reward", 0)]
+    assert "--frozen" in made.engines[2].commands["ref-0"]
+
+
+def test_an_engine_larger_than_a_node_fills_whole_ones() -> None:
+    made = planned(model(of(3, 1) + "\n" + of(16, 16)))
+    assert [engine.spec.gpus[0] for engine in made.engines] == [0, 1, 2, 8]
+    assert {rank.node for rank in made.engines[3].ranks} == {1, 2}
+    assert made.nodes == 3
+
+
+def test_no_engine_lies_over_the_end_of_a_node_and_the_gap_is_used() -> None:
+    made = planned(model(of(9, 3) + "\n" + of(2, 1)))
+    assert [engine.spec.gpus for engine in made.engines] == [(0, 1, 2), (3, 4, 5), (8, 9, 10), (6,), (7,)]
+
+
+def test_placeholders_reserve_their_places() -> None:
+    made = planned(model("- {worker_type: placeholder, num_gpus: 2}\n- {worker_type: regular, num_gpus: 1}"))
+    assert made.reserved == {"actor-placeholder": ((0, 0), (0, 1))}
+    assert made.engines[0].spec.gpus == (2,)
+
+
+def test_pipeline_ranks_follow_the_tensor_parallel_ones() -> None:
+    made = planned(model(of(4, 4, "overrides: {pp_size: 2}")))
+    (engine,) = made.engines
+    assert [(rank.tp, rank.pp) for rank in engine.ranks] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert engine.spec.tp_size == 2
+    assert "--tp-size 2" in engine.commands["actor-0"]
+
+
+def test_external_engines_are_attached_and_take_no_gpus() -> None:
+    topology, _ = flagged(external_addresses=["h:1", "h:2"], num_gpus_per_engine=2)
+    made = plan(topology, gpus=0)
+    assert [engine.spec.options["url"] for engine in made.engines] == ["http://h:1", "http://h:2"]
+    assert all(engine.spec.attached and not engine.ranks for engine in made.engines)
+    assert [engine.rank_offset for engine in made.engines] == [1, 3]
+
+
+def test_the_device_is_that_of_the_machine_unless_it_is_said() -> None:
+    assert planned(model(REGULAR)).engines[0].spec.device == "cpu"
+    made = planned(model(REGULAR), gpus=4)
+    assert "--device cuda:3" in made.engines[3].commands["actor-3"]
+    assert planned(model(REGULAR + "  device: cpu"), gpus=4).engines[0].spec.device == "cpu"
+    assert [problem.message for problem in missing(made, gpus=2, cores=1) if "GPUs" in problem.message] == [
+        "it needs 4 GPUs, and this machine has 2"
+    ]
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    for text in (BASIC, MULTI, model(PD_TP)):
+        first, again = (json.dumps(planned(text).data) for _ in range(2))
+        assert first == again
+
+
+# Against a fleet that runs.
+
+
+def running(made: Plan) -> dict[str, EngineSpec]:
+    return {spec.slot: spec for spec in made.specs}
+
+
+def actions(made: Plan, before: Plan) -> dict[str, str]:
+    return {change.slot: change.action for change in difference(made.specs, running(before))}
+
+
+def test_a_group_that_grows_moves_nobody() -> None:
+    before = planned(model(REGULAR.replace("4", "1")) + model(REGULAR.replace("4", "1"), "name: ref")[8:])
+    after = planned(
+        model(REGULAR.replace("4", "3")) + model(REGULAR.replace("4", "1"), "name: ref")[8:], running=running(before)
+    )
+    assert actions(after, before) == {"actor-0": "unchanged", "actor-1": "add", "actor-2": "add", "ref-0": "unchanged"}
+    places = {engine.spec.slot: engine.spec.gpus for engine in after.engines}
+    assert places == {"actor-0": (0,), "ref-0": (1,), "actor-1": (2,), "actor-2": (3,)}
+    assert actions(before, after) == {
+        "actor-0": "unchanged",
+        "ref-0": "unchanged",
+        "actor-1": "remove",
+        "actor-2": "remove",
+    }
+
+
+def test_a_change_says_what_differs() -> None:
+    before = planned(model(REGULAR.replace("4", "1")))
+    after = planned(model(REGULAR.replace("4", "1") + "  overrides: {context_length: 9}"))
+    assert difference(after.specs, running(before)) == [Change("actor-0", "restart", ("options",))]
+    after = planned(model("- {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}"))
+    assert difference(after.specs, running(before)) == [Change("actor-0", "restart", ("tp_size",))]
+
+
+def test_another_group_renames_nobody() -> None:
+    before = planned(model(REGULAR))
+    after = planned(model("- {worker_type: placeholder, num_gpus: 1}\n" + REGULAR + REGULAR), running=running(before))
+    assert set(actions(after, before).values()) == {"unchanged", "add"}
+    assert [engine.spec.slot for engine in after.engines][4:] == [f"actor-regular2-{i}" for i in range(4)]
+
+
+def test_a_spec_survives_the_way_to_the_supervisor() -> None:
+    for engine in planned(MULTI).engines:
+        assert EngineSpec.of(json.loads(json.dumps(engine.spec.data))) == engine.spec
+
+
+# What this version cannot run.
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (model(PD), "prefill engines cannot be run yet"),
+        (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
+        (model(REGULAR, "name: a\ngateway: 127.0.0.1:1"), "no gateway in this version"),
+        ("fleet: {launcher: ray}\n" + model(REGULAR), "no launcher 'ray' in this version"),
+    ],
+)
+def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> None:
+    assert any(words in problem.message for problem in unsupported(planned(text)))
+    assert unsupported(planned(BASIC)) == []
+
+
+def test_checkpoints_that_are_not_there_are_missing() -> None:
+    assert [problem.message for problem in missing(planned(BASIC), gpus=0, cores=1)] == ["there is no directory /m"]
+
+
+def test_cores_that_ranks_are_bound_to_must_be_there() -> None:
+    made = planned(model(of(4, 2, "cpus_per_rank: 3"), "name: a\nengine: torch"))
+    assert [problem.message for problem in missing(made, gpus=0, cores=8)][1:] == [
+        "its ranks are bound to 12 cores, and this machine has 8"
+    ]
+    assert len(missing(made, gpus=0, cores=12)) == 1
+    engine = made.engines[0].spec
+    assert [engine.cpus(rank) for rank in (0, 1)] == [3, 3]
+    assert planned(model(of(2, 2, "cpus_per_rank: 3"))).engines[0].spec.cpus(0) == 6, "SGLang brings its ranks"
+
+
+def test_the_json_schema_has_every_key() -> None:
+    found = schema()
+    models = found["properties"]["models"]["items"]
+    assert found["properties"].keys() == {key.name for key in FILE}
+    assert models["properties"].keys() == {key.name for key in MODEL} | {"engine_groups"}
+    assert models["properties"]["server_groups"]["items"]["properties"].keys() == {key.name for key in GROUP}
+    assert models["required"] == ["name"]
+    json.dumps(found)

@@ -1,0 +1,356 @@
+"""slime's rules, one by one, and what is silently wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlctl.engine import KnownOptions
+from rlctl.topology import document
+from rlctl.topology.flags import COMMAND_LINE, Flags, document_of
+from rlctl.topology.problems import Problems
+from rlctl.topology.resolve import Engines, resolve
+from rlctl.topology.resolved import Topology
+
+NAMES = frozenset({"mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size"})
+SGLANG = KnownOptions(NAMES, {"tp_size": "write num_gpus_per_engine"}, "SGLang 0")
+TORCH = KnownOptions(frozenset({"max_running"}), origin="the torch engine")
+
+
+def known(engine: str, given: Mapping[str, str]) -> KnownOptions | None:
+    del given
+    return {"sglang": SGLANG, "torch": TORCH}.get(engine)
+
+
+ENGINES = Engines(["fake", "sglang", "torch"], known)
+HF = Flags(hf_checkpoint="/m")
+
+
+def load(text: str, flags: Flags = HF) -> tuple[Topology, Problems]:
+    problems = Problems("f.yaml")
+    root = document.parse(text, problems)
+    assert root is not None
+    return resolve(root, flags, ENGINES, problems, file=True), problems
+
+
+def good(text: str, flags: Flags = HF) -> Topology:
+    topology, problems = load(text, flags)
+    assert problems.errors == []
+    return topology
+
+
+def errors(text: str, flags: Flags = HF) -> list[str]:
+    return [str(problem) for problem in load(text, flags)[1].errors]
+
+
+def flagged(**given: Any) -> tuple[Topology, Problems]:
+    """What flags without a file come to."""
+    flags = Flags(**{"hf_checkpoint": "/m", **given})
+    problems = Problems(COMMAND_LINE)
+    return resolve(document_of(flags, problems), flags, ENGINES, problems, file=False), problems
+
+
+def model(groups: str, head: str = "name: actor") -> str:
+    """A file with one model."""
+    fields = "".join(f"    {line}\n" for line in head.splitlines()).removeprefix("    ")
+    body = "".join(f"      {line}\n" for line in groups.strip().splitlines())
+    return f"sglang:\n  - {fields}    server_groups:\n{body}"
+
+
+REGULAR = "- worker_type: regular\n  num_gpus: 4\n"
+
+# The cascade.
+
+
+@pytest.mark.parametrize(
+    ("group", "of_model", "flag", "expected"),
+    [("4", "2", 1, 4), ("", "2", 1, 2), ("", "", 2, 2), ("", "", None, 1)],
+)
+def test_gpus_per_engine_are_the_groups_the_models_the_flags(
+    group: str, of_model: str, flag: int | None, expected: int
+) -> None:
+    groups = REGULAR + (f"  num_gpus_per_engine: {group}" if group else "")
+    head = "name: actor" + (f"\nnum_gpus_per_engine: {of_model}" if of_model else "")
+    (found,) = good(model(groups, head), Flags(hf_checkpoint="/m", num_gpus_per_engine=flag)).models[0].groups
+    assert found.num_gpus_per_engine == expected
+    assert found.engines == 4 // expected
+
+
+@pytest.mark.parametrize(
+    ("override", "of_model", "expected"),
+    [("/g", "/x", "/g"), ("", "/x", "/x"), ("", "", "/m"), ("/g", "", "/g")],
+)
+def test_the_path_is_the_groups_the_models_the_flags(override: str, of_model: str, expected: str) -> None:
+    groups = REGULAR + (f"  overrides: {{model_path: {override}}}" if override else "")
+    head = "name: actor" + (f"\nmodel_path: {of_model}" if of_model else "")
+    found = good(model(groups, head)).models[0]
+    assert found.model_path == expected
+    assert "model_path" not in found.groups[0].overrides
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "expected"),
+    [
+        ("", "", True),
+        ("/m", "", True),
+        ("/m/", "", True),
+        ("/x", "", False),
+        ("/x", "true", True),
+        ("/m", "false", False),
+    ],
+)
+def test_whether_weights_are_received_follows_from_the_path_unless_it_is_said(
+    path: str, said: str, expected: bool
+) -> None:
+    head = "name: actor" + (f"\nmodel_path: {path}" if path else "") + (f"\nupdate_weights: {said}" if said else "")
+    topology, problems = load(model(REGULAR, head))
+    assert topology.models[0].update_weights is expected
+    assert bool(problems.found) == (not expected and not said), "a model that is frozen unasked is a warning"
+
+
+def test_arguments_are_the_groups_over_the_models_over_the_flags() -> None:
+    text = model(
+        REGULAR + "  overrides: {mem-fraction-static: 0.5, enable_torch_compile: false}",
+        "name: actor\noverrides: {mem_fraction_static: 0.6, context_length: 1024}",
+    )
+    base = {
+        "mem_fraction_static": "0.7",
+        "context_length": "7",
+        "chunked_prefill_size": "8",
+        "enable_torch_compile": "true",
+    }
+    flags = Flags(hf_checkpoint="/m", sglang=base)
+    overrides = good(text, flags).models[0].groups[0].overrides
+    # false takes a switch away that something below has turned on.
+    assert overrides == {"mem_fraction_static": "0.5", "context_length": "1024", "chunked_prefill_size": "8"}
+
+
+def test_flags_of_sglang_are_for_sglang() -> None:
+    text = model(REGULAR, "name: actor\nengine: torch")
+    assert (
+        good(text, Flags(hf_checkpoint="/m", sglang={"mem_fraction_static": "0.7"})).models[0].groups[0].overrides == {}
+    )
+
+
+def test_an_older_name_of_server_groups_is_accepted() -> None:
+    assert good(model(REGULAR).replace("server_groups", "engine_groups")).models[0].groups[0].num_gpus == 4
+
+
+def test_the_engine_is_sglang_under_its_key_and_torch_elsewhere_and_each_model_may_say() -> None:
+    text = model(REGULAR)
+    assert good(text).models[0].engine == "sglang"
+    assert good(text.replace("sglang:", "models:")).models[0].engine == "torch"
+    assert good(text, Flags(hf_checkpoint="/m", engine="fake")).models[0].engine == "fake"
+    assert (
+        good(model(REGULAR, "name: a\nengine: torch"), Flags(hf_checkpoint="/m", engine="fake")).models[0].engine
+        == "torch"
+    )
+
+
+def test_several_models_may_receive_weights() -> None:
+    text = model(REGULAR, "name: a\nupdate_weights: true") + model(REGULAR, "name: b\nupdate_weights: true")[8:]
+    assert [found.update_weights for found in good(text).models] == [True, True]
+
+
+# What must be an error. {4}: the line where it stands.
+
+PD = "- worker_type: prefill\n  num_gpus: 2\n- worker_type: decode\n  num_gpus: 2\n"
+
+WRONG: dict[str, tuple[str, str]] = {
+    "a key that does not exist": (
+        model(REGULAR + "  num_gpu: 1"),
+        "f.yaml:6: sglang[0].server_groups[0].num_gpu: there is no such key; did you mean 'num_gpus'?",
+    ),
+    "at the top": ("sglan: []\nmodels: []", "f.yaml:1: sglan: there is no such key; did you mean 'sglang'?"),
+    "no models": ("fleet: {}", "f.yaml:1: models: it is required"),
+    "an empty list": ("sglang: []", "f.yaml:1: sglang: it must have one model or more"),
+    "no name": (model(REGULAR, "num_gpus_per_engine: 1"), "sglang[0].name: it is required"),
+    "a name twice": (
+        model(REGULAR) + model(REGULAR)[8:],
+        "f.yaml:6: sglang[1].name: a model 'actor' was there already, in line 2",
+    ),
+    "a worker type that does not exist": (
+        model(REGULAR.replace("regular", "decoder")),
+        "f.yaml:4: sglang[0].server_groups[0]."
+        "worker_type: 'decoder' is not one of regular, prefill, decode, encoder, placeholder; "
+        "did you mean 'decode'?",
+    ),
+    "no worker type": (model("- num_gpus: 4"), "worker_type: it is required"),
+    "no GPUs": (model("- worker_type: regular"), "num_gpus: it is required"),
+    "zero GPUs": (
+        model(REGULAR.replace("4", "0")),
+        "f.yaml:5: sglang[0].server_groups[0].num_gpus: it must be a whole number, 1 or more and 16384 at most, not 0",
+    ),
+    "more GPUs than there can be": (model(REGULAR.replace("4", "9" * 99)), "1 or more and 16384 at most"),
+    "a text for a number": (
+        model(REGULAR.replace("4", "four")),
+        "it must be a whole number, 1 or more and 16384 at most, not 'four'",
+    ),
+    "true for a number": (model(REGULAR.replace("4", "true")), "at most, not true"),
+    "a number for true": (model(REGULAR, "name: a\nupdate_weights: 1"), "it must be true or false, not 1"),
+    "GPUs that do not divide": (
+        model(REGULAR + "  num_gpus_per_engine: 3"),
+        "4 is not divisible by num_gpus_per_engine 3: 1 engine leaves 1 over",
+    ),
+    "an engine larger than its group": (model(REGULAR + "  num_gpus_per_engine: 8"), "0 engines leave 4 over"),
+    "an engine of one node and a half": (
+        model("- {worker_type: regular, num_gpus: 12, num_gpus_per_engine: 12}"),
+        "larger than a node of 8 and must fill whole ones",
+    ),
+    "regular beside prefill": (
+        model(REGULAR + PD),
+        "f.yaml:6: sglang[0].server_groups: regular engines (line 4) and prefill "
+        "ones (line 6) cannot serve one model together",
+    ),
+    "regular beside decode": (
+        model(PD[PD.index("- worker_type: decode") :] + REGULAR),
+        "cannot serve one model together",
+    ),
+    "prefill alone": (model("- {worker_type: prefill, num_gpus: 1}"), "prefill engines need decode ones"),
+    "decode alone": (model("- {worker_type: decode, num_gpus: 1}"), "decode engines need prefill ones"),
+    "an encoder alone": (model("- {worker_type: encoder, num_gpus: 1}"), "encoders need regular engines"),
+    "two paths in a model": (
+        model(REGULAR + "  overrides: {model_path: /a}\n" + REGULAR),
+        "f.yaml:6: sglang[0].server_groups[0].overrides.model_path: all groups of a model have one model_path",
+    ),
+    "an argument that does not exist": (
+        model(REGULAR + "  overrides:\n    mem_fraction: 1"),
+        "f.yaml:7: sglang[0].server_groups[0]."
+        "overrides.mem_fraction: SGLang 0 has no argument 'mem_fraction'; "
+        "did you mean 'mem_fraction_static'?",
+    ),
+    "an argument that rlctl sets": (
+        model(REGULAR + "  overrides: {tp-size: 2}"),
+        "rlctl sets tp_size itself: write num_gpus_per_engine",
+    ),
+    "an argument in both spellings": (
+        model(REGULAR + "  overrides: {context-length: 1, context_length: 2}"),
+        "context_length: it is context_length of line 6 again",
+    ),
+    "a pipeline that does not divide": (model(REGULAR + "  overrides: {pp_size: 3}"), "pp_size 3 does not divide"),
+    "a placeholder with arguments": (
+        model("- {worker_type: placeholder, num_gpus: 1, overrides: {context_length: 1}}"),
+        "a placeholder starts nothing",
+    ),
+    "a key twice": (model(REGULAR, "name: a\nname: b"), "f.yaml:3: sglang[0].name: 'name' was given already in line 2"),
+    "both spellings of server_groups": (
+        model(REGULAR) + "    engine_groups: []",
+        "it is the same key as 'server_groups'",
+    ),
+    "no groups": ("sglang: [{name: a, server_groups: []}]", "it must have one group or more"),
+    "both lists": (model(REGULAR) + "models: []", "`models:` and `sglang:` exclude each other"),
+    "an engine that is not installed": (
+        model(REGULAR, "name: a\nengine: sglan"),
+        "no plug-in 'sglan' is installed; there are: fake, sglang, torch; did you mean 'sglang'?",
+    ),
+    "slots of two models": (
+        model(REGULAR + "  name: b", "name: a") + model(REGULAR, "name: a-b")[8:],
+        "its slots a-b-0, ... are those of model 'a'",
+    ),
+    "an address that is none": (model("- {worker_type: regular, external: [here]}"), "'here' is not HOST:PORT"),
+    "an address twice": (model("- {worker_type: regular, external: ['h:1', 'http://h:1']}"), "is there twice"),
+    "servers that cannot be attached to": (
+        model("- {worker_type: regular, external: ['h:1']}", "name: a\nengine: torch"),
+        "torch engines cannot be attached to",
+    ),
+    "a token in the open": (
+        model(REGULAR + "  environment: {RLCTL_TOKEN: x}"),
+        "tokens belong in fleet.auth.token_file",
+    ),
+    "stages that do not add up": (model(REGULAR + "  stages: [{name: a, num_gpus: 3}]"), "they have 3 GPUs"),
+    "a model name that is no name": (model(REGULAR, "name: a/b"), "'a/b' must be letters"),
+    "a network that is none": ("fleet: {network: {interface: 10.0.0.0/99}}\n" + model(REGULAR), "is no network"),
+    "a list for a section": ("fleet: [1]\n" + model(REGULAR), "fleet: it must be keys and values, not a list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_is_an_error(case: str) -> None:
+    text, expected = WRONG[case]
+    found = errors(text)
+    assert any(expected in problem for problem in found), found
+
+
+def test_without_a_checkpoint_it_is_required() -> None:
+    assert "model_path: it is required" in errors(model(REGULAR), Flags())[0]
+    assert errors(model("- {worker_type: placeholder, num_gpus: 1}"), Flags()) == []
+
+
+def test_everything_wrong_is_told_at_once_in_the_order_of_the_lines() -> None:
+    text = model(
+        "- worker_type: prefil\n  num_gpus: 0\n  overrides: {nope: 1}\n  colour: red", "name: a\nmodel_pth: /x"
+    )
+    _, problems = load(text)
+    lines = [problem.line for problem in problems.in_order()]
+    assert len(lines) == 5
+    assert lines == sorted(lines)
+
+
+def test_arguments_of_an_engine_that_is_not_known_are_a_warning() -> None:
+    _, problems = load(model(REGULAR + "  overrides: {anything: 1}", "name: a\nengine: fake"))
+    assert problems.errors == []
+    assert "not checked" in str(problems.found[0])
+
+
+# Flags.
+
+
+@pytest.mark.parametrize("given", [4, 8])
+def test_the_gpus_of_all_groups_are_those_of_the_flag(given: int) -> None:
+    text = model(REGULAR + "- {worker_type: placeholder, num_gpus: 4}")
+    found = errors(text, Flags(hf_checkpoint="/m", num_gpus=given))
+    assert found == (
+        [] if given == 8 else ["command line: --rollout-num-gpus: the groups have 8 GPUs (actor 8), not 4"]
+    )
+
+
+def test_the_gpus_of_all_groups_are_those_of_the_file() -> None:
+    assert errors("fleet: {num_gpus: 5}\n" + model(REGULAR)) == [
+        "f.yaml:1: fleet.num_gpus: the groups have 4 GPUs (actor 4), not 5"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"prefill_num_servers": 1}, "--prefill-num-servers"),
+        ({"external": True, "external_addresses": ["h:1"]}, "--rollout-external"),
+        ({"external_addresses": ["h:1"]}, "--rollout-external"),
+        ({"model": "x"}, "--model"),
+    ],
+)
+def test_what_excludes_a_file(flags: dict[str, Any], name: str) -> None:
+    found = errors(model(REGULAR), Flags(**{"hf_checkpoint": "/m", **flags}))
+    assert found[0].startswith(f"command line: {name}: it cannot be given with a file")
+
+
+def test_external_engines_exclude_prefill_servers_and_need_addresses() -> None:
+    _, problems = flagged(external_addresses=["h:1"], prefill_num_servers=1)
+    assert "it cannot be given with --rollout-external" in str(problems.errors[0])
+    _, problems = flagged(external=True)
+    assert "it needs --rollout-external-engine-addrs" in str(problems.errors[0])
+
+
+def test_flags_alone_are_a_fleet() -> None:
+    topology, problems = flagged(num_gpus=4, num_gpus_per_engine=2, model="ref", engine="fake")
+    assert problems.errors == []
+    (found,) = topology.models
+    assert (found.name, found.engine, found.groups[0].engines) == ("ref", "fake", 2)
+
+
+def test_prefill_servers_leave_the_rest_to_decode() -> None:
+    topology, problems = flagged(num_gpus=8, num_gpus_per_engine=2, prefill_num_servers=1)
+    assert problems.errors == []
+    assert [(g.worker_type, g.engines) for g in topology.models[0].groups] == [("prefill", 1), ("decode", 3)]
+    _, problems = flagged(num_gpus=4, num_gpus_per_engine=2, prefill_num_servers=2)
+    assert "prefill and decode both need some" in str(problems.errors[0])
+
+
+def test_external_engines_are_attached_to() -> None:
+    topology, problems = flagged(external_addresses=["host1:10090", "host2:10091"])
+    assert problems.errors == []
+    assert topology.models[0].engine == "sglang"
+    assert topology.models[0].groups[0].external == ("http://host1:10090", "http://host2:10091")
+    assert topology.num_gpus == 0
