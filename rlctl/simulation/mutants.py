@@ -55,7 +55,7 @@ async def _not_silenced(self: Peers, model: Any, only: Any) -> None:
     model.only = frozenset(only)
 
 
-def _every_time(self: Executor, command_id: str, *what: Any, **more: bool) -> Any:
+def _every_time(self: Executor, command_id: str, *what: Any, **more: Any) -> Any:
     self._records.pop(command_id, None)
     return _start(self, command_id, *what, **more)
 

@@ -178,6 +178,11 @@ class Trainer:
     def runs(self) -> bool:
         return self._popen.poll() is None
 
+    @property
+    def updates(self) -> list[Update]:
+        """What it has told of so far."""
+        return list(self._updates.values())
+
     def has_begun(self, label: str) -> bool:
         return label in self._updates
 
@@ -191,7 +196,7 @@ class Trainer:
             self._reader.join()
             assert self._popen.stdout is not None
             self._popen.stdout.close()
-        return list(self._updates.values())
+        return self.updates
 
     def _read(self) -> None:
         assert self._popen.stdout is not None
@@ -205,7 +210,7 @@ class Trainer:
                 self._history.updates.append(update)
                 continue
             update = self._updates[facts["ended"]]
-            update.state, update.sequence = facts["state"], facts.get("sequence", 0)
+            update.state, update.sequence, update.error = facts["state"], facts.get("sequence", 0), facts["error"]
             update.ranks, update.excluded = facts.get("ranks", {}), facts.get("excluded", ())
             update.ended = facts["time"]
 

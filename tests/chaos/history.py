@@ -31,6 +31,7 @@ class Update:
     deadline_s: float
     ended: float | None = None
     state: str = ""
+    error: str = ""
     sequence: int = 0
     ranks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     excluded: Sequence[str] = ()

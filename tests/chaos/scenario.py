@@ -89,7 +89,8 @@ def _await_phase(fleet: ChaosFleet, trainer: Trainer, struck: str, phase: str, d
             state = client.status()
             if begun and (state.models[0].latest.label == struck or PHASES[phase](state, struck)):
                 return
-            assert trainer.runs and time.monotonic() < deadline, f"{struck} never came to {phase}:\n{state}"
+            assert trainer.runs, f"the trainer ended before {struck} came to {phase}: {trainer.updates}"
+            assert time.monotonic() < deadline, f"{struck} never came to {phase}:\n{state}"
             time.sleep(POLL_S)  # a watch would not tell of the trainer's end
 
 

@@ -12,7 +12,7 @@ def good() -> History:
     history = History({"a": 1, "b": 2})
     for number, time in ((2, 10.0), (3, 20.0)):
         ranks = {"a": ["APPLIED"], "b": ["APPLIED"] * 2}
-        history.updates.append(Update(f"v{number}", time, 30, time + 2, "OK", number, ranks))
+        history.updates.append(Update(f"v{number}", time, 30, time + 2, "OK", "", number, ranks))
     history.generations = [
         Generation(1.0, 5, 2.0, "a", [Token(1.5, "initial", 1)]),
         Generation(9.0, 5, 12.5, "b", [Token(9.5, "initial", 1), Token(11.9, "v2", 2)]),
