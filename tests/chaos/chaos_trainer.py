@@ -1,7 +1,7 @@
 """A trainer as a process of its own: ``python chaos_trainer.py KIND ADDRESS DEADLINE_S LABEL...``.
 
 KIND "null" speaks the contract itself, to fake engines, whose weights become the label. "torch" sends the demo's model
-by the SDK's publisher, seeded by the number in the label, from a second process, "source", which its first line names.
+by the SDK's publisher, seeded by the number in the label, half of it from a second process, which its first line names.
 For each label it prints one JSON line as it begins and one as it has ended.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -101,25 +102,26 @@ class NullTrainer:
         return self._fleet.loop.call(self._fleet.aio.connection.call(method, request, remaining))
 
 
-class Slowly:
-    """Weights that take a while to go through, so that something can happen meanwhile."""
+class Share:
+    """Every second tensor of a model, which take a while to go through, so that something can happen meanwhile."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, rank: int) -> None:
         from rlctl.weights.source import as_source
 
         self._source = as_source(model)
+        self._rank = rank
 
     def metas(self) -> list[Any]:
-        return self._source.metas()
+        return self._source.metas()[self._rank :: 2]
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        for pair in self._source.tensors():
+        for pair in itertools.islice(self._source.tensors(), self._rank, None, 2):
             time.sleep(PER_TENSOR_S)
             yield pair
 
 
 class TorchTrainer:
-    """The SDK's publisher, in a trainer of two ranks, the second of which sends."""
+    """The SDK's publisher, in a trainer of two ranks, each of which sends its share."""
 
     def __init__(self, fleet: Fleet | None, deadline_s: float, store: str = "") -> None:
         import torch
@@ -135,9 +137,9 @@ class TorchTrainer:
             say(source=self._source.pid)
         rank = int(fleet is None)
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-        sends = None if fleet is not None else 0
+        self._rank = rank
         self._publisher = rlctl.publisher(
-            fleet, "actor", trainer_group=dist.group.WORLD, source=sends, bucket_bytes=16 << 10
+            fleet, "actor", trainer_group=dist.group.WORLD, source=rank, bucket_bytes=16 << 10
         )
 
     def update(self, label: str) -> tuple[Any, int]:
@@ -145,7 +147,7 @@ class TorchTrainer:
 
         model = tiny.make(seed=int(label.rpartition("-")[2]))
         try:
-            result = self._publisher.update(Slowly(model), version=label, deadline_s=self._deadline_s)
+            result = self._publisher.update(Share(model, self._rank), version=label, deadline_s=self._deadline_s)
         except RuntimeError as error:  # of the trainer's own collectives, when a rank was killed
             raise Reason.SOURCE_FAILED.error(str(error)) from error
         return result.operation, result.version.sequence
