@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from history import Generation, History, Token, Update
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.aio import connect as aconnect
 from rlctl.errors import RlctlError
-from rlctl.launch.local import START_S, EngineSpec, LocalFleet
-from rlctl.launch.processes import Process
+from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.loops import LoopThread
 from rlctl.testing.chaos_proxy import ChaosProxy
 from rlctl.v1.fleet_pb2 import Fleet as FleetState
@@ -39,14 +39,18 @@ class ChaosFleet(LocalFleet):
     """``with ChaosFleet(engines, directory=path) as fleet``. Stages are reached through ``proxies`` only."""
 
     def __init__(self, engines: Sequence[EngineSpec], *, directory: Path) -> None:
-        super().__init__(engines, directory=directory)
+        proxied = [dataclasses.replace(spec, advertise=PROXY_HOST) for spec in engines]
+        super().__init__(proxied, directory=directory)
         self.proxies: dict[str, list[ChaosProxy]] = {}
+        self._linked: dict[str, str] = {}
         self._network = LoopThread("network")
+        self._linking = self._network.submit(self._keep_linked())
 
     def stop(self) -> None:
         for process in self.processes:
             self.signal(process.name, signal.SIGCONT)
         super().stop()
+        self._linking.cancel()
         for slot in list(self.proxies):
             self._network.call(self._unlink(slot))
         self._network.stop()
@@ -60,16 +64,10 @@ class ChaosFleet(LocalFleet):
     def revive(self, name: str) -> None:
         """Start again what was killed, as it was launched; an engine with all its ranks."""
         if name == "coordinator":
-            old = self.process(name)
-            old.wait()
-            self.processes.remove(old)
-            journal = str(self.directory / "journal.db")
-            self._spawn(name, ["coordinator", "--listen", self.address, "--journal", journal]).announced(START_S)
-            self.processes.insert(0, self.processes.pop())
-            return
-        slot = name.partition(".")[0]
-        self.restart(slot)
-        self._link(slot)
+            self.process(name).wait()
+            self._start_coordinator(self.address)
+        else:
+            self.restart(name.partition(".")[0])
 
     def network(self, slot: str, change: Callable[[ChaosProxy], None]) -> None:
         """Do something to the links of a stage."""
@@ -80,19 +78,16 @@ class ChaosFleet(LocalFleet):
 
         self._network.call(apply())
 
-    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> Process:
-        if arguments[0] == "stage":
-            arguments = [*arguments, "--advertise", PROXY_HOST]
-        return super()._spawn(name, arguments, environment)
-
-    def _await_routable(self) -> None:
-        for spec in self.engines:
-            self._link(spec.slot)
-        super()._await_routable()
-
-    def _link(self, slot: str) -> None:
-        facts = self.process(slot).announced(START_S)
-        self._network.call(self._relink(slot, [facts["address"], facts["rollout_address"]]))
+    async def _keep_linked(self) -> None:
+        """Stages have proxies as soon as they say where they are; a restarted one has others."""
+        slots = [spec.slot for spec in self.engines]
+        while True:
+            for process in list(self.processes):
+                facts = process.facts
+                if process.name in slots and facts and self._linked.get(process.name) != facts["address"]:
+                    self._linked[process.name] = facts["address"]
+                    await self._relink(process.name, [facts["address"], facts["rollout_address"]])
+            await asyncio.sleep(0.02)
 
     async def _relink(self, slot: str, advertised: Sequence[str]) -> None:
         await self._unlink(slot)

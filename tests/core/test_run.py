@@ -14,7 +14,7 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING, Operation, StageResult
 TARGETS = ("b", "a", "c")
 
 
-@pytest.mark.parametrize("order", itertools.permutations([*TARGETS, "stranger"]))
+@pytest.mark.parametrize("order", list(itertools.permutations([*TARGETS, "stranger"])))
 def test_outcomes_stand_in_the_order_of_the_targets_whatever_order_they_come_in(order: tuple[str, ...]) -> None:
     run = Run(OperationRecord(operation=Operation(targets=TARGETS, state=OPERATION_STATE_RUNNING)))
     for slot in order:
