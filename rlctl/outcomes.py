@@ -36,6 +36,8 @@ _EVIDENCE_WEAKEST_FIRST = (
     common_pb2.EVIDENCE_VERIFIED,
 )
 
+_KNOWN = frozenset(Outcome.values()) - {common_pb2.OUTCOME_UNSPECIFIED}
+
 
 def of_ranks(verb: Verb, results: Sequence[RankResult], *, mutates: bool) -> Outcome.ValueType:
     """Outcome of a stage, never better than its worst rank. ``mutates``: whether this request changes anything.
@@ -45,7 +47,7 @@ def of_ranks(verb: Verb, results: Sequence[RankResult], *, mutates: bool) -> Out
     the others say.
     """
     outcomes = {result.outcome for result in results}
-    if not outcomes or not outcomes <= set(Outcome.values()) - {common_pb2.OUTCOME_UNSPECIFIED}:
+    if not outcomes or not outcomes <= _KNOWN:
         return OUTCOME_UNKNOWN
     for worst in (OUTCOME_UNKNOWN, OUTCOME_DIRTY):
         if worst in outcomes:

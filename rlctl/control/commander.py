@@ -115,13 +115,10 @@ class Commander:
             self._pending[command_id] = issued
         return issued
 
-    async def result(self, issued: Issued, deadline: float) -> CommandResult:
-        """The answer to an issued command. Raises with outcome UNKNOWN when there is none by the deadline."""
-        done, _ = await asyncio.wait({issued.result}, timeout=max(0.0, deadline - self._clock.now()))
-        if done:
-            return issued.result.result()
+    def give_up(self, issued: Issued) -> RlctlError:
+        """A command had no answer by its deadline: ask the peer not to start it, and say that it is UNKNOWN."""
         self.cancel(issued.command_id)
-        raise Reason.DEADLINE_EXCEEDED.error(
+        return Reason.DEADLINE_EXCEEDED.error(
             "no answer by the deadline; what became of it is not known", outcome=OUTCOME_UNKNOWN
         )
 

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from google.protobuf import symbol_database
@@ -22,6 +22,7 @@ from rlctl.v1 import verbs_pb2
 from rlctl.v1.control_pb2 import (
     Attach,
     Attached,
+    Command,
     CommandAccepted,
     CommandResult,
     ControlRequest,
@@ -55,37 +56,25 @@ class Commanded(Protocol):
         """Give up a command that has not been started."""
 
 
-class _Accepted:
-    """Tells those who want to know, once, that a command was accepted."""
-
-    def __init__(self) -> None:
-        self.watchers: list[Callable[[], None]] = []
-        self._told = False
-
-    def tell(self) -> None:
-        self._told = True
-        watchers, self.watchers = self.watchers, []
-        for watcher in watchers:
-            watcher()
-
-    @contextlib.contextmanager
-    def watched(self, watcher: Callable[[], None]) -> Iterator[None]:
-        if self._told:
-            watcher()
-        else:
-            self.watchers.append(watcher)
-        try:
-            yield
-        finally:
-            if watcher in self.watchers:
-                self.watchers.remove(watcher)
-
-
 @dataclass
 class _Record:
+    """One command.
+
+    Attributes:
+        accepted: whether it will be carried out.
+        watchers: who is told when it is accepted.
+    """
+
     digest: bytes
-    task: asyncio.Task[CommandResult]
-    accepted: _Accepted
+    task: asyncio.Task[CommandResult] | None = None
+    accepted: bool = False
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+
+    def accept(self) -> None:
+        """It will be carried out: tell those who watch, once."""
+        self.accepted = True
+        while self.watchers:
+            self.watchers.pop(0)()
 
 
 class Executor:
@@ -109,19 +98,32 @@ class Executor:
 
         The run goes on when the caller is cancelled. The same id with another body is refused.
         """
+        try:
+            task = self._start(command_id, request, remaining_s, on_accepted, together=together)
+        except RlctlError as error:
+            return self._commanded.refuse(error)
+        return await asyncio.shield(task)
+
+    def _start(
+        self, command_id: str, request: Any, remaining_s: float, on_accepted: Callable[[], None], *, together: bool
+    ) -> asyncio.Task[CommandResult]:
+        """The run of this id, begun if there is none. Raises REQUEST_ID_REUSED."""
         digest = hashlib.sha256(request.type_url.encode() + b"\0" + request.value).digest()
         record = self._records.get(command_id)
+        if record is not None and record.digest != digest:
+            raise Reason.REQUEST_ID_REUSED.error(f"command {command_id} had another body")
         if record is None:
-            accepted = _Accepted()
+            record = self._records[command_id] = _Record(digest)
             deadline = self._clock.now() + remaining_s
-            call = Call(command_id=command_id, deadline=deadline, accept=accepted.tell, together=together)
-            record = _Record(digest, asyncio.create_task(self._run(request, call)), accepted)
-            self._records[command_id] = record
+            call = Call(command_id=command_id, deadline=deadline, accept=record.accept, together=together)
+            record.task = asyncio.create_task(self._run(request, call))
             self._forget()
-        elif record.digest != digest:
-            return self._commanded.refuse(Reason.REQUEST_ID_REUSED.error(f"command {command_id} had another body"))
-        with record.accepted.watched(on_accepted):
-            return await asyncio.shield(record.task)
+        assert record.task is not None
+        if record.accepted and not record.task.done():
+            on_accepted()
+        elif not record.accepted:
+            record.watchers.append(on_accepted)
+        return record.task
 
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
         """Obey one stream until it ends. Commands that are running then go on, and their results are kept."""
@@ -132,9 +134,7 @@ class Executor:
                     attached = await self._commanded.attach(message.attach, link)
                     _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
                 case "command":
-                    task = asyncio.create_task(self._answer(link, message))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    self._obey(link, message.command)
                 case "cancel":
                     task = asyncio.create_task(self._commanded.withdraw(message.cancel.command_id))
                     tasks.add(task)
@@ -147,16 +147,24 @@ class Executor:
     def _now(self) -> int:
         return max(1, int(self._clock.now() * 1e6))
 
-    async def _answer(self, link: Link[ControlResponse, ControlRequest], message: ControlRequest) -> None:
-        command = message.command
-        remaining = seconds(command.time_remaining)
-        accepted = ControlResponse(accepted=CommandAccepted(command_id=command.command_id))
-        result = await self.execute(
-            command.command_id, command.request, remaining, lambda: _reply(link, accepted), together=True
-        )
-        answer = ControlResponse(result=result)
-        answer.result.command_id = command.command_id
-        _reply(link, answer)
+    def _obey(self, link: Link[ControlResponse, ControlRequest], command: Command) -> None:
+        """Carry a command out; its answer follows over the same link. No task waits for it: a callback answers."""
+        command_id = command.command_id
+
+        def answer(result: CommandResult) -> None:
+            response = ControlResponse(result=result)
+            response.result.command_id = command_id
+            _reply(link, response)
+
+        def accepted() -> None:
+            _reply(link, ControlResponse(accepted=CommandAccepted(command_id=command_id)))
+
+        try:
+            task = self._start(command_id, command.request, seconds(command.time_remaining), accepted, together=True)
+        except RlctlError as error:
+            answer(self._commanded.refuse(error))
+        else:
+            task.add_done_callback(lambda done: None if done.cancelled() else answer(done.result()))
 
     async def _run(self, packed: Any, call: Call) -> CommandResult:
         try:
@@ -166,11 +174,12 @@ class Executor:
         return await self._commanded.carry_out(request, call)
 
     def _forget(self) -> None:
-        for command_id in list(self._records):
-            if len(self._records) <= REMEMBERED:
+        while len(self._records) > REMEMBERED:
+            ended = (key for key, record in self._records.items() if record.task is not None and record.task.done())
+            oldest = next(ended, None)
+            if oldest is None:
                 return
-            if self._records[command_id].task.done():
-                del self._records[command_id]
+            del self._records[oldest]
 
 
 def unpack(packed: Any) -> Message:

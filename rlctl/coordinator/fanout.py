@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
+from rlctl.control.commander import Commander, Issued
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import Roster, Slot, unsupported
 from rlctl.errors import Reason, RlctlError
@@ -21,6 +23,7 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_UNKNOWN,
     Outcome,
 )
+from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.verbs import Verb, of_request
 
@@ -56,24 +59,45 @@ class Fanout:
         """
         verb = of_request(request)
         packed = self._pack(request)
+        mutates = verb.mutates(request) and not aside
+        results: dict[Slot, StageResult] = {}
+        waiting: dict[asyncio.Future[CommandResult], tuple[Slot, Commander, Issued]] = {}
+        given_up = False
 
-        async def one(slot: Slot) -> StageResult:
+        def settle(slot: Slot, done: asyncio.Future[CommandResult]) -> None:
+            file(slot, self._answer(slot, done))
+
+        def file(slot: Slot, result: StageResult) -> None:
+            if slot not in results and not given_up:
+                results[slot] = self._vetted(slot, verb, request, result, mutates=mutates)
+                on_result(results[slot])
+
+        # No task for each stage: of many stages, they would cost as much as their commands.
+        for slot in slots:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
-            result = await self._one(packed, slot, verb, command_id, operation_id, deadline)
-            result = self._vetted(slot, verb, request, result, mutates=verb.mutates(request) and not aside)
-            on_result(result)
-            return result
-
-        results = list(await asyncio.gather(*(one(slot) for slot in slots)))
+            try:
+                commander = self._commander(slot, verb)
+                issued = commander.issue(command_id, operation_id, packed, deadline)
+            except RlctlError as error:
+                file(slot, self._failed(slot, error))
+            else:
+                waiting[issued.result] = slot, commander, issued
+                issued.result.add_done_callback(functools.partial(settle, slot))
+        try:
+            if waiting:
+                await asyncio.wait(waiting, timeout=max(0.0, deadline - self._clock.now()))
+            for future, (slot, commander, issued) in waiting.items():
+                file(slot, self._answer(slot, future) if future.done() else self._late(slot, commander, issued))
+        finally:
+            given_up = True
         if verb.mutates(request) and verb.waits:
-            answers = zip(slots, results, strict=True)
             spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
-            spoilt = {slot: r.error for slot, r in answers if r.outcome in spoiling}
+            spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}
             await self._roster.quarantine(spoilt)
             for slot in slots:
                 if slot.record.HasField("quarantine"):
                     self._peers.grant(slot)
-        return results
+        return [results[slot] for slot in slots]
 
     def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
         """Ask stages to give up a command that they have not started."""
@@ -92,26 +116,31 @@ class Fanout:
         packed.Pack(sent)
         return packed
 
-    async def _one(
-        self, packed: Any, slot: Slot, verb: Verb, command_id: str, operation_id: str, deadline: float
-    ) -> StageResult:
+    def _commander(self, slot: Slot, verb: Verb) -> Commander:
+        missing = unsupported(slot, verb.name)
+        if missing is not None:
+            missing.outcome = OUTCOME_SKIPPED
+            raise missing
+        return self._peers.commander(slot)
+
+    def _answer(self, slot: Slot, done: asyncio.Future[CommandResult]) -> StageResult:
         try:
-            missing = unsupported(slot, verb.name)
-            if missing is not None:
-                missing.outcome = OUTCOME_SKIPPED
-                raise missing
-            commander = self._peers.commander(slot)
-            issued = commander.issue(command_id, operation_id, packed, deadline)
-            return (await commander.result(issued, deadline)).stage
+            return done.result().stage
         except RlctlError as error:
-            return StageResult(
-                header=self._roster.header(),
-                slot=slot.name,
-                incarnation=slot.record.incarnation,
-                outcome=error.outcome,
-                error=error.detail(),
-                state=slot.state,
-            )
+            return self._failed(slot, error)
+
+    def _late(self, slot: Slot, commander: Commander, issued: Issued) -> StageResult:
+        return self._failed(slot, commander.give_up(issued))
+
+    def _failed(self, slot: Slot, error: RlctlError) -> StageResult:
+        return StageResult(
+            header=self._roster.header(),
+            slot=slot.name,
+            incarnation=slot.record.incarnation,
+            outcome=error.outcome,
+            error=error.detail(),
+            state=slot.state,
+        )
 
     def _vetted(self, slot: Slot, verb: Verb, request: Message, result: StageResult, *, mutates: bool) -> StageResult:
         """The result, if it answers what was asked: by this incarnation of this stage, under this epoch, with one entry
@@ -130,12 +159,6 @@ class Fanout:
         if not wrong:
             return result
         error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {wrong}", outcome=OUTCOME_UNKNOWN)
-        return StageResult(
-            header=self._roster.header(),
-            slot=slot.name,
-            incarnation=slot.record.incarnation,
-            outcome=error.outcome,
-            error=error.detail(),
-            state=slot.state,
-            rank_results=one_per_rank(slot.record.registration.layout.workers, result.rank_results),
-        )
+        invalid = self._failed(slot, error)
+        invalid.rank_results.extend(one_per_rank(slot.record.registration.layout.workers, result.rank_results))
+        return invalid

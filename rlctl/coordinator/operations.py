@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -41,6 +43,7 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.cancel: Callable[[], None] = lambda: None
         self._changed = asyncio.Condition()
+        self._places = {name: index for index, name in enumerate(self.operation.targets)}
         if self.operation.state != OPERATION_STATE_RUNNING:
             self.ended.set()
 
@@ -51,12 +54,18 @@ class Run:
 
     def add(self, result: StageResult) -> None:
         """Take in one target's result, replacing an earlier one of the same target; kept in target order."""
-        order = {name: index for index, name in enumerate(self.operation.targets)}
-        results = {r.slot: r for r in self.operation.stage_results} | {result.slot: result}
-        ordered = sorted(results.values(), key=lambda r: order.get(r.slot, len(order)))
-        copies = [StageResult.FromString(r.SerializeToString()) for r in ordered]
-        del self.operation.stage_results[:]
-        self.operation.stage_results.extend(copies)
+        filed = self.operation.stage_results
+        place = bisect.bisect_left(filed, self._place(result), key=self._place)
+        while place < len(filed) and self._place(filed[place]) == self._place(result):
+            if filed[place].slot == result.slot:
+                filed[place].CopyFrom(result)
+                return
+            place += 1
+        filed.insert(place, result)
+
+    def _place(self, result: StageResult) -> int:
+        """Where a result stands: its target's place, strangers last."""
+        return self._places.get(result.slot, len(self._places))
 
     async def notify(self) -> None:
         """Wake those who watch."""
@@ -84,6 +93,8 @@ class Operations:
         self._roster = roster
         self._clock = clock
         self._runs: dict[str, Run] = {}
+        self._ended: dict[str, None] = {}
+        """Ids of those that have ended, in that order."""
         self._holders: dict[str, str] = {}
         self._forgotten = ""
         """The newest id that was dropped: ids are UUIDv7 and sort by time."""
@@ -103,6 +114,7 @@ class Operations:
                 record.operation.done_time.CopyFrom(self._clock.wall())
                 changes.append(Put("operation", key, record.SerializeToString()))
             self._runs[key] = Run(record)
+        self._ended = dict.fromkeys(sorted(self._runs, key=self._done_at))
         if changes:
             await self._journal.write(changes)
 
@@ -211,7 +223,7 @@ class Operations:
         try:
             await self._journal.write([_put(run.record), *changes])
             for key in expired:
-                del self._runs[key]
+                del self._runs[key], self._ended[key]
             self._forgotten = forgotten
         except RlctlError as error:
             log.warning(
@@ -221,6 +233,7 @@ class Operations:
                 error,
             )
         finally:
+            self._ended[run.operation.operation_id] = None
             run.ended.set()
             await run.notify()
 
@@ -260,8 +273,10 @@ class Operations:
             del self._holders[name]
 
     def _expired(self) -> list[str]:
-        ended = [(_done_at(run), key) for key, run in self._runs.items() if run.ended.is_set()]
-        return [key for _, key in sorted(ended)[: max(0, len(ended) - RETAINED)]]
+        return list(itertools.islice(self._ended, max(0, len(self._ended) - RETAINED)))
+
+    def _done_at(self, operation_id: str) -> int:
+        return self._runs[operation_id].operation.done_time.ToNanoseconds()
 
     async def _save(self, run: Run) -> None:
         await self._journal.write([_put(run.record)])
@@ -294,7 +309,3 @@ def body_hash(request: Message) -> bytes:
 
 def _put(record: OperationRecord) -> Put:
     return Put("operation", record.operation.operation_id, record.SerializeToString())
-
-
-def _done_at(run: Run) -> int:
-    return run.operation.done_time.ToNanoseconds()

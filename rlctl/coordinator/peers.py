@@ -27,6 +27,10 @@ DRIFT_S = 0.5
 GRANT_EVERY_S = 3.0
 REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 ATTACH_S = 10.0
+CONNECTING = 32
+TURN_S = 0.1
+"""So many links are made at a time, each counted for so long at most: a coordinator that takes over a thousand stages
+answers its callers meanwhile, and hosts that do not answer hold nobody up."""
 REPORT_AGAIN_S = 1.0
 
 
@@ -52,6 +56,7 @@ class Peers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._grants = itertools.count(1)
+        self._connecting = asyncio.Semaphore(CONNECTING)
         self.succeeded = asyncio.Event()
         """Set once the journal is another's."""
 
@@ -187,6 +192,7 @@ class Peers:
 
     async def _once(self, slot: Slot) -> None:
         registration = slot.record.registration
+        connected = await self._turn_to_connect()
         self._refuse_succeeded()
         link = await self._dialer.dial(registration.address)
         commander = Commander(link, self._clock, on_report=lambda report: self._reported(slot, report))
@@ -205,6 +211,7 @@ class Peers:
             if attached.registration.boot_id != registration.boot_id:
                 raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
             slot.commander = commander
+            connected()
             self._reported(slot, attached.report)
             granting = asyncio.create_task(self._keep_granting(slot))
             await receiving
@@ -216,6 +223,18 @@ class Peers:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
             self._roster.changed()
+
+    async def _turn_to_connect(self) -> Callable[[], None]:
+        """Wait for a turn. Returns what ends it; time does so too."""
+        await self._connecting.acquire()
+        held = [self._connecting]
+
+        def end() -> None:
+            while held:
+                held.pop().release()
+
+        asyncio.get_running_loop().call_later(TURN_S, end)
+        return end
 
     async def _keep_granting(self, slot: Slot) -> None:
         while True:

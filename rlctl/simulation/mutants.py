@@ -55,14 +55,12 @@ async def _not_silenced(self: Peers, model: Any, only: Any) -> None:
     model.only = frozenset(only)
 
 
-async def _every_time(
-    self: Executor, command_id: str, request: Any, remaining_s: float, on_accepted: Any = _nothing, **more: bool
-) -> Any:
+def _every_time(self: Executor, command_id: str, *what: Any, **more: Any) -> Any:
     self._records.pop(command_id, None)
-    return await _execute(self, command_id, request, remaining_s, on_accepted, **more)
+    return _start(self, command_id, *what, **more)
 
 
-_execute = Executor.execute
+_start = Executor._start
 
 
 def _never_known(self: Operations, request_id: str, request: Any) -> None:
@@ -102,7 +100,7 @@ _commit = Finish.commit
 
 MUTANTS: dict[str, list[Patch]] = {
     "admission": [(Facts, "at_admitted_version", property(lambda self: self.version.sequence > 0))],
-    "at_most_once": [(Executor, "execute", _every_time)],
+    "at_most_once": [(Executor, "_start", _every_time)],
     "bucket_order": [],
     "completeness": [],
     "dirty_refusal": [(Facts, "_mixed", _nothing)],

@@ -100,8 +100,9 @@ def known_options(given: Mapping[str, str]) -> KnownOptions:
 class FakeEngine(Engine):
     """One rank of a fake engine.
 
-    Options: ``pace`` (seconds per token, default 0.001); ``opaque`` ("said" or "unsaid": like an engine of others, it
-    cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
+    Options: ``pace`` (seconds per token, default 0.001); ``delay`` (seconds that every ordered verb takes, default 0:
+    so that something can happen in the midst of an update); ``opaque`` ("said" or "unsaid": like an engine of others,
+    it cannot digest its weights, and gives one answer for all of its ranks; and whether its capabilities say so).
     """
 
     name = "fake"
@@ -112,6 +113,7 @@ class FakeEngine(Engine):
         self.fail = on_failure
         self._steps = Steps()
         self._pace = float(config.options.get("pace", "0.001"))
+        self._delay = float(config.options.get("delay", "0"))
         self._opaque = config.options.get("opaque", "")
         self.taken: list[str] | None = None
         self._paused: int | None = None
@@ -188,6 +190,8 @@ class FakeEngine(Engine):
             await fault(self, method, call)
         call.accept()
         call.step = await self._steps.hold(call.command_id)
+        if self._delay:
+            await asyncio.sleep(self._delay)
 
     # Reads.
 

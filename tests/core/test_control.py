@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
-from rlctl.control.commander import Commander
+from rlctl.control.commander import Commander, Issued
 from rlctl.control.executor import Executor
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -94,11 +94,18 @@ def soon(seconds: float = 5.0) -> float:
     return CLOCK.now() + seconds
 
 
+async def answer(commander: Commander, issued: Issued, deadline: float) -> CommandResult:
+    done, _ = await asyncio.wait({issued.result}, timeout=max(0.0, deadline - CLOCK.now()))
+    if not done:
+        raise commander.give_up(issued)
+    return issued.result.result()
+
+
 async def test_a_command_is_accepted_and_answered(wire: Wire) -> None:
     commander = wire.connect()
     issued = commander.issue("c", "o", packed(), soon())
     await issued.accepted
-    result = await commander.result(issued, soon())
+    result = await answer(commander, issued, soon())
     assert (result.command_id, result.rank.outcome) == ("c", OUTCOME_APPLIED)
     assert wire.rank.carried_out == ["c"]
 
@@ -111,18 +118,18 @@ async def test_a_repeat_gets_the_recorded_result_and_attaches_while_it_runs(wire
     await first.accepted
     wire.rank.gate.set()
     for issued in (first, second):
-        assert (await commander.result(issued, soon())).rank.outcome == OUTCOME_APPLIED
+        assert (await answer(commander, issued, soon())).rank.outcome == OUTCOME_APPLIED
     assert (await attached).rank.outcome == OUTCOME_APPLIED
     third = commander.issue("c", "o", packed(), soon())
-    assert (await commander.result(third, soon())).rank.outcome == OUTCOME_APPLIED
+    assert (await answer(commander, third, soon())).rank.outcome == OUTCOME_APPLIED
     assert wire.rank.carried_out == ["c"]
 
 
 async def test_the_same_id_with_another_body_is_refused(wire: Wire) -> None:
     commander = wire.connect()
-    await commander.result(commander.issue("c", "o", packed(), soon()), soon())
+    await answer(commander, commander.issue("c", "o", packed(), soon()), soon())
     other = commander.issue("c", "o", packed(v.PauseGenerationRequest(mode=2)), soon())
-    result = await commander.result(other, soon())
+    result = await answer(commander, other, soon())
     assert result.rank.error.reason == "REQUEST_ID_REUSED"
     assert wire.rank.carried_out == ["c"]
 
@@ -134,11 +141,11 @@ async def test_after_a_broken_link_the_result_is_there_for_the_asking(wire: Wire
     await issued.accepted
     wire.near.cut()
     with pytest.raises(RlctlError) as caught:
-        await commander.result(issued, soon())
+        await answer(commander, issued, soon())
     assert (caught.value.reason, caught.value.outcome) == (Reason.LINK_LOST, OUTCOME_UNKNOWN)
     wire.rank.gate.set()
     again = wire.connect()
-    result = await again.result(again.issue("c", "o", packed(), soon()), soon())
+    result = await answer(again, again.issue("c", "o", packed(), soon()), soon())
     assert result.rank.outcome == OUTCOME_APPLIED
     assert wire.rank.carried_out == ["c"]
 
@@ -148,7 +155,7 @@ async def test_no_answer_by_the_deadline_is_unknown_and_asks_to_withdraw(wire: W
     wire.rank.gate.clear()
     issued = commander.issue("c", "o", packed(), soon())
     with pytest.raises(RlctlError) as caught:
-        await commander.result(issued, soon(0.05))
+        await answer(commander, issued, soon(0.05))
     assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_UNKNOWN)
     probe = commander.issue("probe", "o", packed(v.GetLoadsRequest()), soon())
     await probe.accepted
@@ -159,13 +166,13 @@ async def test_what_never_left_is_not_sent(wire: Wire) -> None:
     commander = wire.connect()
     late = commander.issue("c", "o", packed(), CLOCK.now() - 1)
     with pytest.raises(RlctlError) as caught:
-        await commander.result(late, soon())
+        await answer(commander, late, soon())
     assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_NOT_SENT)
     wire.near.cut()
     await wire.tasks[0]
     lost = commander.issue("d", "o", packed(), soon())
     with pytest.raises(RlctlError) as caught:
-        await commander.result(lost, soon())
+        await answer(commander, lost, soon())
     assert (caught.value.reason, caught.value.outcome) == (Reason.LINK_LOST, OUTCOME_NOT_SENT)
     assert wire.rank.carried_out == []
 
@@ -175,7 +182,7 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
     wire.far.muted = True
     issued = commander.issue("c", "o", packed(), soon(30))
     with pytest.raises(RlctlError) as caught:
-        await commander.result(issued, soon(30))
+        await answer(commander, issued, soon(30))
     assert caught.value.reason is Reason.LINK_LOST
     assert commander.lost
 
@@ -197,7 +204,7 @@ async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:
         (Any(type_url="type.googleapis.com/rlctl.v1.PauseGenerationRequest", value=b"\xff\xff"), "FIELD_INVALID"),
     ):
         issued = commander.issue(f"c{body.value!r}{body.type_url}", "o", body, soon())
-        assert (await commander.result(issued, soon())).rank.error.reason == reason
+        assert (await answer(commander, issued, soon())).rank.error.reason == reason
     assert wire.rank.carried_out == []
 
 

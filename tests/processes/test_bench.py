@@ -57,6 +57,34 @@ def test_a_quick_run_of_the_weights_benchmark_measures_every_figure() -> None:
     assert figures["small_tensors"]["details"]["tensors"] == 500
 
 
+FIGURES = {
+    "fanout": {
+        "vs_streams_64",
+        "vs_streams_256",
+        "vs_streams_1024",
+        "vs_http_256",
+        "vs_http_1024",
+        "growth",
+        "tp8",
+    },
+    "recovery": {"first_op", "all_reconciled"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_a_quick_run_measures_every_figure(name: str) -> None:
+    done = bench(name, "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = {figure["id"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures.keys() == FIGURES[name]
+    for figure in figures.values():
+        assert figure["goal"] is not None
+        assert 0 < figure["spread"][0] <= figure["value"] <= figure["spread"][1]
+    if name == "recovery":
+        assert figures["first_op"]["value"] <= figures["all_reconciled"]["value"]
+        assert figures["first_op"]["details"]["stages"] == 32
+
+
 @pytest.mark.parametrize("arguments", [["nothing"], ["weights", "--only", "nothing"]])
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
     done = bench(*arguments)

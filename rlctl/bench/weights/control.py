@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rlctl.bench.figures import Figure, Reading, Setting
+from rlctl.bench.null_fleet import NullFleet
 from rlctl.bench.rounds import Spread, interleaved
-from rlctl.bench.weights import null_stages
-from rlctl.client.fleet import Fleet, connect
-from rlctl.launch.processes import Process, stop_all
+from rlctl.client.fleet import Fleet
 from rlctl.ports import new_uuid7
 from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT, VERIFICATION_LEVEL_NONE
 from rlctl.v1.update_pb2 import (
@@ -35,8 +33,6 @@ from rlctl.weights.tensors import TensorMeta
 RANKS = 8
 TENSORS_PER_BUCKET = 21
 """As many experts' matrices of Qwen3-30B-A3B (768 × 2048, bfloat16) as fit into a bucket of 64 MiB."""
-
-_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -60,31 +56,10 @@ def _size(setting: Setting) -> tuple[int, int]:
 def samples(setting: Setting) -> Sequence[Sample]:
     """Rounds of whole updates."""
     stages, count = _size(setting)
-    with _fleet(setting, stages) as fleet:
+    with NullFleet(setting.directory / "null", stages=stages, ranks=RANKS) as null, null.connect() as fleet:
+        setting.say(f"{stages} stages of {RANKS} ranks that do nothing")
         trainer = _Trainer(fleet, count)
         return interleaved(setting.rounds, {"null": trainer.update})["null"]
-
-
-@contextlib.contextmanager
-def _fleet(setting: Setting, stages: int) -> Iterator[Fleet]:
-    directory = setting.directory / "null"
-    directory.mkdir()
-    processes: list[Process] = []
-    try:
-        arguments = ["coordinator", "--listen", "127.0.0.1:0", "--journal", str(directory / "journal.db")]
-        processes.append(Process("coordinator", arguments, directory / "coordinator.log", {}))
-        address = processes[0].announced(_START_S)["address"]
-        arguments = ["--coordinator", address, "--stages", str(stages), "--ranks", str(RANKS)]
-        processes.append(Process("stages", arguments, directory / "stages.log", {}, null_stages.__name__))
-        processes[1].announced(_START_S)
-        with connect(address) as fleet:
-            for event in fleet.watch("actor"):
-                if event.fleet.stages and all(stage.routable for stage in event.fleet.stages):
-                    break
-            setting.say(f"{stages} stages of {RANKS} ranks that do nothing")
-            yield fleet
-    finally:
-        stop_all(processes)
 
 
 class _Trainer:

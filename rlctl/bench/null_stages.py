@@ -1,4 +1,4 @@
-"""A process full of stages whose ranks do nothing: ``python -m rlctl.bench.weights.null_stages``.
+"""A process full of stages whose ranks do nothing: ``python -m rlctl.bench.null_stages``.
 
 Each is a stage server's own state machine behind its own gRPC server, as the coordinator would find it on a machine of
 its own; in the place of the relay to its ranks stands one that answers for all of them at once. What is left of an
@@ -85,13 +85,16 @@ def _detached(stage: Stage, link: object) -> None:
     stage.detached(link)
 
 
-async def _serve(coordinator: str, stages: int, ranks: int) -> None:
+async def _serve(coordinator: str, first: int, stages: int, ranks: int) -> None:
     stop = stop_event()
-    started = [await _start_stage(f"actor-{number}", ranks) for number in range(stages)]
+    started = [await _start_stage(f"actor-{number}", ranks) for number in range(first, first + stages)]
     async with open_channel(coordinator) as channel:
         stub = CoordinatorServiceStub(channel)
-        for _, registration in started:
-            await stub.RegisterStage(RegisterStageRequest(registration=registration), timeout=30.0)
+        registering = (
+            stub.RegisterStage(RegisterStageRequest(registration=registration), timeout=120.0)
+            for _, registration in started
+        )
+        await asyncio.gather(*registering)
     announce("null_stages", stages=stages, pid=os.getpid())
     await stop.wait()
     await asyncio.gather(*(server.stop(0.1) for server, _ in started))
@@ -101,13 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until asked to stop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--first", type=int, default=0, help="number of the first stage")
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--end-with-parent", action="store_true")
     given = parser.parse_args(arguments)
     if given.end_with_parent:
         end_with_parent()
-    loops.run(_serve(given.coordinator, given.stages, given.ranks))
+    loops.run(_serve(given.coordinator, given.first, given.stages, given.ranks))
 
 
 if __name__ == "__main__":
