@@ -1,8 +1,8 @@
 """Which arguments the installed vLLM has, read from its source: nothing of it is imported or run.
 
 Arguments of the engine are ``add_argument`` calls in ``engine/arg_utils.py``; those of its HTTP front are the fields of
-the classes ``…FrontendArgs`` (vLLM 0.32: ``entrypoints/launchers/cli_args.py``; before: ``entrypoints/openai/``). One that
-is true or false can be written with "no_" before it too.
+the classes ``…FrontendArgs`` (vLLM 0.32: ``entrypoints/launchers/cli_args.py``; before:
+``entrypoints/openai/``). One that is true or false can be written with "no_" before it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INSTEAD = {
     "model": "write the model's model_path",
     "dtype": "write the model's dtype",
     "api_key": "nobody else reaches the server",
-    **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), "an engine is one server of tensor-parallel ranks"),
+    **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), "an engine has tensor-parallel ranks only"),
 }
 
 
