@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from rlctl.errors import Reason, RlctlError
@@ -250,14 +250,14 @@ def _guarded(handler: _Handler) -> _Handler:
 
 async def _body(request: web.Request) -> Any:
     try:
-        return json.loads(await request.read() or b"{}")
+        return orjson.loads(await request.read() or b"{}")
     except ValueError as error:
         raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}") from None
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(value) + b"\n\n"
