@@ -20,6 +20,7 @@ from server_stage import changed, greedy
 
 from rlctl.demo.tiny import encode
 from rlctl.loops import LoopThread
+from rlctl.weights.groups import GroupStore, join
 
 pytestmark = pytest.mark.timeout(400)
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
@@ -387,6 +388,55 @@ def test_weights_from_disk_and_their_version(launched: Served, tiny: tuple[Any, 
     assert launched.generate(encode("3+"))["output_ids"] == greedy(tiny[0], encode("3+"), 8)
     assert launched.must("/update_weight_version", {"new_version": "step-9"})["new_version"] == "step-9"
     assert launched.must("/get_weight_version") == {"weight_version": "step-9"}
+
+
+def test_weights_over_a_group_as_slime_sends_them(launched: Served, tiny: tuple[Any, Path]) -> None:
+    """Paused, a call for each bucket, one broadcast for each tensor; what is not whole is never served."""
+    model = changed(tiny[0], seed=2)
+    weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    store = GroupStore("127.0.0.1")
+    place = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    with ThreadPoolExecutor(1) as pool:
+        named = {"group_name": "slime-pp_0", "backend": "gloo"}
+        joining = pool.submit(launched.must, "/init_weights_update_group", {**place, **named})
+        group = join(store, name="slime-pp_0", rank=0, world_size=2, timeout_s=60)
+        assert joining.result()["success"]
+
+        def send(bucket: list[tuple[str, torch.Tensor]], **fields: Any) -> Any:
+            body = {
+                "names": [name for name, _ in bucket],
+                "dtypes": ["float32" for _ in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "group_name": "slime-pp_0",
+                "flush_cache": False,
+                **fields,
+            }
+            telling = pool.submit(launched.call, "/update_weights_from_distributed", body)
+            for _, tensor in bucket:
+                group.broadcast(tensor.contiguous())
+            return telling.result()
+
+        try:
+            launched.must("/pause_generation", {})
+            for part in (weights[:5], weights[5:]):
+                status, told = send(part, weight_version="12")
+                assert status == 200, told
+            launched.must("/continue_generation", {})
+            answer = launched.generate(encode("3+"))
+            assert answer["output_ids"] == greedy(model, encode("3+"), 8)
+            assert answer["meta_info"]["weight_version"] == 12
+            launched.must("/pause_generation", {})
+            assert send(weights[:5])[0] == 200
+            status, told = launched.call("/continue_generation", {})
+            assert (status, told["error"]["reason"]) == (400, "WEIGHTS_INCOMPLETE")
+            assert launched.refusal("/generate", {"input_ids": [5]})["reason"] == "WEIGHTS_DIRTY"
+            launched.must("/update_weights_from_disk", {"model_path": str(tiny[1])})
+            launched.must("/continue_generation", {})
+            assert launched.generate(encode("3+"))["output_ids"] == greedy(tiny[0], encode("3+"), 8)
+        finally:
+            launched.must("/destroy_weights_update_group", {"group_name": "slime-pp_0"})
+            group.close()
+            store.close()
 
 
 def test_admin_verbs_under_a_coordinator_name_it(fallback: Served) -> None:

@@ -29,7 +29,7 @@ def post(url: str, body: dict[str, Any], headers: Mapping[str, str]) -> Any:
     return json.loads(data) if data else None
 
 
-def rollout(url: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+def rollout(url: str, headers: Mapping[str, str], admin: Mapping[str, str]) -> list[dict[str, Any]]:
     """One round: every prompt's tokens, log probabilities and end; then everything is ended for the next round."""
     samples = []
     for prompt in PROMPTS:
@@ -57,7 +57,7 @@ def rollout(url: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
                 "version": meta["weight_version"],
             }
         )
-    post(f"{url}/abort_request", {"abort_all": True}, headers)
+    post(f"{url}/abort_request", {"abort_all": True}, admin)
     return samples
 
 
@@ -77,10 +77,10 @@ def sglang(tiny: tuple[Any, Path]) -> Iterator[Driver]:
 
 def test_the_same_rollout_gives_the_same(vllm: str, tiny: tuple[Any, Path], sglang: Driver) -> None:
     http = sglang.engine._server.http
-    theirs = rollout(http.url, http._headers(admin=True))
+    theirs = rollout(http.url, http._headers(admin=False), http._headers(admin=True))
     sidecar = Served(SidecarConfig(launch=str(tiny[1])))
     try:
-        ours = rollout(sidecar.url, {})
+        ours = rollout(sidecar.url, {}, {})
     finally:
         sidecar.stop()
     for one, other in zip(ours, theirs, strict=True):

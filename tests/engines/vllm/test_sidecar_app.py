@@ -39,6 +39,7 @@ class Plain:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.left = asyncio.Event()
+        self.second = asyncio.Event()
         self.app = web.Application()
         self.app.router.add_get("/openapi.json", self._told({"paths": {"/v1/completions": {}}}))
         models = {"data": [{"id": "m", "root": "/nowhere", "max_model_len": 100}]}
@@ -54,6 +55,8 @@ class Plain:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
+        if len(self.asked) == 2:
+            self.second.set()
         response = web.StreamResponse()
         await response.prepare(request)
         logprobs = {"token_logprobs": [-0.5], "tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5}]}
@@ -112,8 +115,7 @@ async def test_without_admin_calls_an_abort_closes_connections_and_keeps_what_ca
             first = await streamed.content.readline()  # it runs
             assert b'"output_ids":[7]' in first
             asking = asyncio.create_task(session.post(f"{sidecar.url}/generate", json={**body, "rid": "w"}))
-            while len(plain.asked) < 2:
-                await asyncio.sleep(0)
+            await plain.second.wait()
             async with session.post(f"{sidecar.url}/abort_request", json={"abort_all": True}) as response:
                 assert (await response.json())["aborted"] == 2
             rest = await streamed.text()
