@@ -23,7 +23,7 @@ from rlctl.loops import LoopThread
 from rlctl.weights.groups import GroupStore, join
 
 pytestmark = pytest.mark.timeout(400)
-GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 class Served:

@@ -79,8 +79,10 @@ class SidecarServer:
 
     def __init__(self, config: SidecarConfig) -> None:
         """Raises FIELD_CONFLICT, FIELD_REQUIRED."""
-        if bool(config.upstream) == bool(config.launch):
-            raise Reason.FIELD_CONFLICT.error("give either --upstream or --launch", field="upstream")
+        if not config.upstream and not config.launch:
+            raise Reason.FIELD_REQUIRED.error("name a vLLM that runs, or a model to launch one with", field="upstream")
+        if config.upstream and config.launch:
+            raise Reason.FIELD_CONFLICT.error("a vLLM either runs already or is launched", field="launch")
         if config.launch and config.coordinator:
             raise Reason.FIELD_CONFLICT.error(
                 "a coordinator's engine is launched by its stage; name its address as upstream", field="coordinator"

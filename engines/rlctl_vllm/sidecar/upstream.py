@@ -18,6 +18,7 @@ from rlctl_vllm.requests import Limits
 from rlctl_vllm.sidecar.telling import COMPLETIONS, TOKENS
 
 CALL_S = 10.0
+_NEXT = "See whether it runs; its log says more."
 ANY_TOKEN = 1 << 31
 ROUTES = {"tokens": TOKENS, "completions": COMPLETIONS}
 
@@ -58,9 +59,10 @@ class Upstream:
         try:
             return await self.http.call(path, body, timeout_s=timeout_s, admin=False)
         except TimeoutError:
-            raise Reason.STAGE_NOT_SERVING.error(f"vLLM did not answer {path} in {timeout_s:g} s") from None
+            why = f"vLLM did not answer {path} in {timeout_s:g} s"
+            raise Reason.STAGE_NOT_SERVING.error(why, next_step=_NEXT) from None
         except RlctlError as error:
-            raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+            raise Reason.STAGE_NOT_SERVING.error(error.message, next_step=_NEXT) from error
 
     async def about(self, wanted: str = "auto") -> About:
         """Find out what it is. ``wanted``: a name in :data:`ROUTES`, or "auto".

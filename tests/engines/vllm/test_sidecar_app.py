@@ -183,15 +183,15 @@ async def test_an_upstream_that_is_gone_is_said_to_be(session: aiohttp.ClientSes
 
 
 @pytest.mark.parametrize(
-    ("config", "field"),
+    ("config", "reason", "field"),
     [
-        (SidecarConfig(), "upstream"),
-        (SidecarConfig(upstream="http://a", launch="b"), "upstream"),
-        (SidecarConfig(launch="b", coordinator="c:1"), "coordinator"),
-        (SidecarConfig(upstream="http://a", arguments={"seed": "1"}), "arguments"),
+        (SidecarConfig(), Reason.FIELD_REQUIRED, "upstream"),
+        (SidecarConfig(upstream="http://a", launch="b"), Reason.FIELD_CONFLICT, "launch"),
+        (SidecarConfig(launch="b", coordinator="c:1"), Reason.FIELD_CONFLICT, "coordinator"),
+        (SidecarConfig(upstream="http://a", arguments={"seed": "1"}), Reason.FIELD_CONFLICT, "arguments"),
     ],
 )
-async def test_settings_that_contradict_each_other(config: SidecarConfig, field: str) -> None:
+async def test_settings_that_contradict_each_other(config: SidecarConfig, reason: Reason, field: str) -> None:
     with pytest.raises(RlctlError) as refused:
         SidecarServer(config)
-    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_CONFLICT, field)
+    assert (refused.value.reason, refused.value.field) == (reason, field)
