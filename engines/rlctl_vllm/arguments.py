@@ -63,10 +63,11 @@ def _fronts(source: Path) -> list[Path]:
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(argument, whether it is what its field's type makes of it)."""
+    """(argument, whether it has no action of the old kind, "store_true", which cannot be taken back)."""
     for call in sources.calls(tree):
+        old = any(keyword.arg == "action" and isinstance(keyword.value, ast.Constant) for keyword in call.keywords)
         for name in sources.added(call):
-            yield name, not any(keyword.arg == "action" for keyword in call.keywords)
+            yield name, not old
 
 
 def _fields(tree: ast.AST, suffix: str) -> Iterator[tuple[str, bool]]:

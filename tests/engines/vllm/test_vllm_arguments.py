@@ -25,7 +25,7 @@ class EngineArgs:
     def add(parser, group):
         group.add_argument("--model", default="")
         group.add_argument("--max-model-len", "-m", help="see --nothing")
-        group.add_argument("--enforce-eager")
+        group.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction)
         group.add_argument("--enable-prefix-caching")
         group.add_argument("--hf-token")
         group.add_argument("--disable-log-stats", action="store_true")
