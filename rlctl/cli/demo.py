@@ -20,6 +20,13 @@ import click
     type=click.Choice(["torch", "sglang", "vllm"]),
     help="What generates; sglang, vllm: two real servers of it (tools/engines install NAME).",
 )
+@click.option(
+    "--mode",
+    default="sync",
+    show_default=True,
+    type=click.Choice(["sync", "one-step-off", "async"]),
+    help="Generate, then train; train on the samples of the step before; or on whatever has finished.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per step, a last one with the verdict.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG of reward and pauses.")
@@ -28,7 +35,7 @@ import click
     type=click.Choice(["skip-sync", "stale-engine", "drop-tensor", "wrong-rank"]),
     help="Break one thing on purpose; the demo must notice and fail.",
 )
-def demo(steps: int, engine: str, seed: int, as_json: bool, plot: Path | None, sabotage: str | None) -> None:
+def demo(steps: int, engine: str, mode: str, seed: int, as_json: bool, plot: Path | None, sabotage: str | None) -> None:
     """Train a tiny model by GRPO through a fleet on this machine.
 
     Makes a small Llama, starts a coordinator, an engine with two tensor-parallel ranks and one with a single rank (or
@@ -44,7 +51,7 @@ def demo(steps: int, engine: str, seed: int, as_json: bool, plot: Path | None, s
     from rlctl.errors import RlctlError
 
     display = show.Display(as_json=as_json)
-    settings = loop.Settings(seed=seed, steps=steps, engine=engine, sabotage=sabotage or "")
+    settings = loop.Settings(seed=seed, steps=steps, engine=engine, sabotage=sabotage or "", mode=mode)
     directory = Path(tempfile.mkdtemp(prefix="rlctl-demo-"))
     keep = False
     try:
