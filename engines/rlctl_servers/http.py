@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
+_JSON = {"Content-Type": "application/json"}
 _DATA = b"data:"
 _DONE = b"[DONE]"
 _LINE_BYTES = 1 << 26
@@ -78,7 +79,7 @@ class Http:
         headers = self._headers(admin=admin, key=key)
         try:
             async with self._session().request(
-                method, self.url + path, json=body, headers=headers, timeout=limit
+                method, self.url + path, data=_written(body), headers=headers, timeout=limit
             ) as response:
                 data = await response.read()
                 return Answer(response.status, _parse(data))
@@ -94,7 +95,7 @@ class Http:
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         try:
             async with self._session().post(
-                self.url + path, json=body, headers=self._headers(admin=False), timeout=limit
+                self.url + path, data=_written(body), headers=self._headers(admin=False), timeout=limit
             ) as response:
                 if response.status != 200:
                     answer = Answer(response.status, _parse(await response.read()))
@@ -105,7 +106,7 @@ class Http:
                     data = line[len(_DATA) :].strip()
                     if data == _DONE:
                         return
-                    yield json.loads(data)
+                    yield orjson.loads(data)
         except aiohttp.ClientError as error:
             raise self._broken(error) from error
         raise Reason.LINK_LOST.error(
@@ -137,7 +138,7 @@ class Http:
 
     def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
         key = key or self._keys[admin]
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return {**_JSON, "Authorization": f"Bearer {key}"} if key else _JSON
 
     def _broken(self, error: aiohttp.ClientError) -> RlctlError:
         if isinstance(error, aiohttp.ClientConnectorError):
@@ -148,8 +149,12 @@ class Http:
         )
 
 
+def _written(body: dict[str, Any] | None) -> bytes | None:
+    return None if body is None else orjson.dumps(body)
+
+
 def _parse(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return orjson.loads(data)
     except ValueError:
         return data.decode(errors="replace")

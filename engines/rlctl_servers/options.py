@@ -33,7 +33,7 @@ def interpreter(product: str, given: str, variable: str) -> str:
 def check_arguments(product: str, arguments: Collection[str], taken: Collection[str]) -> None:
     """Raise FIELD_CONFLICT for an argument that rlctl sets itself, FIELD_INVALID for what is no argument's name."""
     for name in arguments:
-        if name in taken:
+        if name.removeprefix("no_") in taken:
             raise Reason.FIELD_CONFLICT.error(f"rlctl sets {product}'s {name} itself", field=f"options.{name}")
         if not name.replace("_", "").isalnum() or not name.islower():
             raise Reason.FIELD_INVALID.error(f"{name!r} is no argument's name", field=f"options.{name}")

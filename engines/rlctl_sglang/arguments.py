@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+
+from rlctl_servers import sources
 
 from rlctl.engine import KnownOptions
 from rlctl.errors import RlctlError
@@ -36,15 +37,14 @@ def known_options(given: Mapping[str, str]) -> KnownOptions | None:
 
 @functools.cache
 def _of_installation(python: str) -> KnownOptions | None:
-    for source in sorted(Path(python).parent.parent.glob("lib/python*/site-packages/sglang/srt")):
+    for source in sources.installed(python, "sglang/srt"):
         names: set[str] = set()
         renamed: dict[str, str] = {}
         for file in (source / "server_args.py", *sorted(source.glob("arg_groups/fields/*.py"))):
-            try:
-                tree = ast.parse(file.read_text())
-            except (OSError, SyntaxError):
+            tree = sources.parsed(file)
+            if tree is None:
                 continue
-            names |= set(_added(tree))
+            names |= {name for call in sources.calls(tree) for name in sources.added(call)}
             for field, called in _declared(tree):
                 names |= set(called)
                 if field not in called:
@@ -53,7 +53,8 @@ def _of_installation(python: str) -> KnownOptions | None:
             taken = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
             taken |= dict.fromkeys(NODES, "a server over several nodes is not launched; attach to it with external:")
             names = (names - taken.keys()) | set(OURS)
-            return KnownOptions(frozenset(names), {**renamed, **taken}, f"SGLang {_version(source)}".strip())
+            origin = f"SGLang {sources.version(source.parent.parent, 'sglang')}".strip()
+            return KnownOptions(frozenset(names), {**renamed, **taken}, origin)
     return None
 
 
@@ -73,29 +74,6 @@ def _declared(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
         }
         if "no_cli" in settings:
             continue
-        called = [*_texts(settings.get("cli_name")), *_texts(settings.get("aliases"))]
+        called = [*sources.names(settings.get("cli_name")), *sources.names(settings.get("aliases"))]
         field = node.target.id
         yield field, called if "cli_name" in settings else [field, *called]
-
-
-def _added(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-            for argument in node.args:
-                yield from _texts(argument)
-
-
-def _texts(node: ast.AST | None) -> list[str]:
-    """Names of arguments written in an expression."""
-    found = ast.walk(node) if node is not None else ()
-    return [
-        part.value.removeprefix("--").replace("-", "_")
-        for part in found
-        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.startswith("--")
-    ]
-
-
-def _version(source: Path) -> str:
-    for information in source.parent.parent.glob("sglang-*.dist-info"):
-        return information.name.removeprefix("sglang-").removesuffix(".dist-info")
-    return ""

@@ -11,11 +11,12 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control
 from rlctl_servers.generation import Requests
+from rlctl_servers.http import Http
 from rlctl_servers.stamps import Stamps
 
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
@@ -50,6 +51,21 @@ START_CALL_S = 120.0
 IDLE_S = 0.05
 INTERRUPT_S = 10.0
 """How long a broadcast of an aborted update may take to end: its source has left the group by then."""
+
+
+class Ending(Protocol):
+    """Requests at the server, and what ends them."""
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended."""
+
+    @property
+    def samples(self) -> int:
+        """Their samples."""
+
+    async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
+        """End requests: how many, and the ids that were not found."""
 
 
 class VLLMEngine(Engine):
@@ -97,6 +113,7 @@ class VLLMEngine(Engine):
         self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout)
         limits = facts.limits(self._checkpoints.config)
         self._requests = Requests(TokensInOut(self._server.http, limits, self._stamps))
+        self._ending: Ending = self._requests
         self._readable = bool(digest)
         self._ready = True
         return EngineInfo(
@@ -116,6 +133,15 @@ class VLLMEngine(Engine):
     def can_restart(self) -> bool:
         """A server that was launched can be launched again."""
         return self._server.launched
+
+    @property
+    def http(self) -> Http:
+        """How to talk to the server."""
+        return self._server.http
+
+    def leave_requests_to(self, ending: Ending) -> None:
+        """From now on requests reach the server past this object, through ``ending``."""
+        self._ending = ending
 
     async def interrupt(self, update_id: str) -> None:
         """vLLM's workers cannot be reached while they receive: the leaving of the source ends that, or nothing does."""
@@ -178,7 +204,7 @@ class VLLMEngine(Engine):
     async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
         """End requests early."""
         self._check("AbortRequests")
-        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
+        aborted, unknown = await self._ending.abort(list(request.rids), all_of_them=request.abort_all)
         return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
@@ -417,12 +443,12 @@ class VLLMEngine(Engine):
         told.max_tokens = self._facts.kv_tokens
         if self._state.stopped:
             # vLLM counts at its steps, and makes none now.
-            told.waiting = max(told.waiting, self._requests.samples - told.running)
+            told.waiting = max(told.waiting, self._ending.samples - told.running)
         return told
 
     async def _active(self, call: Call) -> int:
         """Requests that have not ended: of a server that others reach as well, theirs too."""
-        active = self._requests.active
+        active = self._ending.active
         if not self._server.launched:
             told = await self._loads(call)
             active = max(active, told.running + told.waiting)
@@ -434,8 +460,8 @@ class VLLMEngine(Engine):
         if active and not abort:
             raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
         if active:
-            await self._requests.abort([], all_of_them=True)
-            while self._requests.active:
+            await self._ending.abort([], all_of_them=True)
+            while self._ending.active:
                 if asyncio.get_running_loop().time() > call.deadline:
                     raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
                 await asyncio.sleep(IDLE_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -50,7 +50,7 @@ class TokensInOut:
         refuse_prompt(request, self._limits)
         ids = list(request.input_ids.ids)
         if request.WhichOneof("prompt") == "text":
-            ids = await self._tokenize(request.text)
+            ids = await tokenize(self.http, request.text)
         made = bodies(request, ids, engine_rids, self._limits)
         return [_Reading(self, index, request, body) for index, body in enumerate(made)]
 
@@ -71,18 +71,20 @@ class TokensInOut:
         if answer.status != 200:
             raise Reason.ENGINE_FAILED.error(f"vLLM refused the abort: {answer.message}")
 
-    async def _tokenize(self, text: str) -> list[int]:
-        if not text:
-            return []
-        try:
-            answer = await self.http.call("/tokenize", {"prompt": text}, timeout_s=TOKENIZE_S, admin=False)
-        except TimeoutError:
-            raise Reason.DEADLINE_EXCEEDED.error("vLLM did not tokenize the prompt in time") from None
-        except RlctlError as error:
-            raise Reason.STAGE_NOT_SERVING.error(error.message) from error
-        if not answer.ok:
-            raise _refused(answer.message, answer.status)
-        return [int(token) for token in answer.body["tokens"]]
+
+async def tokenize(http: Http, text: str) -> list[int]:
+    """A prompt's token ids. Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING, and what vLLM refuses."""
+    if not text:
+        return []
+    try:
+        answer = await http.call("/tokenize", {"prompt": text}, timeout_s=TOKENIZE_S, admin=False)
+    except TimeoutError:
+        raise Reason.DEADLINE_EXCEEDED.error("vLLM did not tokenize the prompt in time") from None
+    except RlctlError as error:
+        raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+    if not answer.ok:
+        raise refused(answer.message, answer.status)
+    return [int(token) for token in answer.body["tokens"]]
 
 
 class _Reading:
@@ -116,18 +118,18 @@ class _Reading:
             answer = await http.call(GENERATE, self._body, timeout_s=LONGEST_S, admin=False)
         except RlctlError as error:
             status = int(error.metadata.get("status", "0"))
-            raise (_refused(error.message, status) if status else Reason.STAGE_NOT_SERVING.error(error.message)) from (
+            raise (refused(error.message, status) if status else Reason.STAGE_NOT_SERVING.error(error.message)) from (
                 error
             )
         if answer.status != 200:
-            raise _refused(answer.message, answer.status)
+            raise refused(answer.message, answer.status)
         yield answer.body
 
     def take(self, told: dict[str, Any]) -> GenerateResponse | None:
         """What is new; a sample's last tokens are held back until the counts have come, which belong to them."""
         if "choices" not in told:
             error = told.get("error") or {}
-            raise _refused(str(error.get("message")), int(error.get("code") or 500))
+            raise refused(str(error.get("message")), int(error.get("code") or 500))
         response: GenerateResponse | None = None
         if told["choices"]:
             response = GenerateResponse(samples=[self._sample(told["choices"][0])])
@@ -172,8 +174,8 @@ class _Reading:
         for token_id, entry in zip(ids, told["content"], strict=True):
             made = TokenLogprob(token_id=token_id, logprob=entry["logprob"])
             if self._request.top_logprobs_num:
-                tops = [(_id_of(top), float(top["logprob"])) for top in entry.get("top_logprobs") or ()]
-                made.top.extend(_most_likely(tops, self._request.top_logprobs_num))
+                tops = [(id_of(top), float(top["logprob"])) for top in entry.get("top_logprobs") or ()]
+                made.top.extend(_entries(tops, self._request.top_logprobs_num))
             entries.append(made)
         return entries
 
@@ -191,7 +193,7 @@ class _Reading:
                 continue
             made.logprob = entry[str(token_id)]["logprob"]
             tops = [(int(top), float(value["logprob"])) for top, value in entry.items()]
-            made.top.extend(_most_likely(tops, self._request.top_logprobs_num))
+            made.top.extend(_entries(tops, self._request.top_logprobs_num))
 
     def _finish(self, kind: str, stop: int | str | None) -> FinishReason:
         if kind not in _FINISH:
@@ -207,10 +209,15 @@ class _Reading:
         return reason
 
 
-def _id_of(top: Mapping[str, Any]) -> int:
+def id_of(top: Mapping[str, Any]) -> int:
+    """Which token one of the most likely ones is. Raises UNSUPPORTED."""
     if "token_id" in top:
         return int(top["token_id"])
-    token = str(top["token"])
+    return id_in(str(top["token"]))
+
+
+def id_in(token: str) -> int:
+    """The id in "token_id:5". Raises UNSUPPORTED for a token's text."""
     if not token.startswith(_TOKEN):
         raise Reason.UNSUPPORTED.error(
             "this vLLM names tokens by their text, which is no token id",
@@ -220,12 +227,17 @@ def _id_of(top: Mapping[str, Any]) -> int:
     return int(token[len(_TOKEN) :])
 
 
-def _most_likely(tops: list[tuple[int, float]], count: int) -> list[TokenLogprob]:
+def most_likely(tops: Iterable[tuple[int, float]], count: int) -> list[tuple[int, float]]:
     """The first so many by probability: the sampled token is among what vLLM gives, one of them or not."""
-    return [TokenLogprob(token_id=token, logprob=value) for token, value in sorted(tops, key=lambda t: -t[1])[:count]]
+    return sorted(tops, key=lambda top: -top[1])[:count]
 
 
-def _refused(message: str, status: int) -> RlctlError:
+def _entries(tops: Iterable[tuple[int, float]], count: int) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id=token, logprob=value) for token, value in most_likely(tops, count)]
+
+
+def refused(message: str, status: int) -> RlctlError:
+    """What vLLM has refused a request for."""
     if status == 400 and ("longer than" in message or "maximum context length" in message):
         return Reason.PROMPT_TOO_LONG.error(message)
     if status == 400:

@@ -14,8 +14,8 @@ PRODUCT = "vLLM"
 VENV = "RLCTL_VLLM_VENV"
 """Environment variable that says where vLLM's environment is."""
 
-_OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s")
-_TAKEN = (
+OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s")
+TAKEN = (
     *("model", "served_model_name", "host", "port", "uds", "api_key", "config", "tensor_parallel_size", "dtype"),
     *("worker_extension_cls", "enable_scale_out", "return_tokens_as_token_ids", "enable_prompt_tokens_details"),
     *("generation_config", "data_parallel_size", "pipeline_parallel_size", "headless", "grpc_port"),
@@ -46,8 +46,8 @@ class Options:
 
 def parse_options(given: Mapping[str, str]) -> Options:
     """The settings. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
-    arguments = {name: value for name, value in given.items() if name not in _OURS}
-    check_arguments(PRODUCT, arguments, _TAKEN)
+    arguments = {name: value for name, value in given.items() if name not in OURS}
+    check_arguments(PRODUCT, arguments, TAKEN)
     url = address(given, arguments)
     if not url and "api_key_file" in given:
         raise Reason.FIELD_CONFLICT.error("a launched server needs no key", field="options.api_key_file")

@@ -36,6 +36,7 @@ class Limits:
         tokenizer: it takes and gives text.
         most_logprobs: how many log probabilities at a position it gives; -1: all.
         logprobs_mode: which log probabilities those are.
+        any_logprobs: they are wanted whatever they are, not only where they are rlctl's.
     """
 
     vocab_size: int
@@ -44,6 +45,7 @@ class Limits:
     tokenizer: bool = True
     most_logprobs: int = 20
     logprobs_mode: str = PROCESSED
+    any_logprobs: bool = False
 
 
 def logprob_start(request: GenerateRequest) -> int:
@@ -148,7 +150,7 @@ def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str
         "stop_token_ids": list(params.stop_token_ids),
         "detokenize": limits.tokenizer,
     }
-    if request.return_logprob or request.top_logprobs_num:
+    if (request.return_logprob or request.top_logprobs_num) and not limits.any_logprobs:
         _refuse_other_logprobs(params, temperature, limits)
     # The sampled token's comes beside the most likely ones, within the number asked for: one more makes room for it.
     tops = min(request.top_logprobs_num + 1, limits.vocab_size) if request.top_logprobs_num else 0

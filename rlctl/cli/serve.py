@@ -72,7 +72,7 @@ def coordinator(
         return server.stop
 
     ends: list[Awaitable[object]] = []
-    _serve(start, log_level, end_with_parent, ends)
+    serve(start, log_level, end_with_parent, ends)
 
 
 @click.command()
@@ -145,7 +145,7 @@ def stage(
         announce("stage", address=server.address, rollout_address=server.rollout_address, pid=os.getpid())
         return server.stop
 
-    _serve(start, log_level, end_with_parent)
+    serve(start, log_level, end_with_parent)
 
 
 @click.command()
@@ -189,10 +189,10 @@ def worker(
         return server.stop
 
     ends: list[Awaitable[object]] = []
-    _serve(start, log_level, end_with_parent, ends)
+    serve(start, log_level, end_with_parent, ends)
 
 
-def _serve(
+def serve(
     start: Callable[[], Any],
     log_level: str,
     end_with_parent: bool,

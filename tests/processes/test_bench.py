@@ -85,6 +85,15 @@ def test_a_quick_run_measures_every_figure(name: str) -> None:
         assert figures["first_op"]["details"]["stages"] == 32
 
 
+def test_a_quick_run_of_the_sidecars_benchmark() -> None:
+    done = bench("sidecar", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = {figure["id"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures.keys() == {"added_p50_c1", "cpu_c64"}
+    assert all(figure["value"] > 0 for figure in figures.values())
+    assert figures["added_p50_c1"]["floor"] > 0
+
+
 @pytest.mark.parametrize("arguments", [["nothing"], ["weights", "--only", "nothing"]])
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
     done = bench(*arguments)

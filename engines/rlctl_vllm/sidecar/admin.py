@@ -1,0 +1,327 @@
+"""SGLang's admin verbs, carried out by the plug-in: for a vLLM that no coordinator drives.
+
+What a coordinator and a stage would see to is seen to here, for one engine: no weights that nobody vouches for are
+served, an update is one from its first bucket to its end, what was paused is paused again, and the version comes last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Awaitable, Callable
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from google.protobuf.message import Message
+
+from rlctl.checks import check
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.verbs import of_request
+from rlctl_vllm.engine import VLLMEngine
+from rlctl_vllm.sidecar.running import Requests
+
+_MODES = {
+    "abort": common_pb2.PAUSE_MODE_ABORT,
+    "retract": common_pb2.PAUSE_MODE_RETRACT,
+    "in_place": common_pb2.PAUSE_MODE_IN_PLACE,
+    "drain": common_pb2.PAUSE_MODE_DRAIN,
+}
+_TAGS = {"kv_cache": common_pb2.MEMORY_TAG_KV_CACHE, "weights": common_pb2.MEMORY_TAG_WEIGHTS}
+_FORMATS = {None: verbs_pb2.BUCKET_FORMAT_TENSORS, "flattened_bucket": verbs_pb2.BUCKET_FORMAT_FLATTENED}
+NAME_S = 30.0
+_ids = itertools.count(1)
+
+
+class Admin:
+    """The verbs, one at a time. Each is a method; its keyword arguments are the fields of its body.
+
+    Attributes:
+        engine: what carries them out.
+    """
+
+    def __init__(self, engine: VLLMEngine, requests: Requests) -> None:
+        self.engine = engine
+        self._requests = requests
+        self._lock = asyncio.Lock()
+        self._paused = False
+        self._dirty = ""
+        self._update = ""
+        self._held = False  # paused by the open update
+        self._buckets = 0
+        self._label: str | None = None
+        self._sequence = 0
+
+    async def carry_out(self, verb: str, body: Any) -> Any:
+        """What to answer. Raises what is wrong with the body, and what the verb fails with."""
+        method: Callable[..., Awaitable[Any]] = getattr(self, verb)
+        fields = _checked(method, body)
+        async with self._lock:
+            return await method(**fields)
+
+    # Generation.
+
+    async def pause_generation(self, mode: str = "abort") -> Any:
+        """Stop generating."""
+        if mode not in _MODES:
+            raise Reason.FIELD_INVALID.error(f"it must be one of {', '.join(_MODES)}", field="mode")
+        await self._tell(verbs_pb2.PauseGenerationRequest(mode=_MODES[mode]))
+        self._paused = True
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    async def continue_generation(self, torch_empty_cache: bool = True) -> Any:
+        """Go on; an update that buckets opened ends here. vLLM empties torch's cache by itself."""
+        del torch_empty_cache
+        if self._update:
+            await self._commit(None)
+        self.refuse_dirty()
+        await self._tell(verbs_pb2.ContinueGenerationRequest())
+        self._paused = False
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
+        """Give memory back."""
+        await self._tell(verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags)))
+
+    async def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
+        """Take memory again."""
+        await self._tell(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)))
+
+    # Weights.
+
+    async def update_weights_from_disk(
+        self,
+        *,
+        model_path: str,
+        load_format: str | None = None,
+        abort_all_requests: bool = False,
+        weight_version: str | int | None = None,
+        flush_cache: bool = True,
+        keep_pause: bool = False,
+    ) -> Any:
+        """Load a checkpoint."""
+        if self._update:
+            raise Reason.UPDATE_IN_PROGRESS.error("buckets of an update have come; its end comes first")
+        await self._begin(abort_all_requests)
+        self._held = self._held and not keep_pause
+        await self._write(verbs_pb2.UpdateWeightsFromDiskRequest(model_path=model_path, load_format=load_format or ""))
+        await self._commit(weight_version, flush=flush_cache)
+        return _done(f"Loaded {model_path}.")
+
+    async def begin_weight_update(self, selector: str = "all") -> Any:
+        """Open an update."""
+        if selector not in ("all", "target"):
+            raise Reason.UNSUPPORTED.error("vLLM's draft models get no weights", field="selector")
+        if self._update:
+            raise Reason.UPDATE_IN_PROGRESS.error("an update is open")
+        await self._begin(abort_all=False)
+        return _done("The update is open.")
+
+    async def end_weight_update(self) -> Any:
+        """Close it: refused when a tensor was not written."""
+        if not self._update:
+            raise Reason.UPDATE_NOT_FOUND.error("no update is open")
+        await self._commit(None)
+        return _done("The update is done.")
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> Any:
+        """Join a group."""
+        await self._tell(
+            verbs_pb2.InitWeightsUpdateGroupRequest(
+                master_address=master_address,
+                master_port=master_port,
+                rank_offset=rank_offset,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+            )
+        )
+        return _done("The group stands.")
+
+    async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Any:
+        """Leave a group."""
+        await self._tell(verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=group_name))
+        return _done("The group is gone.")
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = "weight_update_group",
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+        weight_version: str | int | None = None,
+        load_format: str | None = None,
+    ) -> Any:
+        """Take a bucket in. Under a pause, or in an update that was begun, it is one of several."""
+        if load_format not in _FORMATS:
+            raise Reason.FIELD_INVALID.error("it must be null or flattened_bucket", field="load_format")
+        if not names or not len(names) == len(dtypes) == len(shapes):
+            raise Reason.LENGTH_MISMATCH.error("names, dtypes and shapes must be as many, and not none", field="names")
+        alone = not self._update and not self._paused
+        if not self._update:
+            await self._begin(abort_all_requests)
+        bucket = verbs_pb2.TensorBucket(
+            sequence=self._buckets,
+            names=names,
+            dtypes=[f"torch.{name.removeprefix('torch.')}" for name in dtypes],
+            shapes=[verbs_pb2.Shape(dims=shape) for shape in shapes],
+            format=_FORMATS[load_format],
+        )
+        await self._write(verbs_pb2.UpdateWeightsFromDistributedRequest(group_name=group_name, buckets=[bucket]))
+        self._buckets += 1
+        if alone:
+            await self._commit(weight_version, flush=flush_cache)
+        elif weight_version is not None:
+            self._label = str(weight_version)
+        return _done(f"{len(names)} tensors were taken in.")
+
+    async def update_weight_version(self, *, new_version: str | int, abort_all_requests: bool = True) -> Any:
+        """Close an open update under this version, or name the weights that are there anew."""
+        del abort_all_requests  # what is under way keeps the version that it was made at
+        if self._update:
+            await self._commit(new_version)
+        else:
+            self.refuse_dirty()
+            self._sequence += 1
+            label = f"{new_version}@{self._sequence}"
+            answer = await self.engine.http.call("/update_weight_version", {"new_version": label}, timeout_s=NAME_S)
+            if not answer.ok:
+                raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
+        return {**_done("The version is set."), "new_version": new_version}
+
+    async def weights_checker(self, action: str = "checksum") -> Any:
+        """The digest of the weights that are there."""
+        if action != "checksum":
+            raise Reason.UNSUPPORTED.error("vLLM's weights are digested only", field="action")
+        results = await self._tell(verbs_pb2.CheckWeightsRequest())
+        (digest,) = {result.check.model_digest for result in results}
+        return {**_done("Digested."), "model_digest": digest}
+
+    # One update.
+
+    async def _begin(self, abort_all: bool) -> None:
+        """Pause, unless it is, and open an update. Refused while requests run."""
+        self._held = not self._paused
+        if self._held:
+            if self._requests.active and not abort_all:
+                raise Reason.ACTIVE_REQUESTS.error(
+                    f"{self._requests.active} requests are active", field="abort_all_requests"
+                )
+            mode = common_pb2.PAUSE_MODE_ABORT if abort_all else common_pb2.PAUSE_MODE_RETRACT
+            await self._tell(verbs_pb2.PauseGenerationRequest(mode=mode))
+            self._paused = True
+        self._update, self._buckets, self._label = f"sidecar-{next(_ids)}", 0, None
+        try:
+            await self._tell(verbs_pb2.PrepareUpdateRequest(kind=verbs_pb2.UPDATE_KIND_FULL))
+        except RlctlError as error:
+            await self._give_up(error)
+            raise
+
+    async def _write(self, request: Message) -> None:
+        try:
+            await self._tell(request)
+        except RlctlError as error:
+            await self._give_up(error)
+            raise
+
+    async def _commit(self, label: str | int | None, *, flush: bool = True) -> None:
+        """Close the update; the version last, and generation after it."""
+        self._sequence += 1
+        name = str(label) if label is not None else self._label or str(self._sequence)
+        version = common_pb2.WeightVersion(label=name, sequence=self._sequence)
+        try:
+            await self._tell(verbs_pb2.CommitUpdateRequest(version=version))
+        except RlctlError as error:
+            await self._give_up(error)
+            raise
+        self._update, self._dirty = "", ""
+        self.engine.set_version(version)
+        if flush:
+            await self._tell(verbs_pb2.FlushCacheRequest())
+        if self._held:
+            await self._resume()
+
+    async def _give_up(self, error: RlctlError) -> None:
+        """Drop the update. If nothing was written all is as it was before it; else nothing is served any more."""
+        if self._buckets or error.outcome != common_pb2.OUTCOME_REJECTED:
+            self._dirty = error.message
+        await self._tell(verbs_pb2.AbortUpdateRequest())
+        self._update = ""
+        if self._held and not self._dirty:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        await self._tell(verbs_pb2.ContinueGenerationRequest())
+        self._paused = False
+
+    def refuse_dirty(self) -> None:
+        """Raise WEIGHTS_DIRTY while the weights are a mixture."""
+        if self._dirty:
+            raise Reason.WEIGHTS_DIRTY.error(
+                f"an update has failed half-way: {self._dirty}", next_step="Update all of the weights again."
+            )
+
+    async def _tell(self, request: Message) -> Any:
+        """Let the engine carry a verb out, within the time that the verb has by itself."""
+        check(request)
+        verb = of_request(request)
+        deadline = asyncio.get_running_loop().time() + verb.deadline_s
+        return await getattr(self.engine, verb.method)(request, Call(f"sidecar-{next(_ids)}", deadline, self._update))
+
+
+VERBS = tuple(
+    name
+    for name, method in inspect.getmembers(Admin, inspect.iscoroutinefunction)
+    if not name.startswith("_") and name != "carry_out"
+)
+"""The verbs; each is the last part of its path."""
+
+
+def _checked(method: Callable[..., Awaitable[Any]], body: Any) -> dict[str, Any]:
+    """The fields of a body, as the method's annotations say. Raises FIELD_INVALID, FIELD_REQUIRED."""
+    if not isinstance(body, dict):
+        raise Reason.FIELD_INVALID.error("the body is no JSON object")
+    parameters = inspect.signature(method, eval_str=True).parameters
+    for name, value in body.items():
+        if name not in parameters:
+            raise Reason.FIELD_INVALID.error("there is no such field", field=name)
+        if not _fits(value, parameters[name].annotation):
+            raise Reason.FIELD_INVALID.error(f"{value!r} is no value for it", field=name)
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in body:
+            raise Reason.FIELD_REQUIRED.error("it is missing", field=name)
+    return body
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of a type: a class, a list of one, or a union."""
+    if isinstance(hint, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    kind = type(None) if hint is None else hint
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _done(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message}
+
+
+def _tags(names: list[str] | None) -> list[common_pb2.MemoryTag.ValueType]:
+    if unknown := sorted(set(names or ()) - _TAGS.keys()):
+        raise Reason.FIELD_INVALID.error(f"vLLM has no region {unknown[0]}; it has {', '.join(_TAGS)}", field="tags")
+    return [_TAGS[name] for name in names or ()]

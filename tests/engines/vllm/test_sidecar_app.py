@@ -1,0 +1,197 @@
+"""The sidecar in front of an upstream that the test answers for: what it asks, and what it does when things break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
+
+from rlctl.bench.sidecar.upstream import application
+from rlctl.errors import Reason, RlctlError
+
+
+class Serving:
+    """An application on a port."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        self.url = ""
+
+    async def __aenter__(self) -> Serving:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+class Plain:
+    """A vLLM without admin calls, over /v1/completions, that says a token and then nothing until it is left."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.left = asyncio.Event()
+        self.second = asyncio.Event()
+        self.app = web.Application()
+        self.app.router.add_get("/openapi.json", self._told({"paths": {"/v1/completions": {}}}))
+        models = {"data": [{"id": "m", "root": "/nowhere", "max_model_len": 100}]}
+        self.app.router.add_get("/v1/models", self._told(models))
+        self.app.router.add_get("/version", self._told({"version": "0"}))
+        self.app.router.add_post("/v1/completions", self._complete)
+
+    def _told(self, value: Any) -> Any:
+        async def tell(request: web.Request) -> web.Response:
+            return web.json_response(value)
+
+        return tell
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        if len(self.asked) == 2:
+            self.second.set()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        logprobs = {"token_logprobs": [-0.5], "tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5}]}
+        choice = {"index": 0, "text": "t", "token_ids": [7], "logprobs": logprobs, "finish_reason": None}
+        await response.write(b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+        return response
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
+
+
+async def started(config: SidecarConfig) -> SidecarServer:
+    server = SidecarServer(config)
+    await server.start()
+    return server
+
+
+async def test_no_body_is_parsed_twice(session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        parsed: list[bytes] = []
+        loads = orjson.loads
+
+        def counted(data: bytes) -> Any:
+            parsed.append(data)
+            return loads(data)
+
+        monkeypatch.setattr(orjson, "loads", counted)
+        body = orjson.dumps({"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True})
+        async with session.post(f"{sidecar.url}/generate", data=body) as response:
+            answer = loads(await response.read())
+        assert response.status == 200
+        assert parsed[0] == body
+        assert len(parsed) == 2, "the caller's body, and vLLM's answer"
+        meta = answer["meta_info"]
+        assert (meta["weight_version"], meta["completion_tokens"]) == (1, 3)
+        assert meta["output_token_logprobs"][0] == [-0.5, 7, None]
+        await sidecar.stop()
+
+
+async def test_without_admin_calls_an_abort_closes_connections_and_keeps_what_came(
+    session: aiohttp.ClientSession,
+) -> None:
+    plain = Plain()
+    async with Serving(plain.app) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url))
+        body = {"input_ids": [5], "sampling_params": {"temperature": 0}, "return_logprob": True, "top_logprobs_num": 1}
+        async with session.post(f"{sidecar.url}/generate", json={**body, "stream": True, "rid": "s"}) as streamed:
+            first = await streamed.content.readline()  # it runs
+            assert b'"output_ids":[7]' in first
+            asking = asyncio.create_task(session.post(f"{sidecar.url}/generate", json={**body, "rid": "w"}))
+            await plain.second.wait()
+            async with session.post(f"{sidecar.url}/abort_request", json={"abort_all": True}) as response:
+                assert (await response.json())["aborted"] == 2
+            rest = await streamed.text()
+        assert '"type":"abort"' in rest
+        async with await asking as response:
+            answer = await response.json()
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert plain.left.is_set()
+        assert plain.asked[0]["model"] == "m"
+        assert plain.asked[0]["max_tokens"] == 99, "what fits, of the 128 that SGLang generates by itself"
+        for path in ("/pause_generation", "/flush_cache"):
+            async with session.post(sidecar.url + path, json={}) as response:
+                assert (response.status, (await response.json())["error"]["reason"]) == (501, "UNSUPPORTED")
+        await sidecar.stop()
+
+
+async def test_a_caller_that_leaves_ends_its_request(session: aiohttp.ClientSession) -> None:
+    plain = Plain()
+    async with Serving(plain.app) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url))
+        async with session.post(f"{sidecar.url}/generate", json={"input_ids": [5], "stream": True}) as response:
+            await response.content.readline()
+            response.close()
+        await asyncio.wait_for(plain.left.wait(), 20)
+        await sidecar.stop()
+
+
+async def test_it_registers_with_a_router_until_that_takes_it() -> None:
+    told: list[str] = []
+
+    async def add(request: web.Request) -> web.Response:
+        told.append(request.query["url"])
+        if len(told) < 3:
+            return web.json_response({"error": "starting"}, status=503)
+        return web.json_response({"status": "success", "worker_urls": {told[-1]: 0}})
+
+    router = web.Application()
+    router.router.add_post("/add_worker", add)
+    async with Serving(application()) as upstream, Serving(router) as at:
+        config = SidecarConfig(upstream=upstream.url, coordinator="c:1", routers=(at.url,), advertise="127.0.0.1")
+        sidecar = await started(config)
+        await asyncio.wait_for(sidecar.registrations[0].taken.wait(), 30)
+        assert told == [sidecar.url] * 3
+        await sidecar.stop()
+
+
+async def test_admin_verbs_ask_for_the_token(session: aiohttp.ClientSession) -> None:
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1", token="secret"))
+        for header, status in (("", 401), ("Bearer other", 401), ("bearer secret", 403)):
+            headers = {"Authorization": header} if header else {}
+            async with session.post(f"{sidecar.url}/pause_generation", json={}, headers=headers) as response:
+                assert response.status == status
+        await sidecar.stop()
+
+
+async def test_an_upstream_that_is_gone_is_said_to_be(session: aiohttp.ClientSession) -> None:
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+    for path, body in (("/generate", {"input_ids": [5]}), ("/health", None)):
+        async with session.request("POST" if body else "GET", sidecar.url + path, json=body) as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["reason"] == "STAGE_NOT_SERVING"
+    await sidecar.stop()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason", "field"),
+    [
+        (SidecarConfig(), Reason.FIELD_REQUIRED, "upstream"),
+        (SidecarConfig(upstream="http://a", launch="b"), Reason.FIELD_CONFLICT, "launch"),
+        (SidecarConfig(launch="b", coordinator="c:1"), Reason.FIELD_CONFLICT, "coordinator"),
+        (SidecarConfig(upstream="http://a", arguments={"seed": "1"}), Reason.FIELD_CONFLICT, "arguments"),
+    ],
+)
+async def test_settings_that_contradict_each_other(config: SidecarConfig, reason: Reason, field: str) -> None:
+    with pytest.raises(RlctlError) as refused:
+        SidecarServer(config)
+    assert (refused.value.reason, refused.value.field) == (reason, field)
