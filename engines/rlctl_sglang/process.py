@@ -142,7 +142,7 @@ class ServerProcess:
         assert popen is not None
         assert popen.stdout is not None
         for raw in popen.stdout:
-            line = raw.decode(errors="replace").rstrip()
+            line = self._redacted(raw.decode(errors="replace").rstrip())
             self._tail.append(line)
             print(f"sglang: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
         popen.wait()
@@ -152,6 +152,12 @@ class ServerProcess:
         self._ended.set()
         if not told:
             on_end(self.failure())
+
+    def _redacted(self, line: str) -> str:
+        """Without its keys: SGLang writes all of its arguments into its log."""
+        for name, key in self._keys.items():
+            line = line.replace(key, f"<{name}>")
+        return line
 
     async def _ready(self) -> bool:
         """Whether it serves, and whoever answers is really it: nobody else knows its keys, and it wants one."""
