@@ -25,6 +25,7 @@ from rlctl.v1.rollout_pb2 import (
     TokenLogprob,
 )
 from rlctl_sglang.http import Http
+from rlctl_sglang.lora_table import Held, LoraTable
 from rlctl_sglang.requests import Limits, bodies
 
 ABORT_S = 2.0
@@ -77,11 +78,13 @@ class _Running:
 
     Attributes:
         engine_rids: ids of its samples at SGLang.
+        adapter: what it is generated with; None: the base weights alone.
         heard: those that SGLang has said something of.
     """
 
-    def __init__(self, engine_rids: Sequence[str]) -> None:
+    def __init__(self, engine_rids: Sequence[str], adapter: Held | None) -> None:
         self.engine_rids = engine_rids
+        self.adapter = adapter
         self.heard: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
@@ -95,11 +98,19 @@ class Requests:
     """The requests at one server. ``generate`` runs on one loop; the rest may be called from others."""
 
     def __init__(
-        self, http: Http, limits: Limits, stamps: Stamps, *, incremental: bool, stopped: Callable[[], bool]
+        self,
+        http: Http,
+        limits: Limits,
+        stamps: Stamps,
+        adapters: LoraTable,
+        *,
+        incremental: bool,
+        stopped: Callable[[], bool],
     ) -> None:
         """``incremental``: the server sends what is new of a text, not all of it again. ``stopped``: whether it is
         paused, or is about to be.
         """
+        self._adapters = adapters
         self._http = http
         self._limits = limits
         self._stamps = stamps
@@ -122,21 +133,31 @@ class Requests:
         """Requests that have not ended."""
         return len(self._running)
 
+    def using(self, lora: str) -> list[str]:
+        """Ids of the requests that have not ended and run with the adapter that SGLang calls so."""
+        with self._lock:
+            return [rid for rid, running in self._running.items() if running.adapter and running.adapter.name == lora]
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
         """See :meth:`rlctl.engine.Engine.generate`."""
         rid = request.rid or uuid.uuid4().hex
         count = request.sampling_params.n or 1
         rids = [uuid.uuid4().hex for _ in range(count)]
-        made = bodies(request, rids, self._limits)
-        running = _Running(rids)
         with self._lock:
             if rid in self._running:
                 raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
-            self._running[rid] = running
+            # Under the lock: whoever takes an adapter out of the table finds all that have it.
+            adapter = self._adapters.find(request.adapter, "adapter") if request.adapter else None
+            made = bodies(request, rids, self._limits, lora=adapter.name if adapter else "")
+            running = self._running[rid] = _Running(rids, adapter)
         events: asyncio.Queue[tuple[int, dict[str, Any] | RlctlError | None]] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(index, body, events)) for index, body in enumerate(made)]
         keep = request.return_engine_meta
-        samples = {index: _Reading(index, self._stamps, self._incremental, keep=keep) for index in range(count)}
+        version = adapter.info.version if adapter else ""
+        samples = {
+            index: _Reading(index, self._stamps, self._incremental, keep=keep, adapter_version=version)
+            for index in range(count)
+        }
         try:
             first = True
             while samples:
@@ -217,8 +238,9 @@ class Requests:
 class _Reading:
     """One sample as it comes."""
 
-    def __init__(self, index: int, stamps: Stamps, incremental: bool, *, keep: bool) -> None:
+    def __init__(self, index: int, stamps: Stamps, incremental: bool, *, keep: bool, adapter_version: str) -> None:
         """``keep``: SGLang's own words are wanted, too."""
+        self._adapter_version = adapter_version
         self._meta: dict[str, Any] | None = {} if keep else None
         self._index = index
         self._stamps = stamps
@@ -258,7 +280,12 @@ class _Reading:
                 version = self._stamps.version(str(span["version"]))
                 if version is None or span["end"] <= span["start"]:
                     continue
-                made = sample.versions.add(version=version, start=span["start"], end=min(span["end"], self._tokens))
+                made = sample.versions.add(
+                    version=version,
+                    start=span["start"],
+                    end=min(span["end"], self._tokens),
+                    adapter_version=self._adapter_version,
+                )
                 oldest = self._stamps.oldest_kv
                 if oldest.sequence < version.sequence and (made.start or sample.cached_tokens):
                     made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for

@@ -47,13 +47,11 @@ class Limits:
     seeds: bool = False
 
 
-def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
-    """One body for each sample, under these ids.
+def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits, *, lora: str = "") -> list[dict[str, Any]]:
+    """One body for each sample, under these ids. ``lora``: SGLang's name of the adapter; "" without one.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
-    if request.adapter:
-        raise Reason.UNSUPPORTED.error("adapters are not driven through this engine yet", field="adapter")
     prompt, length = _prompt(request, limits)
     sampling = _sampling(request, limits, length)
     body: dict[str, Any] = {
@@ -74,6 +72,8 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
             f"logprob_start_len is {_start(request)}, the prompt has {length} tokens", field="logprob_start_len"
         )
     _add_fields(body, request, limits)
+    if lora:
+        body["lora_path"] = lora
     made = []
     for index, rid in enumerate(rids):
         seeded = {**body, "rid": rid}
