@@ -247,7 +247,7 @@ class Reason(enum.Enum):
     DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
     BASE_MISMATCH = (
         PreconditionFailed,
-        "A delta's base is not the version that is there.",
+        "A delta's base, or what a partial update leaves as it is, is not the version that is there.",
         "Send a full update.",
     )
     PROBE_MISMATCH = (

@@ -13,6 +13,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl_servers.checkpoints import Checkpoints, digest_of
+from rlctl_servers.control import Control
+from rlctl_servers.generation import Requests
+
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_SKIPPED
@@ -33,9 +37,6 @@ from rlctl.weights import lora
 from rlctl.weights.checkpoint import Checkpoint, compare
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.tensors import TensorMeta
-from rlctl_sglang.checkpoints import Checkpoints, digest_of
-from rlctl_sglang.control import Control
-from rlctl_sglang.generation import Requests
 from rlctl_sglang.lora_table import Held, LoraTable
 from rlctl_sglang.state import State
 from rlctl_sglang.updates import opened
@@ -278,8 +279,7 @@ class Adapters:
 
     async def _free(self, name: str, call: Call, *, abort: bool) -> None:
         """Refuse while requests use the adapter that serves under a name, or end them."""
-        held = self._table.by_name.get(name)
-        using = self._requests.using(held.name) if held is not None else []
+        using = self._requests.using(name) if name in self._table.by_name else []
         if not using:
             return
         count = {"count": str(len(using))}
@@ -293,8 +293,7 @@ class Adapters:
                 next_step="Continue generation first.",
             )
         await self._requests.abort(using, all_of_them=False)
-        assert held is not None
-        while self._requests.using(held.name):
+        while self._requests.using(name):
             if asyncio.get_running_loop().time() > call.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
             await asyncio.sleep(LOOK_S)
@@ -302,8 +301,8 @@ class Adapters:
     async def _forget(self, held: Held) -> None:
         """Of what no new request gets: end those that have it, and unload it once SGLang can."""
         self._left.append(held.name)
-        if using := self._requests.using(held.name):
-            await self._requests.abort(using, all_of_them=False)
+        if self._table.users(held.name):
+            await self._requests.abort(self._requests.using(held.info.name), all_of_them=False)
         await self._sweep()
 
     def _drop_staged(self) -> None:
@@ -317,7 +316,7 @@ class Adapters:
         SGLang waits until the requests of an adapter have ended, and while it is paused they do not.
         """
         for name in list(self._left):
-            if self._state.stopped or self._requests.using(name):
+            if self._state.stopped or self._table.users(name):
                 continue
             try:
                 await self._control.http.call("/unload_lora_adapter", {"lora_name": name}, timeout_s=UNLOAD_S)

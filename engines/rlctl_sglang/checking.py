@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlctl_servers.control import Control
+
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.v1.common_pb2 import EVIDENCE_RANK, OUTCOME_APPLIED, OUTCOME_SKIPPED, OUTCOME_UNKNOWN, WorkerCoordinates
@@ -16,7 +18,6 @@ from rlctl.v1.verbs_pb2 import (
     CheckReport,
     CheckWeightsRequest,
 )
-from rlctl_sglang.control import Control
 from rlctl_sglang.probing import Prober
 from rlctl_sglang.readback import Found, Readback
 

@@ -13,6 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import ClassVar
 
+from rlctl_servers.checkpoints import Checkpoints
+from rlctl_servers.control import Control
+from rlctl_servers.generation import Requests
+from rlctl_servers.stamps import Stamps
+
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
@@ -31,9 +36,7 @@ from rlctl_sglang import facts as facts_
 from rlctl_sglang import memory
 from rlctl_sglang.adapters import Adapters, LoraLimits
 from rlctl_sglang.checking import Checker
-from rlctl_sglang.checkpoints import Checkpoints
-from rlctl_sglang.control import Control
-from rlctl_sglang.generation import Requests, Stamps
+from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
 from rlctl_sglang.lora_table import LoraTable
 from rlctl_sglang.options import parse_options
@@ -59,7 +62,7 @@ class SGLangEngine(Engine):
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
         self._options = parse_options(config.options)
         self._on_failure = on_failure
-        self._checkpoints = Checkpoints(config.model_path, self._options.allowed_roots)
+        self._checkpoints = Checkpoints("SGLang", config.model_path, self._options.allowed_roots)
         if config.dtype == "auto":
             # SGLang's own "auto" holds a float32 checkpoint in half of its precision.
             config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
@@ -102,7 +105,7 @@ class SGLangEngine(Engine):
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
         limits = facts.limits(self._checkpoints.config)
         table = LoraTable()
-        self._requests = Requests(
+        native = Native(
             self._server.http,
             limits,
             self._stamps,
@@ -110,6 +113,7 @@ class SGLangEngine(Engine):
             incremental=facts.incremental,
             stopped=lambda: self._state.stopped,
         )
+        self._requests = Requests(native)
         lora = LoraLimits.of(facts.info)
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, lora)
         # Others' requests would be answered while a probe makes the server go on.

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.weights.groups import WeightGroup, join
-from rlctl_sglang.control import Control
 from rlctl_sglang.parameters import Parameter
 from rlctl_sglang.process import hold_port
 

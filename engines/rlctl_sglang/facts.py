@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from rlctl_servers.control import Control
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason
@@ -15,7 +16,6 @@ from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckAction, Loads, ServerInf
 from rlctl.verbs import VERBS
 from rlctl.version import __version__
 from rlctl.weights.identity import CPU, host_id
-from rlctl_sglang.control import Control
 from rlctl_sglang.requests import Limits
 from rlctl_sglang.state import MODES, TAGS
 

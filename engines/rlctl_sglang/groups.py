@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from rlctl_servers.control import Control
+
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
 from rlctl.v1.verbs_pb2 import GroupReport, InitWeightsUpdateGroupRequest
-from rlctl_sglang.control import Control
 from rlctl_sglang.state import State
 
 BACKENDS = ("gloo", "nccl")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 
+from rlctl_servers.control import Control
+
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
-from rlctl_sglang.control import Control
 from rlctl_sglang.state import MODES, TAGS, State
 
 LOOK_S = 0.05

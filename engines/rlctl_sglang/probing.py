@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from rlctl_servers.control import Control
+from rlctl_servers.generation import Requests
+
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE
 from rlctl.v1.verbs_pb2 import ProbePrompt
-from rlctl_sglang.control import Control
-from rlctl_sglang.generation import Requests
 from rlctl_sglang.requests import Limits
 from rlctl_sglang.state import MODES, State
 

@@ -1,49 +1,32 @@
-"""One SGLang server as a child process: its address and keys are its own, and it does not outlive this process."""
+"""One SGLang server as a child process, at an address and under keys of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from rlctl_servers.http import Http
+from rlctl_servers.process import ServerProcess, cores_of, flags
 
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
-from rlctl_sglang.http import Http
 from rlctl_sglang.options import Options, interpreter
 from rlctl_sglang.scratch import Scratch
 
-LOOK_S = 0.2
+PRODUCT = "SGLang"
 PROBE_S = 5.0
-TAIL = 40
-TERM_S = 2.0
 
 _STAND_INS = Path(__file__).parent / "cpu"
 
-_START = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the stage server, however that ends
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the stage server has ended")
-os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *sys.argv[2:]])
-"""
 
-
-class ServerProcess:
-    """A launched SGLang server. SGLang's own processes end when the first of them does.
+class SGLangProcess(ServerProcess):
+    """A launched SGLang server.
 
     Attributes:
-        http: how to talk to it.
-        pid: its process id, 0 before it runs.
         scratch: what it leaves behind, once it was launched.
     """
 
@@ -51,116 +34,42 @@ class ServerProcess:
 
     def __init__(self, config: EngineConfig, options: Options) -> None:
         """Raises FIELD_INVALID when SGLang is not installed."""
+        python = interpreter(options)
         self._config = config
         self._options = options
-        self._python = interpreter(options)
         self._port = hold_port()
         api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._keys = {"api-key": api_key, "admin-api-key": admin_key}
-        self.http = Http(f"http://127.0.0.1:{self._port.getsockname()[1]}", api_key, admin_key)
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._tail: deque[str] = deque(maxlen=TAIL)
-        self._reader: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._keys_file: Path | None = None
+        http = Http(PRODUCT, f"http://127.0.0.1:{self._port.getsockname()[1]}", api_key, admin_key)
+        super().__init__(http, python, options.start_s)
 
-    @property
-    def pid(self) -> int:
-        """Its process id, 0 before it runs."""
-        return self._popen.pid if self._popen is not None else 0
-
-    async def start(self, on_end: Callable[[RlctlError], None]) -> None:
-        """Launch it and wait until it is ready. ``on_end`` is told, from another thread, if it ends by itself.
-
-        Raises ENGINE_FAILED with the end of its log, FIELD_INVALID for an argument that it does not know,
-        DEADLINE_EXCEEDED.
-        """
-        self._launch(on_end)
-        deadline = asyncio.get_running_loop().time() + self._options.start_s
-        while True:
-            if self._ended.is_set():
-                raise self.failure()
-            self.scratch.note(self.pid)
-            if await self._ready():
-                self._keys_file.unlink(missing_ok=True)
-                return
-            if asyncio.get_running_loop().time() > deadline:
-                raise Reason.DEADLINE_EXCEEDED.error(f"SGLang was not ready after {self._options.start_s:g} s")
-            await asyncio.sleep(LOOK_S)
-
-    async def stop(self) -> None:
-        """End it, at once when it does not go by itself: a deadlocked one does not react."""
-        self._ended.set()  # nobody is to be told
-        if self._popen is not None:
-            # To the first of its processes only: the end of the others looks like a crash to it, which it looks into.
-            self._popen.terminate()
-            await asyncio.to_thread(self._wait, TERM_S)
-            self._signal(signal.SIGKILL)
-            await asyncio.to_thread(self._wait, TERM_S)
-        await self.http.close()
-        self._port.close()
-
-    def kill(self) -> None:
-        """End it and all of its processes at once; ``on_end`` is told."""
-        self._signal(signal.SIGKILL)
-
-    def failure(self) -> RlctlError:
-        """Why it ended, from the end of its log."""
-        lines = [line for line in self._tail if line.strip()]
-        for line in lines:
-            if "unrecognized arguments:" in line:
-                name = line.partition("unrecognized arguments:")[2].split()[0].lstrip("-").replace("-", "_")
-                return Reason.FIELD_INVALID.error(
-                    f"the installed SGLang has no argument {name!r}", field=f"options.{name}"
-                )
-        errors = [line for line in lines if "Error" in line]
-        code = self._popen.poll() if self._popen is not None else None
-        cause = (errors or lines or ["it said nothing"])[-1].strip()
-        return Reason.ENGINE_FAILED.error(f"SGLang ended with {code}: {cause}")
-
-    def _launch(self, on_end: Callable[[RlctlError], None]) -> None:
-        # Keys on a command line can be read by everybody on the host.
+    def command(self) -> Sequence[str]:
+        """SGLang's launcher; its keys in a file, since a command line can be read by everybody on the host."""
         self.scratch = Scratch()
         self._keys_file = self.scratch.path / "keys.yaml"
         self._keys_file.write_text(json.dumps(self._keys))
         arguments = [*_arguments(self._config, self._options), "--config", str(self._keys_file)]
         arguments += ["--host", "127.0.0.1", "--port", str(self._port.getsockname()[1])]
-        self._popen = subprocess.Popen(
-            [self._python, "-c", _START, str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **_environment(self._config), "TMPDIR": str(self.scratch.path)},
-            pass_fds=[self.scratch.lock],
-            process_group=0,
-        )
-        self._reader = threading.Thread(target=self._read, args=(on_end,), name="sglang-log", daemon=True)
-        self._reader.start()
+        return ["-m", "sglang.launch_server", *arguments]
 
-    def _read(self, on_end: Callable[[RlctlError], None]) -> None:
-        """Pass its log on, and notice its end."""
-        popen = self._popen
-        assert popen is not None
-        assert popen.stdout is not None
-        for raw in popen.stdout:
-            line = self._redacted(raw.decode(errors="replace").rstrip())
-            self._tail.append(line)
-            print(f"sglang: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
-        popen.wait()
-        popen.stdout.close()
-        self.scratch.remove()
-        told = self._ended.is_set()
-        self._ended.set()
-        if not told:
-            on_end(self.failure())
-
-    def _redacted(self, line: str) -> str:
+    def redacted(self, line: str) -> str:
         """Without its keys: SGLang writes all of its arguments into its log."""
         for name, key in self._keys.items():
             line = line.replace(key, f"<{name}>")
         return line
 
-    async def _ready(self) -> bool:
+    def environment(self) -> Mapping[str, str]:
+        """What SGLang needs around it."""
+        return {**_environment(self._config), "TMPDIR": str(self.scratch.path)}
+
+    def inherited(self) -> Sequence[int]:
+        """The lock that says that it lives."""
+        return [self.scratch.lock]
+
+    async def ready(self) -> bool:
         """Whether it serves, and whoever answers is really it: nobody else knows its keys, and it wants one."""
+        self.scratch.note(self.pid)
         try:
             if (await self.http.call("/ready", timeout_s=PROBE_S)).status != 200:
                 return False
@@ -174,18 +83,18 @@ class ServerProcess:
                 raise
             return False
 
-    def _signal(self, number: int) -> None:
-        if self._popen is None:
-            return
-        try:
-            os.killpg(self._popen.pid, number)
-        except ProcessLookupError:
-            return
+    def settled(self) -> None:
+        """It has read its keys."""
+        if self._keys_file is not None:
+            self._keys_file.unlink(missing_ok=True)
 
-    def _wait(self, timeout_s: float) -> bool:
-        assert self._reader is not None
-        self._reader.join(timeout_s)
-        return not self._reader.is_alive()
+    def ended(self) -> None:
+        """Remove what it has left behind."""
+        self.scratch.remove()
+
+    def let_go(self) -> None:
+        """Give its port back."""
+        self._port.close()
 
 
 def hold_port() -> socket.socket:
@@ -221,20 +130,7 @@ def _arguments(config: EngineConfig, options: Options) -> list[str]:
     if config.dtype != "auto":
         named["dtype"] = config.dtype.removeprefix("torch.")
     named |= options.arguments
-    arguments = []
-    for name, value in named.items():
-        arguments.append(f"--{name.replace('_', '-')}")
-        if value != "true":
-            arguments += _words(value)
-    return arguments
-
-
-def _words(value: str) -> list[str]:
-    """A list, "[1, 2]", as an argument takes several values; anything else as it is."""
-    if value.startswith("["):
-        with contextlib.suppress(ValueError):
-            return [word if isinstance(word, str) else json.dumps(word) for word in json.loads(value)]
-    return [value]
+    return flags(named)
 
 
 def _environment(config: EngineConfig) -> Mapping[str, str]:
@@ -256,8 +152,5 @@ def _environment(config: EngineConfig) -> Mapping[str, str]:
     if config.tp_size > 1:
         # A CUDA build of torch brings NCCL, which SGLang would open without asking whether there is a GPU.
         variables["SGLANG_NCCL_SO_PATH"] = "not used on a CPU"
-        cores = sorted(os.sched_getaffinity(0))
-        each = max(len(cores) // config.tp_size, 1)
-        shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(config.tp_size)]
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(config.tp_size)
     return variables

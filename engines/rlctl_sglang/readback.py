@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rlctl_servers.checkpoints import digest_of
+from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import Shape, TensorDifference, TensorDigest
 from rlctl.weights.checkpoint import Checkpoint, open_checkpoint
 from rlctl.weights.tensors import TensorMeta, dtype_name
-from rlctl_sglang.checkpoints import digest_of
 from rlctl_sglang.comparing import Comparing
-from rlctl_sglang.control import Control
 from rlctl_sglang.exporting import Exporter
 from rlctl_sglang.parameters import Joining, Parameter, find_out
 

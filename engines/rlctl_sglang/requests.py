@@ -47,8 +47,8 @@ class Limits:
     seeds: bool = False
 
 
-def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits, *, lora: str = "") -> list[dict[str, Any]]:
-    """One body for each sample, under these ids. ``lora``: SGLang's name of the adapter; "" without one.
+def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
+    """One body for each sample, under these ids, its adapter left out.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
@@ -72,8 +72,6 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits, *, lor
             f"logprob_start_len is {_start(request)}, the prompt has {length} tokens", field="logprob_start_len"
         )
     _add_fields(body, request, limits)
-    if lora:
-        body["lora_path"] = lora
     made = []
     for index, rid in enumerate(rids):
         seeded = {**body, "rid": rid}

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
+from rlctl_servers.checkpoints import Checkpoints, digest_of
+from rlctl_servers.control import Control, touched
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -41,8 +43,6 @@ from rlctl.weights.identity import CPU, host_id
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
-from rlctl_sglang.checkpoints import Checkpoints, digest_of
-from rlctl_sglang.control import Control, touched
 from rlctl_sglang.facts import Facts
 from rlctl_sglang.handing import Handed
 from rlctl_sglang.state import State

@@ -20,12 +20,12 @@ from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.weights.interfaces import address_of
+from rlctl.weights.memberships import Groups, Membership
 from rlctl_torch import adapter_updates, info
 from rlctl_torch.adapter_updates import LoadAdapter, PrepareAdapter, Unload
 from rlctl_torch.checker import Check
 from rlctl_torch.commands import Action, CommandStream, rejected
 from rlctl_torch.disk import Disk, FromDisk
-from rlctl_torch.groups import Groups, Membership
 from rlctl_torch.intake import Intake
 from rlctl_torch.loop import StepLoop
 from rlctl_torch.memory import Release, Resume

@@ -16,6 +16,7 @@ from rlctl.weights.announced import Announced
 from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
 from rlctl.weights.digest import usable_cores
 from rlctl.weights.loading import Loading
+from rlctl.weights.memberships import Groups
 from rlctl.weights.roots import Roots
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.shards import ShardMap, model_digest
@@ -24,7 +25,6 @@ from rlctl_torch import sabotage
 from rlctl_torch.adapters import Adapters, LoraAdapter
 from rlctl_torch.beside import Beside
 from rlctl_torch.commands import with_outcome
-from rlctl_torch.groups import Groups
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
 from rlctl_torch.model import Model, build
 from rlctl_torch.options import Options

@@ -16,8 +16,8 @@ import click
     "--engine",
     default="torch",
     show_default=True,
-    type=click.Choice(["torch", "sglang"]),
-    help="What generates; sglang: two real SGLang servers (tools/engines install sglang).",
+    type=click.Choice(["torch", "sglang", "vllm"]),
+    help="What generates; sglang, vllm: two real servers of it (tools/engines install NAME).",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per step, a last one with the verdict.")
@@ -31,9 +31,9 @@ def demo(steps: int, engine: str, seed: int, as_json: bool, plot: Path | None, s
     """Train a tiny model by GRPO through a fleet on this machine.
 
     Makes a small Llama, starts a coordinator, an engine with two tensor-parallel ranks and one with a single rank (or
-    two SGLang servers), and trains on sums of two digits: rollouts through the fleet, a gradient step in this process,
-    the new weights to both engines over gloo after every step. Exits non-zero unless the reward rose, every engine held
-    exactly the trainer's weights after every step, and log probabilities of engines and trainer agreed.
+    two SGLang or vLLM servers), and trains on sums of two digits: rollouts through the fleet, a gradient step in this
+    process, the new weights to both engines over gloo after every step. Exits non-zero unless the reward rose, every
+    engine held exactly the trainer's weights after every step, and log probabilities of engines and trainer agreed.
     """
     if plot is not None and not os.access(plot if plot.exists() else plot.absolute().parent, os.W_OK):
         raise click.BadParameter(f"{plot} cannot be written", param_hint="--plot")

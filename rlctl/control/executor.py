@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,11 +55,37 @@ class Commanded(Protocol):
         """Give up a command that has not been started."""
 
 
+class _Accepted:
+    """Tells those who want to know, once, that a command was accepted."""
+
+    def __init__(self) -> None:
+        self.watchers: list[Callable[[], None]] = []
+        self._told = False
+
+    def tell(self) -> None:
+        self._told = True
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            watcher()
+
+    @contextlib.contextmanager
+    def watched(self, watcher: Callable[[], None]) -> Iterator[None]:
+        if self._told:
+            watcher()
+        else:
+            self.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            if watcher in self.watchers:
+                self.watchers.remove(watcher)
+
+
 @dataclass
 class _Record:
     digest: bytes
     task: asyncio.Task[CommandResult]
-    accepted: asyncio.Event
+    accepted: _Accepted
 
 
 class Executor:
@@ -86,19 +112,16 @@ class Executor:
         digest = hashlib.sha256(request.type_url.encode() + b"\0" + request.value).digest()
         record = self._records.get(command_id)
         if record is None:
-            accepted = asyncio.Event()
+            accepted = _Accepted()
             deadline = self._clock.now() + remaining_s
-            call = Call(command_id=command_id, deadline=deadline, accept=accepted.set, together=together)
+            call = Call(command_id=command_id, deadline=deadline, accept=accepted.tell, together=together)
             record = _Record(digest, asyncio.create_task(self._run(request, call)), accepted)
             self._records[command_id] = record
             self._forget()
         elif record.digest != digest:
             return self._commanded.refuse(Reason.REQUEST_ID_REUSED.error(f"command {command_id} had another body"))
-        watch = asyncio.create_task(_when(record.accepted, on_accepted))
-        try:
+        with record.accepted.watched(on_accepted):
             return await asyncio.shield(record.task)
-        finally:
-            watch.cancel()
 
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
         """Obey one stream until it ends. Commands that are running then go on, and their results are kept."""
@@ -164,11 +187,6 @@ def unpack(packed: Any) -> Message:
     except DecodeError as error:
         raise Reason.FIELD_INVALID.error(f"{name} cannot be parsed: {error}", field="request") from None
     return request
-
-
-async def _when(event: asyncio.Event, then: Callable[[], None]) -> None:
-    await event.wait()
-    then()
 
 
 def _reply(link: Link[ControlResponse, ControlRequest], message: ControlResponse) -> None:

@@ -83,8 +83,11 @@ class Finish:
         except RlctlError as error:
             if session.record.phase != UPDATE_PHASE_PUBLISHED:
                 raise
-            log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
-            await self._close(run, done, digest)
+            self._log_unfinished(run, error)
+            try:
+                await self._close(run, done, digest)
+            except RlctlError as again:
+                self._log_unfinished(run, again)
         finally:
             if session.record.phase == UPDATE_PHASE_PUBLISHED:
                 versions.close(session.model)
@@ -148,9 +151,13 @@ class Finish:
             await self._await_admission(good)
             await self._resume_after(run, good)
         except RlctlError as error:
-            log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
+            self._log_unfinished(run, error)
         if self._session.paused_at is not None:
             self._paused_s = max(self._paused_s, self._clock.now() - self._session.paused_at)
+
+    @staticmethod
+    def _log_unfinished(run: Run, error: RlctlError) -> None:
+        log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
 
     def _refuse_short(self, run: Run, count: int) -> None:
         if count < self._session.quorum:
@@ -350,13 +357,8 @@ class Finish:
         UPDATING and serves nothing.
         """
         with contextlib.suppress(TimeoutError):
-            async with (
-                asyncio.timeout(ADMISSION_S),
-                contextlib.aclosing(self._roster.watch(self._session.model.record.name)) as events,
-            ):
-                async for _ in events:
-                    if all(slot.report is None or not slot.report.update_id for slot in good):
-                        return
+            async with asyncio.timeout(ADMISSION_S):
+                await self._roster.until(lambda: all(slot.report is None or not slot.report.update_id for slot in good))
 
     async def _resume_after(self, run: Run, good: Sequence[Slot]) -> None:
         if self._session.record.request.options.after == AFTER_UPDATE_STAY_PAUSED:

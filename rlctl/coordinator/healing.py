@@ -25,7 +25,7 @@ from rlctl.coordinator.roster import ModelState, Roster, Slot, unsupported
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected
 from rlctl.coordinator.versions import adoptable, lacking
-from rlctl.errors import Conflict, Reason, RlctlError
+from rlctl.errors import Conflict, Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
@@ -105,7 +105,7 @@ class Healer:
         self._spoilt: dict[Slot, float] = {}
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
-        """Heal stages, one after the other. Raises when none needs it, or one that is named cannot be healed."""
+        """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot."""
         known = self._operations.known(request.header.request_id, request)
         if known is not None:
             return known
@@ -114,9 +114,7 @@ class Healer:
         slots = slots or [slot for slot in everyone if _needs_heal(slot) or self._lacks_adapters(slot)]
         if not slots:
             raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
-        for slot in slots:
-            if _needs_heal(slot) or not self._lacks_adapters(slot):
-                self._source(slot, request.checkpoint)
+        slots = self._healable(slots, request.checkpoint, named=bool(request.slots))
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
         deadline = self._clock.now() + (timeout_s or HEAL_S)
@@ -142,6 +140,21 @@ class Healer:
         return await self._operations.start(
             request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
         )
+
+    def _healable(self, slots: Sequence[Slot], checkpoint: str, *, named: bool) -> list[Slot]:
+        """Those that there is a source for. Raises why one that is ``named`` cannot be healed, or none can."""
+        failure: RlctlError | None = None
+        found = []
+        for slot in slots:
+            try:
+                if _needs_heal(slot) or not self._lacks_adapters(slot):
+                    self._source(slot, checkpoint)
+                found.append(slot)
+            except RlctlError as error:
+                failure = failure or error
+        if failure is not None and (named or not found):
+            raise failure
+        return found
 
     def _is_due(self, slot: Slot) -> bool:
         """Whether a stage is to be healed now: at once when it came late or lacks an adapter, after a while when
@@ -239,6 +252,9 @@ class Healer:
             raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
         if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
             raise Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released", field="slots")
+        if slot.report is not None and slot.report.HasField("quarantine"):
+            # It would refuse every step, and those that can be healed would wait for it.
+            raise from_detail(slot.report.quarantine)
         if not model.latest.sequence:
             raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
         found = checkpoint or model.checkpoint or self._peer(slot)

@@ -103,7 +103,7 @@ class Peers:
                 adopt=model.record.latest if adopt else None,
                 number=number,
                 echo=commander.echo,
-                confirm=withheld,
+                confirm=withheld and not self._is_silent(slot),
                 adapters=model.record.adapters,
             )
         )
@@ -118,14 +118,8 @@ class Peers:
         while serving := [slot for slot in self._others(model) if not self._is_silent(slot)]:
             wait = max(slot.lease_until for slot in serving) - self._clock.now()
             with contextlib.suppress(TimeoutError):
-                async with (
-                    asyncio.timeout(max(wait, 0.0)),
-                    contextlib.aclosing(self._roster.watch(model.record.name)) as events,
-                ):
-                    async for _ in events:
-                        if all(self._is_silent(slot) for slot in self._others(model)):
-                            return
-                    await asyncio.sleep(wait)  # nobody tells of changes any more
+                async with asyncio.timeout(max(wait, 0.0)):
+                    await self._roster.until(lambda: all(self._is_silent(slot) for slot in self._others(model)))
 
     def speak(self, model: ModelState) -> None:
         """Let every stage of a model serve what is admitted."""

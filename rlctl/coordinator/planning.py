@@ -36,6 +36,7 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_ADAPTER,
     UPDATE_KIND_DELTA,
     UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
 )
 
@@ -225,8 +226,11 @@ class Planner:
         if not full and slot.state == STAGE_STATE_DIRTY:
             return Reason.WEIGHTS_DIRTY.error(f"{slot.name} is DIRTY", field="kind")
         latest = self._roster.model(request.model).record.latest
-        if request.kind == UPDATE_KIND_DELTA and (slot.report is None or slot.report.weight_version != latest):
-            return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field="base")
+        beside = request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_PARTIAL)
+        if beside and (slot.report is None or slot.report.weight_version != latest):
+            # What it leaves as it is would be another version's than at the other targets.
+            field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
+            return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field=field)
         return None
 
 

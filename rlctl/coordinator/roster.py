@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
@@ -331,12 +332,16 @@ class Roster:
         self._closed = True
         self.changed()
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once a condition holds, which is looked at now and after every change."""
+        with self._watching() as queue:
+            while not condition():
+                await queue.get()
+
     async def watch(self, model: str = "") -> AsyncGenerator[FleetEvent, None]:
         """A snapshot, then what changes. Bursts are merged."""
-        queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
-        self._watchers[queue] = None
         seen: dict[str, bytes] = {}
-        try:
+        with self._watching() as queue:
             fleet = self.fleet(model)
             _difference(fleet, seen)
             yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
@@ -345,6 +350,14 @@ class Roster:
                 changed = _difference(self.fleet(model), seen)
                 if changed.models or changed.stages:
                     yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[asyncio.Queue[None]]:
+        """A queue that holds something when something may have changed."""
+        queue: asyncio.Queue[None] = asyncio.Queue(maxsize=1)
+        self._watchers[queue] = None
+        try:
+            yield queue
         finally:
             del self._watchers[queue]
 

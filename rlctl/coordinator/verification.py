@@ -167,7 +167,8 @@ def judge_digests(
     """What is wrong with each target that digested its weights, by slot; those that are right are not in it.
 
     Every rank of a target must name the same model digest, without an inconsistent replica. At level expected it must
-    be the source's. At level replica all targets must agree; when they do not, nobody can say which is right.
+    be the source's. At level replica all targets must agree; when they do not, nobody can say which is right, and one
+    that is left alone has been compared with nothing.
     """
     wrong: dict[str, RlctlError] = {}
     found: dict[str, str] = {}
@@ -176,7 +177,11 @@ def judge_digests(
             found[result.slot] = _digest(result)
         except RlctlError as error:
             wrong[result.slot] = error
-    replicas = {digest for slot, digest in found.items() if levels[slot] == VERIFICATION_LEVEL_REPLICA}
+    compared = [slot for slot in found if levels[slot] == VERIFICATION_LEVEL_REPLICA]
+    if len(compared) == 1:
+        alone = f"no other replica is left that {compared[0]} could be compared with"
+        wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(alone, field="options.verify", outcome=OUTCOME_DIRTY)
+    replicas = {found[slot] for slot in compared}
     for slot, digest in found.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected_digest:
             wrong[slot] = _mismatch(

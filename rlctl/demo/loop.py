@@ -31,10 +31,14 @@ _ENGINE_SABOTAGE = {
 }
 SKIPPED_STEP = 2
 
-_LAYOUTS = {"torch": (2, 1), "sglang": (1, 1)}
-"""Tensor-parallel sizes of the engines. Of an SGLang server with several ranks the weights cannot be read back."""
+_LAYOUTS = {"torch": (2, 1), "sglang": (1, 1), "vllm": (1, 1)}
+"""Tensor-parallel sizes of the engines. Of another server with several ranks the weights cannot be read back."""
 
-_OPTIONS = {"torch": {"max_running": "256", "max_total_tokens": "8192"}, "sglang": {}}
+_OPTIONS = {
+    "torch": {"max_running": "256", "max_total_tokens": "8192"},
+    "sglang": {},
+    "vllm": {"max_num_seqs": "256"},
+}
 """Their settings."""
 
 
@@ -143,7 +147,7 @@ class _Loop:
 
     def _roll_out(self, step: int) -> list[Rollout]:
         sampling: Sampling = {"n": self._settings.samples, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
-        if self._settings.engine == "torch":
+        if self._settings.engine != "sglang":
             # SGLang draws by seeds only where it can make inference deterministic, which is not on a CPU.
             sampling["seed"] = self._settings.seed * 1_000_003 + step * 1_009
         problems = draw(self._random, self._settings.prompts)

@@ -1,13 +1,12 @@
 """The Engine port: ranks in lock-step, weights as names with contents, requests that produce tokens.
 
-It has every rule of a real engine about order, pause and updates, and reports to the observer what each rank holds
-whenever a token is made.
+It has every rule of a real engine about order and pause (those about updates are in :mod:`.holding`), and reports to
+the observer what each rank holds whenever a token is made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.simulation.fabric import Tensors
+from rlctl.simulation.holding import NAMES, Holding, digest
 from rlctl.simulation.world import Node
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
@@ -40,20 +40,7 @@ from rlctl.v1.fleet_pb2 import Capabilities, StageLayout
 if TYPE_CHECKING:
     from rlctl.simulation.fleet import Simulation
 
-NAMES = ("embed", "layer.0", "layer.1", "head")
-"""Parameters of every model."""
-
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
-
-
-def digest(tensors: Tensors) -> str:
-    """Model digest of full tensors."""
-    return hashlib.sha256("\n".join(f"{name}={tensors[name]}" for name in sorted(tensors)).encode()).hexdigest()
-
-
-def contents(tag: str) -> Tensors:
-    """The weights of one version."""
-    return {name: f"{name}@{tag}" for name in NAMES}
 
 
 @dataclass
@@ -75,6 +62,7 @@ class Machine:
 @dataclass
 class _Request:
     rid: str
+    adapter: str
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -88,7 +76,7 @@ class SimEngine(Engine):
         self.config = config
         self.rank = config.rank
         self.node = machine.nodes[config.rank]
-        self.weights: Tensors = {}
+        self.holding = Holding({}, machine.sim.off)
         self._sim = machine.sim
         self._fail = on_failure
         self._held: dict[str, asyncio.Future[int]] = {}
@@ -99,10 +87,6 @@ class SimEngine(Engine):
         self._requests: dict[str, _Request] = {}
         self._released: frozenset[int] = frozenset()
         self._version = WeightVersion()
-        self._update = ""
-        self._full = True
-        self._written: set[str] = set()
-        self._received: dict[str, int] = {}
         self._interrupts: set[asyncio.Event] = set()
 
     def setup(self) -> dict[str, str]:
@@ -112,9 +96,9 @@ class SimEngine(Engine):
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Load the checkpoint."""
         del setup
-        await asyncio.sleep(self._sim.world.random.uniform(0.01, 0.3))
+        await asyncio.sleep(self.node.random.uniform(0.01, 0.3))
         self.machine.engines.append(self)
-        self.weights = dict(self._sim.disks[self.machine.checkpoint])
+        self.holding.weights = dict(self._sim.disks[self.machine.checkpoint])
         workers = [
             WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu") for rank in range(self.config.tp_size)
         ]
@@ -134,9 +118,10 @@ class SimEngine(Engine):
                 verification=[VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA],
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
+                staged_apply=True,
             ),
             checkpoint=self.machine.checkpoint,
-            model_digest=digest(self.weights),
+            model_digest=digest(self.holding.weights),
         )
 
     async def stop(self) -> None:
@@ -151,7 +136,7 @@ class SimEngine(Engine):
         machine.step += 1
         step = machine.step
         for engine in machine.engines:
-            delay = self._sim.world.random.expovariate(1 / 0.002)
+            delay = engine.node.random.expovariate(1 / 0.002)
             if machine.whole:
                 engine.node.later(delay, engine._go, command_id, step)
             else:
@@ -268,7 +253,7 @@ class SimEngine(Engine):
             raise Reason.ACTIVE_REQUESTS.error("requests run")
         self._released |= frozenset(request.tags) or TAGS
         if MEMORY_TAG_WEIGHTS in self._released:
-            self.weights = dict.fromkeys(NAMES, "released")
+            self.holding.weights = dict.fromkeys(NAMES, "released")
         return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
 
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
@@ -282,29 +267,33 @@ class SimEngine(Engine):
     async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Open an update."""
         await self._begin("PrepareUpdate", call)
-        if self._running and self._paused is None and not request.abort_all_requests:
-            raise Reason.ACTIVE_REQUESTS.error("requests run")
-        self._abort(None) if self._paused is None else None
-        self._update, self._written, self._received = call.update_id, set(), {}
-        self._full = request.kind != verbs.UPDATE_KIND_PARTIAL
+        staged = request.apply == verbs.APPLY_MODE_STAGED
+        if request.kind == verbs.UPDATE_KIND_ADAPTER:
+            self._end_users(request.adapter.name, end=request.abort_all_requests)
+        elif not staged:
+            self._refuse_active(abort=request.abort_all_requests)
+        self.holding.prepare(request, call.update_id)
         return verbs.WeightsReport()
 
-    def _in_update(self, call: Call) -> None:
-        if self._update != call.update_id:
-            raise Reason.UPDATE_FENCED.error(f"update {self._update or '(none)'} is open, not {call.update_id}")
+    def _refuse_active(self, *, abort: bool = False) -> None:
+        if self._running and self._paused is None:
+            if not abort:
+                raise Reason.ACTIVE_REQUESTS.error("requests run")
+            self._abort(None)
 
     async def update_weights_from_disk(
         self, request: verbs.UpdateWeightsFromDiskRequest, call: Call
     ) -> verbs.WeightsReport:
         """Read a checkpoint, tensor by tensor."""
-        self._in_update(call)
+        self.holding.refuse_other(call.update_id)
         tensors = self._disk(request.model_path)
         await self._begin("UpdateWeightsFromDisk", call)
         for name, content in tensors.items():
-            self._write(name, content)
-            await asyncio.sleep(self._sim.world.random.expovariate(1 / 0.01))
-            if self._sim.world.random.random() < self._sim.faults.disk_error:
-                raise Reason.CHECKPOINT_MISMATCH.error("a block cannot be read", outcome=OUTCOME_DIRTY)
+            self.holding.write(name, self._sim.faults.damaged(self, content))
+            await asyncio.sleep(self.node.random.expovariate(1 / 0.01))
+            if self.node.random.random() < self._sim.faults.disk_error:
+                outcome = OUTCOME_DIRTY if self.holding.written else OUTCOME_REJECTED
+                raise Reason.CHECKPOINT_MISMATCH.error("a block cannot be read", outcome=outcome)
         return verbs.WeightsReport(tensors=len(tensors))
 
     async def init_weights_update_group(
@@ -328,7 +317,7 @@ class SimEngine(Engine):
         self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call
     ) -> verbs.WeightsReport:
         """Take buckets in, in their order."""
-        self._in_update(call)
+        self.holding.refuse_other(call.update_id)
         for bucket in request.buckets:
             self._sim.fabric.joined(self.node, bucket.group_name or request.group_name)
         await self._begin("UpdateWeightsFromDistributed", call)
@@ -336,23 +325,16 @@ class SimEngine(Engine):
             try:
                 await self._take(bucket, bucket.group_name or request.group_name, call)
             except RlctlError as error:
-                if self._written:
-                    error.outcome = OUTCOME_DIRTY
+                error.outcome = OUTCOME_DIRTY if self.holding.written else OUTCOME_REJECTED
                 raise
-        return verbs.WeightsReport(tensors=len(self._written))
+        return verbs.WeightsReport(tensors=sum(len(bucket.names) for bucket in request.buckets))
 
     async def _take(self, bucket: verbs.TensorBucket, group: str, call: Call) -> None:
-        expected = self._received.get(group, 0)
-        if bucket.sequence != expected and not self._sim.broken("bucket_order"):
-            raise Reason.FIELD_INVALID.error(
-                f"bucket {bucket.sequence} came, {expected} is next", field="buckets", outcome=OUTCOME_DIRTY
-            )
-        self._received[group] = bucket.sequence + 1
+        self.holding.next_bucket(bucket, group)
         tensors = await self._interruptible(group, call)
-        if self._sim.faults.skips_tensor():
-            tensors = dict(list(tensors.items())[1:])
-        for name, content in tensors.items():
-            self._write(name, content)
+        for name, content in zip(bucket.names, tensors.values(), strict=True):
+            if not self._sim.faults.forgets(self):
+                self.holding.write(name, self._sim.faults.damaged(self, content))
 
     async def _interruptible(self, group: str, call: Call) -> Tensors:
         left = call.deadline - self.node.loop.time() - 0.1
@@ -378,46 +360,77 @@ class SimEngine(Engine):
         if self.rank == 0:
             for bucket in request.buckets:
                 left = call.deadline - self.node.loop.time() - 0.1
-                tensors = {name: self.weights[name] for name in bucket.names}
+                tensors = {name: self.holding.weights[name] for name in bucket.names}
                 await self._sim.fabric.send(self.node, request.group_name, tensors, left)
 
-    def _write(self, name: str, content: str) -> None:
-        self.weights[name] = content
-        self._written.add(name)
+    async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
+        """Complete the shadow copy."""
+        del request
+        self.holding.refuse_other(call.update_id)
+        await self._begin("SealUpdate", call)
+        return verbs.WeightsReport(tensors=self.holding.seal())
 
     async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Close an update."""
-        del request
-        self._in_update(call)
+        self.holding.refuse_other(call.update_id)
         await self._begin("CommitUpdate", call)
-        missing = [name for name in NAMES if name not in self._written]
-        if not self._written or (self._full and missing and not self._sim.broken("completeness")):
-            outcome = OUTCOME_DIRTY if self._written else OUTCOME_REJECTED
-            raise Reason.WEIGHTS_INCOMPLETE.error(f"not written: {', '.join(missing)}", outcome=outcome)
-        self._update = ""
-        return verbs.WeightsReport(tensors=len(self._written))
+        if self.holding.shadow is not None and self.holding.adapter is None:
+            self._refuse_active()
+        return verbs.WeightsReport(tensors=self.holding.commit(request))
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
         """Drop an update."""
         del request
         await self._begin("AbortUpdate", call)
-        self._update = ""
+        self.holding.abort()
+
+    # Adapters.
+
+    async def load_adapter(self, request: verbs.LoadAdapterRequest, call: Call) -> verbs.AdapterList:
+        """Read an adapter."""
+        self.holding.refuse_other(call.update_id)
+        tensors = self._disk(request.path)
+        await self._begin("LoadAdapter", call)
+        for name, content in tensors.items():
+            self.holding.write(name, self._sim.faults.damaged(self, content))
+        assert self.holding.adapter is not None
+        return verbs.AdapterList(adapters=[self.holding.adapter])
+
+    async def unload_adapter(self, request: verbs.UnloadAdapterRequest, call: Call) -> verbs.AdapterList:
+        """Forget an adapter."""
+        if request.name not in self.holding.adapters:
+            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.name!r} is loaded", field="name")
+        await self._begin("UnloadAdapter", call)
+        self._end_users(request.name, end=request.abort_requests)
+        self.holding.adapters.pop(request.name, None)
+        return self.holding.listed()
+
+    async def list_adapters(self, request: verbs.ListAdaptersRequest, call: Call) -> verbs.AdapterList:
+        """What is loaded."""
+        del request, call
+        return self.holding.listed()
+
+    def _end_users(self, name: str, *, end: bool) -> None:
+        users = [r for engine in self.machine.engines for r in engine._requests.values() if r.adapter == name]
+        if users and not end:
+            raise Reason.ACTIVE_REQUESTS.error(f"{len(users)} requests run with adapter {name!r}")
+        for request in users:
+            request.ended.set()
 
     async def check_weights(self, request: verbs.CheckWeightsRequest, call: Call) -> verbs.CheckReport:
         """Digest the full tensors, each rank a share."""
         await self._begin("CheckWeights", call)
         if request.action == verbs.CHECK_ACTION_RESET_TENSORS:
-            if self._running and self._paused is None:
-                raise Reason.ACTIVE_REQUESTS.error("requests run")
-            self.weights = dict.fromkeys(NAMES, "scrambled")
-        held = [engine.weights for engine in self.machine.engines]
-        different = [name for name in NAMES if len({weights.get(name) for weights in held}) > 1]
+            self._refuse_active()
+            self.holding.weights = dict.fromkeys(NAMES, "scrambled")
+        held = [engine.holding.asked_for(request) for engine in self.machine.engines]
+        mine = self.holding.asked_for(request)
         return verbs.CheckReport(
             action=request.action,
-            tensor_count=len(NAMES),
-            rank_digest=digest(self.weights),
-            model_digest=digest(self.weights),
-            inconsistent=different,
+            tensor_count=len(mine),
+            rank_digest=digest(mine),
+            model_digest=digest(mine),
+            inconsistent=[name for name in mine if len({tensors.get(name) for tensors in held}) > 1],
         )
 
     def _disk(self, path: str) -> Tensors:
@@ -429,39 +442,44 @@ class SimEngine(Engine):
 
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
         """One token after the other."""
-        mine = _Request(request.rid)
+        if request.adapter and request.adapter not in self.holding.adapters:
+            raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.adapter!r} is loaded", field="adapter")
+        mine = _Request(request.rid, request.adapter)
         self._requests[request.rid] = mine
         wanted = request.sampling_params.max_new_tokens
         try:
             for count in range(wanted + 1):
                 while self._paused is not None and not mine.ended.is_set():
                     await _first(self._going, mine.ended)
+                if request.adapter and request.adapter not in self.holding.adapters:
+                    mine.ended.set()
                 kind = rollout.FINISH_TYPE_UNSPECIFIED
                 if mine.ended.is_set():
                     kind = rollout.FINISH_TYPE_ABORT
                 elif count == wanted:
                     kind = rollout.FINISH_TYPE_LENGTH
-                part = self._part(request.rid, count, kind)
+                part = self._part(mine, count, kind)
                 if not kind:
-                    held = [engine.weights for engine in self.machine.engines]
-                    self._sim.observer.made(part, held, self._released)
+                    held = [engine.holding for engine in self.machine.engines]
+                    self._sim.observer.made(part, request.adapter, held, self._released)
                 yield part
                 if kind:
                     return
-                await asyncio.sleep(self._sim.world.random.uniform(0.02, 0.2))
+                await asyncio.sleep(self.node.random.uniform(0.02, 0.2))
         finally:
             self._requests.pop(request.rid, None)
             if not self._requests:
                 self._idle.set()
 
-    def _part(self, rid: str, count: int, kind: rollout.FinishType.ValueType) -> rollout.GenerateResponse:
+    def _part(self, request: _Request, count: int, kind: rollout.FinishType.ValueType) -> rollout.GenerateResponse:
         sample = rollout.Sample(index=0, completion_tokens=count + (not kind))
         if kind:
             sample.finish_reason.type = kind
         else:
+            adapter = self.holding.adapters[request.adapter][0].version if request.adapter else ""
             sample.output_ids.append(count)
-            sample.versions.add(version=self._version, start=count, end=count + 1)
-        return rollout.GenerateResponse(rid=rid, prompt_tokens=1, samples=[sample])
+            sample.versions.add(version=self._version, start=count, end=count + 1, adapter_version=adapter)
+        return rollout.GenerateResponse(rid=request.rid, prompt_tokens=1, samples=[sample])
 
     async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
         """End requests early."""

@@ -45,6 +45,9 @@ class Group:
     stuck: bool = False
     sent: list[Tensors] = field(default_factory=list)
     waits: dict[tuple[int, int], _Wait] = field(default_factory=dict)
+    """Who waits for a broadcast, by its index and rank; rank 0 waits for everybody to have taken it in."""
+    taking: dict[int, set[int]] = field(default_factory=dict)
+    """Ranks that have not taken a broadcast in yet, by its index."""
     joining: dict[int, _Wait] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
 
@@ -61,8 +64,9 @@ class Fabric:
         self.groups: dict[str, Group] = {}
         self.collectives = 0
 
-    def _delay(self) -> float:
-        return self._world.random.expovariate(1 / 0.005)
+    @staticmethod
+    def _delay(node: Node) -> float:
+        return node.random.expovariate(1 / 0.005)
 
     async def join(self, node: Node, name: str, rank: int, size: int, timeout_s: float) -> None:
         """Meet the other members. Raises GROUP_FAILED when they do not come, or it breaks meanwhile."""
@@ -76,12 +80,12 @@ class Fabric:
         wait = group.joining[rank] = _Wait(node, node.loop.create_future())
         if len(group.joining) == size:
             for each in group.joining.values():
-                each.settle(self._delay(), {})
+                each.settle(self._delay(each.node), {})
         await self._await(wait, timeout_s, group)
 
     def _died(self, group: Group, rank: int) -> None:
         # A connection that breaks is noticed, unless nothing says so.
-        if self._world.random.random() < 0.8:
+        if self._world.chance(f"{group.name} {rank}").random() < 0.8:
             self.break_group(group)
         group.members.pop(rank, None)
 
@@ -90,7 +94,9 @@ class Fabric:
         group.broken = True
         error = Reason.GROUP_FAILED.error(f"a member of {group.name} is gone", outcome=OUTCOME_DIRTY)
         for wait in (*group.waits.values(), *group.joining.values()):
-            wait.settle(self._delay(), error)
+            if not wait.future.done():
+                wait.settle(self._delay(wait.node), error)
+        group.waits.clear()
 
     def leave(self, node: Node, name: str) -> None:
         """Leave a group; what waits in it is broken off. Raises GROUP_NOT_FOUND."""
@@ -116,12 +122,11 @@ class Fabric:
             raise Reason.GROUP_FAILED.error(f"{name} is broken", outcome=OUTCOME_DIRTY)
         index = len(group.sent)
         group.sent.append(dict(tensors))
-        self._match(group, index)
+        group.taking[index] = set(range(1, group.size))
+        wait = group.waits[index, 0] = _Wait(node, node.loop.create_future())
         for rank in range(1, group.size):
-            wait = _Wait(node, node.loop.create_future())
-            group.waits[index, -rank] = wait
-            self._match(group, index)
-            await self._await(wait, timeout_s, group)
+            self._match(group, index, rank)
+        await self._await(wait, timeout_s, group)
 
     async def receive(self, node: Node, name: str, index: int, timeout_s: float) -> Tensors:
         """Take in the ``index``-th broadcast of the group."""
@@ -130,24 +135,23 @@ class Fabric:
             raise Reason.GROUP_FAILED.error(f"{name} is broken", outcome=OUTCOME_DIRTY)
         rank = next(rank for rank, member in group.members.items() if member is node)
         wait = group.waits[index, rank] = _Wait(node, node.loop.create_future())
-        self._match(group, index)
+        self._match(group, index, rank)
         tensors = await self._await(wait, timeout_s, group)
         group.received[rank] = index + 1
         return tensors
 
-    def _match(self, group: Group, index: int) -> None:
-        """A receiver gets a bucket once it was sent; the sender is told of each receiver that has it."""
-        if group.stuck or group.broken or index >= len(group.sent):
+    def _match(self, group: Group, index: int, rank: int) -> None:
+        """A receiver gets a bucket once it was sent; the sender is told when all have it."""
+        taking = group.waits.get((index, rank))
+        if group.stuck or group.broken or index >= len(group.sent) or taking is None or not taking.node.alive:
             return
-        for rank in range(1, group.size):
-            taking = group.waits.get((index, rank))
-            if taking is None or not taking.node.alive:
-                continue
-            self.collectives += 1
-            taking.settle(self._delay(), dict(group.sent[index]))
-            told = group.waits.get((index, -rank))
-            if told is not None:
-                told.settle(self._delay(), {})
+        self.collectives += 1
+        taking.settle(self._delay(taking.node), dict(group.sent[index]))
+        del group.waits[index, rank]
+        group.taking[index].discard(rank)
+        if not group.taking[index]:
+            told = group.waits.pop((index, 0))
+            told.settle(self._delay(told.node), {})
 
     async def _await(self, wait: _Wait, timeout_s: float, group: Group) -> Tensors:
         try:

@@ -28,6 +28,7 @@ from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.core import Worker
 from rlctl.worker.follower import Follower
@@ -39,6 +40,8 @@ COORDINATOR = "coordinator:1"
 REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
+
+_VERBS = SimEngine.verbs()
 
 _PLAIN = {
     "BeginWeightUpdate": "begin_weight_update",
@@ -54,6 +57,7 @@ _PLAIN = {
     "SetStageEnabled": "set_stage_enabled",
     "HealStage": "heal_stage",
     "GetFleet": "get_fleet",
+    "ListOperations": "list_operations",
 }
 
 
@@ -89,7 +93,10 @@ class CoordinatorHost:
         assert self.coordinator is not None
         if method == "Verb":
             return await self.coordinator.verb(request, remaining_s)
-        return await getattr(self.coordinator, _PLAIN[method])(request)
+        answer = await getattr(self.coordinator, _PLAIN[method])(request)
+        if isinstance(request, BeginWeightUpdateRequest):
+            self.sim.observer.began(request.model, request.trainer.incarnation)
+        return answer
 
 
 class StageHost:
@@ -126,6 +133,10 @@ class StageHost:
         """Whether rank 0 runs."""
         return self.node.alive
 
+    def now(self) -> float:
+        """Rank 0's monotonic seconds."""
+        return self.node.loop.time()
+
     def kill(self) -> None:
         """SIGKILL of all its processes."""
         for node in self.nodes:
@@ -161,7 +172,7 @@ class StageHost:
 
     def _again(self) -> None:
         """What supervises it starts it again."""
-        if self.sim.stages[self.slot] is self:
+        if self.sim.stages.get(self.slot) is self:
             self.sim.start_stage(self.slot)
 
     async def _run(self) -> None:
@@ -176,7 +187,7 @@ class StageHost:
         workers = list(info.layout.workers)
         self._worker = Worker(engine, workers[0], clock)
         ranks: list[Rank] = [LocalRank(self._worker), *map(RemoteRank, workers[1:], commanders)]
-        info.capabilities.verbs.extend(SimEngine.verbs())
+        info.capabilities.verbs.extend(_VERBS)
         info.capabilities.fenced = True
         registration = StageRegistration(
             slot=self.slot,

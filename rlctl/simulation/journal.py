@@ -34,7 +34,7 @@ class SimJournal:
     async def write(self, changes: Sequence[Put | Delete]) -> None:
         """Make the changes durable, all or none. Raises JOURNAL_FAILED; then nothing was written."""
         async with self._last:
-            await asyncio.sleep(self._node.world.random.expovariate(1 / 0.003))
+            await asyncio.sleep(self._node.random.expovariate(1 / 0.003))
             if self._store.full:
                 raise Reason.JOURNAL_FAILED.error("the disk is full")
             if self._store.holder is not self:

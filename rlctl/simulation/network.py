@@ -1,8 +1,10 @@
 """The Link and Dialer ports: connections that delay, stall, break and lose what is under way.
 
-A connection keeps its order, as TCP does. A partition holds what is sent; if it lasts, the connection breaks. A reset
-breaks it at once, and what was under way is lost from some message on. Old connections may still deliver after new ones
-were made, which is how messages are late, repeated by retries, and overtaken.
+A connection keeps its order, as TCP does. A partition holds what is sent, also by an end that has closed since, and
+what it held comes some time after it is over: the sender tries again ever more rarely, while new connections work at
+once. If it lasts, the connection breaks. A reset breaks it at once, and what is sent from then on is lost. So old
+connections may still deliver after new ones were made, which is how messages are late, repeated by retries, and
+overtaken.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
@@ -21,8 +24,11 @@ from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
 CONNECT_S = 5.0
 KEEPALIVE_S = 15.0
 """A connection over which nothing comes for so long is broken by the transport."""
+BACKOFF_S = 8.0
+"""How much later than a partition's end what it held may come."""
 
 Serve = Callable[["End"], Coroutine[Any, Any, None]]
+Handler = Callable[[str, Message, float], Coroutine[Any, Any, Any]]
 
 
 class End:
@@ -33,6 +39,7 @@ class End:
         self.node = node
         self.peer: End
         self.ended = False
+        self._broken = False
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._arrives = 0.0
         self._held: deque[Any] = deque()
@@ -41,33 +48,43 @@ class End:
         """Send. Raises LINK_LOST once this end knows that the connection has ended."""
         if self.ended:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
-        copy = message
-        if isinstance(message, Message):
-            copy = type(message)()
-            copy.CopyFrom(message)
-        if self._network.parted(self.node, self.peer.node):
-            self._held.append(copy)
+        copy = type(message)()
+        copy.CopyFrom(message)
+        self._network.tap(self.node, copy)
+        self._dispatch(copy)
+
+    def _dispatch(self, message: Any) -> None:
+        """Send a message, or that there will be none any more (None)."""
+        if self._broken:
+            return
+        if self._held or self._network.parted(self.node, self.peer.node):
+            self._held.append(message)
         else:
-            self._ship(copy)
+            self._ship(message)
 
     def _ship(self, message: Any) -> None:
         world = self._network.world
-        self._arrives = max(self._arrives + 1e-6, world.now + self._network.latency())
+        self._arrives = max(self._arrives + 1e-6, world.now + self._network.latency(self.node))
         self.peer.node.later(self._arrives - world.now, self.peer._take, message)
 
     def _take(self, message: Any) -> None:
-        if not self.ended:
+        if message is None:
+            self.end()
+        elif not self.ended:
             self._inbox.put_nowait(message)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """There comes nothing any more."""
         if not self.ended:
             self.ended = True
             self._inbox.put_nowait(None)
 
-    def release(self) -> None:
-        """A partition is over."""
-        while self._held and not self.ended:
-            self._ship(self._held.popleft())
+    def release(self, late_s: float) -> None:
+        """A partition is over, and this connection notices it so much later."""
+        self._arrives = max(self._arrives, self._network.world.now + late_s)
+        held, self._held = self._held, deque()
+        for message in held:
+            self._dispatch(message)
 
     async def receive(self) -> AsyncIterator[Any]:
         """Messages until the connection ends."""
@@ -76,19 +93,33 @@ class End:
 
     async def close(self) -> None:
         """End the connection; the other end hears of it after what was sent, if it can be reached."""
-        self._end()
-        self._network.forget(self)
-        if not self._network.parted(self.node, self.peer.node):
-            world = self._network.world
-            self._arrives = max(self._arrives + 1e-6, world.now + self._network.latency())
-            self.peer.node.later(self._arrives - world.now, self.peer._end)
+        if not self.ended:
+            self.end()
+            self._dispatch(None)
+            if not self._held:
+                self._network.forget(self)
 
     def reset(self) -> None:
-        """Break it: both ends hear of it by and by, what is under way is lost."""
+        """Break it: both ends hear of it by and by, what is sent from now on is lost."""
         self._network.forget(self)
         for end in (self, self.peer):
-            end.node.later(self._network.latency(), end._end)
-            end._arrives += 1e9  # nothing more arrives
+            end.node.later(self._network.latency(end.node), end.end)
+            end._broken = True
+            end._held.clear()
+
+
+@dataclass
+class Partition:
+    """Nothing gets from one side to the other. No other side: everybody else."""
+
+    side: frozenset[str]
+    other: frozenset[str] | None = None
+
+    def cuts(self, a: str, b: str) -> bool:
+        """Whether two machines are on different sides."""
+        if self.other is None:
+            return (a in self.side) != (b in self.side)
+        return (a in self.side and b in self.other) or (b in self.side and a in self.other)
 
 
 class Network:
@@ -97,16 +128,19 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self._serving: dict[str, tuple[Node, Serve]] = {}
-        self._calls: dict[str, tuple[Node, Callable[[str, Message, float], Coroutine[Any, Any, Any]]]] = {}
+        self._calls: dict[str, tuple[Node, Handler]] = {}
         self._connections: dict[End, None] = {}
-        self._partitions: list[frozenset[str]] = []
+        self._partitions: list[Partition] = []
         self.slow = 0.0
         self.messages = 0
+        self.tap: Callable[[Node, Message], None] = lambda *_: None
+        """Sees every message that is sent, and who sends it; may change it."""
 
-    def latency(self) -> float:
-        """Seconds for one message."""
+    def latency(self, node: Node) -> float:
+        """Seconds for one message that a process sends."""
         self.messages += 1
-        return self.world.random.expovariate(1 / 0.002) + self.slow * self.world.random.random()
+        slow = self.slow * node.random.random() if self.slow else 0.0
+        return node.random.expovariate(1 / 0.002) + slow
 
     def listen(self, node: Node, address: str, serve: Serve) -> None:
         """Serve links at an address while the process lives."""
@@ -118,7 +152,7 @@ class Network:
             self.forget(end)
             other = end.peer if end.node is node else end
             if not self.parted(end.node, end.peer.node):
-                other.node.later(self.latency(), other._end)
+                other.node.later(self.latency(node), other.end)
 
     def forget(self, end: End) -> None:
         """It needs no more care."""
@@ -129,25 +163,26 @@ class Network:
 
     def parted(self, a: Node, b: Node) -> bool:
         """Whether nothing gets from one to the other."""
-        return any((host(a) in island) != (host(b) in island) for island in self._partitions)
+        return bool(self._partitions) and any(partition.cuts(a.host, b.host) for partition in self._partitions)
 
-    def part(self, hosts: frozenset[str], seconds: float, timer: Node) -> None:
-        """Cut hosts off from all others for a while."""
-        self._partitions.append(hosts)
+    def part(self, partition: Partition, seconds: float, timer: Node) -> None:
+        """Cut machines off from each other for a while."""
+        self._partitions.append(partition)
 
         def look() -> None:
             for end in list(self._connections):
                 if self.parted(end.node, end.peer.node):
-                    self.forget(end)
-                    end._end()
-                    end.peer.node.later(0.0, end.peer._end)
+                    end.reset()
 
         def heal() -> None:
-            self._partitions.remove(hosts)
+            self._partitions.remove(partition)
             for end in list(self._connections):
                 if not self.parted(end.node, end.peer.node):
-                    end.release()
-                    end.peer.release()
+                    late_s = end.node.random.uniform(0, min(seconds, BACKOFF_S))
+                    end.release(late_s)
+                    end.peer.release(late_s)
+                    if end.ended and end.peer.ended:
+                        self.forget(end)
 
         if seconds > KEEPALIVE_S:
             timer.later(KEEPALIVE_S, look)
@@ -166,7 +201,7 @@ class Network:
 
     async def connect(self, node: Node, address: str) -> End:
         """Open a connection. Raises UNREACHABLE."""
-        await asyncio.sleep(2 * self.latency())
+        await asyncio.sleep(2 * self.latency(node))
         server, serve = self._serving.get(address, (None, None))
         if server is None or serve is None or not server.alive:
             raise Reason.UNREACHABLE.error(f"{address} refuses", outcome=OUTCOME_NOT_SENT)
@@ -176,14 +211,12 @@ class Network:
         near, far = End(self, node), End(self, server)
         near.peer, far.peer = far, near
         self._connections[near] = None
-        server.later(self.latency(), lambda: server.start(serve(far)))
+        server.later(self.latency(node), lambda: server.start(serve(far)))
         return near
 
     # Calls.
 
-    def answer(
-        self, node: Node, address: str, handler: Callable[[str, Message, float], Coroutine[Any, Any, Any]]
-    ) -> None:
+    def answer(self, node: Node, address: str, handler: Handler) -> None:
         """Answer unary calls at an address while the process lives."""
         self._calls[address] = node, handler
 
@@ -191,7 +224,7 @@ class Network:
         """A unary call. Raises the server's typed error, UNREACHABLE, LINK_LOST or DEADLINE_EXCEEDED."""
         server, handler = self._calls.get(address, (None, None))
         if server is None or handler is None or not server.alive:
-            await asyncio.sleep(self.latency())
+            await asyncio.sleep(self.latency(node))
             raise Reason.UNREACHABLE.error(f"{address} refuses", outcome=OUTCOME_NOT_SENT)
         loop = node.loop
         answered: asyncio.Future[Any] = loop.create_future()
@@ -208,7 +241,7 @@ class Network:
 
         def reply(value: Any, error: RlctlError | None) -> None:
             if not self.parted(node, server):
-                node.later(self.latency(), settle, value, error)
+                node.later(self.latency(server), settle, value, error)
 
         async def serve() -> None:
             try:
@@ -219,9 +252,9 @@ class Network:
                 reply(value, None)
 
         if not self.parted(node, server):
-            server.later(self.latency(), lambda: server.start(serve()))
+            server.later(self.latency(node), lambda: server.start(serve()))
         lost = Reason.LINK_LOST.error("the server is gone", outcome=OUTCOME_UNKNOWN)
-        server.at_end.append(lambda: node.later(self.latency(), settle, None, lost))
+        server.at_end.append(lambda: node.later(self.latency(node), settle, None, lost))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answered
@@ -239,8 +272,3 @@ class SimDialer:
     async def dial(self, address: str) -> End:
         """Connect. Raises UNREACHABLE."""
         return await self._network.connect(self._node, address)
-
-
-def host(node: Node) -> str:
-    """The machine that a process runs on: the first part of its name."""
-    return node.name.partition("/")[0]

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlctl.errors import RlctlError
 from rlctl.ports import Delete, Put
 from rlctl.simulation.fabric import Tensors
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED
-from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation
+from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_SKIPPED,
+    STAGE_STATE_ASLEEP,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_READY,
+)
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, FleetRecord, ModelRecord, OperationRecord, UpdateRecord
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_OK,
+    OPERATION_STATE_RUNNING,
+    OPERATION_STATE_UNKNOWN,
+    Operation,
+)
 from rlctl.v1.rollout_pb2 import GenerateResponse
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 
 if TYPE_CHECKING:
     from rlctl.simulation.engine import SimEngine
     from rlctl.simulation.fleet import Simulation
+    from rlctl.simulation.holding import Holding
     from rlctl.simulation.hosts import StageHost
 
-WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk")
+WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
+
+WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
 
 
 @dataclass
@@ -32,6 +50,16 @@ class Violation(Exception):
         return f"{self.invariant}: {self.what}"
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What a token was made of, by rank."""
+
+    weights: list[Tensors]
+    released: frozenset[int]
+    adapter: str
+    adapters: list[Tensors]
+
+
 class Observer:
     """Sees what no process sees: all of it at once."""
 
@@ -42,13 +70,17 @@ class Observer:
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
         self.tokens = 0
-        self._made: dict[tuple[str, int], tuple[list[Tensors], frozenset[int]]] = {}
+        self._made: dict[tuple[str, int], _Made] = {}
         self._applied: set[tuple[str, int, str]] = set()
-        self.operations: dict[str, Operation] = {}
+        self._outcomes: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
+        self._rolling: dict[str, tuple[str, int]] = {}
+        """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces."""
 
     def note(self, what: str) -> None:
         """Add to the history."""
-        self.history.append(f"{self._sim.world.now:9.3f} {what}")
+        if self._sim.telling:
+            self.history.append(f"{self._sim.world.now:9.3f} {what}")
 
     def broken(self, invariant: str, what: str) -> None:
         """A promise was broken."""
@@ -58,55 +90,110 @@ class Observer:
         self.violations.append(violation)
         self.note(f"VIOLATED {violation}")
 
-    # I4: published sequences are monotone; epochs too.
+    def sequence(self, model: str) -> int:
+        """The version of a model that is published."""
+        return self.latest[model].latest.sequence if model in self.latest else 0
+
+    # What becomes durable. I4: published sequences are monotone; epochs too. I8: an outcome stays what it is.
 
     def journaled(self, change: Put | Delete) -> None:
         """A record became durable."""
         if isinstance(change, Delete):
+            if change.kind == "update":
+                self._rolling = {model: old for model, old in self._rolling.items() if old[0] != change.key}
             return
         if change.kind == "model":
-            record = ModelRecord.FromString(change.body)
-            before = self.latest.get(record.name)
-            if before is not None and record.latest.sequence < before.latest.sequence:
-                self.broken("I4", f"{record.name} went from {before.latest.sequence} to {record.latest.sequence}")
-            if before is None or record.latest != before.latest:
-                self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
-            self.latest[record.name] = record
-            if record.checkpoint:
-                self._sim.published.setdefault(
-                    (record.name, record.latest.sequence), self._sim.disks[record.checkpoint]
-                )
+            self._published(ModelRecord.FromString(change.body))
+        elif change.kind == "update":
+            record = UpdateRecord.FromString(change.body)
+            if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
+                self._rolling[record.request.model] = change.key, self.sequence(record.request.model)
+        elif change.kind == "operation":
+            operation = OperationRecord.FromString(change.body).operation
+            before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
+            if before not in (OPERATION_STATE_RUNNING, operation.state):
+                self.broken("I8", f"{operation.verb} {change.key} was {before} on record, and is {operation.state} now")
+            self._outcomes[change.key] = operation.state
         elif change.kind == "fleet":
             epoch = FleetRecord.FromString(change.body).fleet_epoch
             if epoch <= self.epoch:
                 self.broken("I5", f"epoch {epoch} follows {self.epoch}")
             self.epoch = epoch
+            # What a coordinator before this one admitted beside the latest version is served no longer than its leases.
+            old = dict(self._rolling)
+            self._sim.timer.later(self._sim.lease_s + 1.0, self._forget, old)
 
-    # I1: tokens.
+    def _forget(self, old: dict[str, tuple[str, int]]) -> None:
+        self._rolling = {model: entry for model, entry in self._rolling.items() if old.get(model) != entry}
 
-    def made(self, part: GenerateResponse, held: Sequence[Tensors], released: frozenset[int]) -> None:
+    def _published(self, record: ModelRecord) -> None:
+        before = self.latest.get(record.name)
+        if before is not None and record.latest.sequence < before.latest.sequence:
+            self.broken("I4", f"{record.name} went from {before.latest.sequence} to {record.latest.sequence}")
+        if before is None or record.latest != before.latest:
+            self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
+            if self._rolling.get(record.name, ("", 0))[1] != self.sequence(record.name):
+                self._rolling.pop(record.name, None)
+        self.latest[record.name] = record
+        if record.checkpoint:
+            self._sim.published.setdefault((record.name, record.latest.sequence), self._sim.disks[record.checkpoint])
+
+    # I1: nothing is served but what is published.
+
+    def _servable(self, model: str) -> list[int]:
+        """Sequences that may be served now: the latest, and the one before it while an update rolls."""
+        rolling = self._rolling.get(model)
+        return [self.sequence(model), *([rolling[1]] if rolling else [])]
+
+    def made(self, part: GenerateResponse, adapter: str, held: Sequence[Holding], released: frozenset[int]) -> None:
         """An engine made a token from what its ranks held."""
-        self._made[part.rid, part.samples[0].output_ids[0]] = [dict(weights) for weights in held], released
+        adapters = [rank.adapters.get(adapter, (None, {}))[1] for rank in held] if adapter else []
+        weights = [dict(rank.weights) for rank in held]
+        self._made[part.rid, part.samples[0].output_ids[0]] = _Made(weights, released, adapter, adapters)
 
     def served(self, host: StageHost, part: GenerateResponse) -> None:
         """A token left a stage."""
         if not part.samples[0].output_ids:
             return
         self.tokens += 1
-        held, released = self._made.pop((part.rid, part.samples[0].output_ids[0]))
-        record = self.latest.get(host.model)
-        version = record.latest.label if record else "(none)"
-        published = self._sim.published.get((host.model, record.latest.sequence)) if record else None
-        if released:
-            self.broken("I1", f"{host.name} served a token while {sorted(released)} were released")
+        made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
+        if made.released:
+            self.broken("I1", f"{host.name} served a token while {sorted(made.released)} were released")
+        span = part.samples[0].versions[0]
+        self._right(host, span.version.sequence, made.weights, "served a token of")
+        known = {adapter.name: adapter.version for adapter in self.latest[host.model].adapters}
+        wanted = self._sim.adapters.get((host.model, made.adapter, known.get(made.adapter, "")))
+        if made.adapter and (
+            span.adapter_version != known.get(made.adapter) or any(a != wanted for a in made.adapters)
+        ):
+            self.broken(
+                "I1",
+                f"{host.name} served a token with {made.adapters} as {made.adapter} {span.adapter_version!r}, {known}",
+            )
+
+    def _right(self, host: StageHost, sequence: int, held: Sequence[Tensors], doing: str) -> None:
+        """What is, or could be, generated with is a version that may be served, on every rank."""
+        servable = self._servable(host.model)
+        if sequence not in servable:
+            self.broken("I1", f"{host.name} {doing} version {sequence} while {servable} may be served")
+            return
+        published = self._sim.published.get((host.model, sequence))
         for rank, weights in enumerate(held):
             if weights != published:
-                held_now, latest = ",".join(sorted(weights.values())), sorted((published or {}).values())
-                self.broken("I1", f"{host.name} rank {rank} served {held_now} while {version!r} is latest: {latest}")
-                break
-        stamp = part.samples[0].versions[0].version
-        if record is not None and stamp.sequence != record.latest.sequence:
-            self.broken("I1", f"{host.name} stamped {stamp.label!r} on a token of {version!r}")
+                now, right = ",".join(sorted(weights.values())), ",".join(sorted((published or {}).values()))
+                self.broken("I1", f"{host.name} {doing} version {sequence}; rank {rank} holds {now}, not {right}")
+                return
+
+    def looked(self) -> None:
+        """What every stage would serve if it were asked now."""
+        for host in self._sim.stages.values():
+            stage = host.stage
+            if stage is None or not host.alive or host.node.stopped:
+                continue
+            with contextlib.suppress(RlctlError):
+                stage.serving.refuse(host.now())
+                held = [engine.holding.weights for engine in host.machine.engines]
+                self._right(host, stage.serving.version.sequence, held, "would serve")
 
     # I2: at most once.
 
@@ -121,9 +208,7 @@ class Observer:
 
     def answered(self, operation: Operation) -> None:
         """A client got an operation's outcome."""
-        if operation.validate_only or operation.state == OPERATION_STATE_RUNNING:
-            return
-        if operation.state != OPERATION_STATE_OK:
+        if operation.validate_only or operation.state != OPERATION_STATE_OK:
             return
         update = operation.verb in WEIGHT_UPDATES
         good = (OUTCOME_APPLIED,) if update else (OUTCOME_APPLIED, OUTCOME_SKIPPED)
@@ -133,11 +218,49 @@ class Observer:
             if result is None or result.outcome not in good:
                 self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, {slot} is not")
                 continue
-            for rank in result.rank_results:
-                if rank.outcome not in good:
-                    self.broken("I3", f"{operation.verb} is OK, rank {rank.coordinates.rank} of {slot} is not")
+            answers = {rank.coordinates.rank: rank.outcome for rank in result.rank_results}
+            for rank in range(self._sim.ranks[slot]):
+                if answers.get(rank) not in good:
+                    self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, rank {rank} of {slot} is not")
+
+    # I2: a repeat changes nothing.
+
+    def repeated(self, first: Operation, second: Operation, *, same: bool) -> None:
+        """A request was made again under its id, as it was or (not ``same``) with another body, and was answered."""
+        what = f"{first.verb} {first.operation_id}"
+        if not same:
+            self.broken("I2", f"{what} was answered although its body was another")
+        elif first.create_time != second.create_time:
+            self.broken("I2", f"{what} was repeated, and begun anew")
+        elif second.state not in (first.state, OPERATION_STATE_UNKNOWN):
+            self.broken("I2", f"{what} was {first.state} and then {second.state}")
+
+    # I5: a trainer that is over updates nothing.
+
+    def began(self, model: str, incarnation: int) -> None:
+        """A trainer's update was accepted."""
+        newest = self._incarnations.get(model, 0)
+        if incarnation < newest:
+            self.broken("I5", f"trainer {incarnation} updates {model} after {newest} has")
+        self._incarnations[model] = max(newest, incarnation)
+
+    # I9: a staged update is all or nothing.
+
+    def staged(self, operation: Operation, plan: BeginWeightUpdateResponse) -> None:
+        """A staged update has ended."""
+        if operation.state != OPERATION_STATE_FAILED:
+            return
+        for target in plan.targets:
+            stage = self._sim.stages[target.slot].stage
+            if stage is None or stage.incarnation != target.incarnation:
+                continue
+            facts = stage.facts
+            if facts.state in WHOLE and facts.version == plan.version:
+                self.broken("I9", f"{plan.version.label} was not published, {target.slot} is at it")
+
+    # I6: every call ends in time.
 
     def took(self, what: str, seconds: float, limit: float) -> None:
-        """I6: a call ended after so long."""
+        """A call ended after so long."""
         if seconds > limit:
             self.broken("I6", f"{what} took {seconds:.2f} s of {limit:.2f} s")

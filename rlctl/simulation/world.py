@@ -1,80 +1,187 @@
 """Virtual time, and processes that can be killed and stopped: an event loop for each, run one round at a time.
 
 A process that is killed simply never runs again: nothing of it is cleaned up, as with SIGKILL. One that is stopped runs
-what is due when it is let go on, as with SIGSTOP. Which of several processes that could run goes first is drawn from
-the seed. Each process counts its monotonic time from a zero of its own.
+what is due when it is let go on, as with SIGSTOP. Each process counts its monotonic time from a zero of its own, and
+draws what befalls it from a source of its own: what one is asked to do leaves the others' luck alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 import random
 import traceback
-import uuid
-from collections.abc import Callable, Coroutine
-from typing import Any
+import zlib
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+T = TypeVar("T")
+
 CLOSING_ROUNDS = 20
+
+MOST_CALLS = 1000
+"""Calls of one turn; who goes on for longer does not stop time."""
+
+KEPT = 1000
+"""Tasks that are held after they may have ended."""
 
 EPOCH_S = 1_800_000_000
 """Wall time at which every simulation starts."""
 
-
-class _Nothing:
-    """A selector without files."""
-
-    def select(self, timeout: float | None) -> list[Any]:
-        """Nothing is ever ready."""
-        del timeout
-        return []
+ROUND_S = 1e-7
+"""What one round of an event loop takes: somebody who waits for a time that is a rounding error away gets there."""
 
 
-class NodeLoop(asyncio.BaseEventLoop):
-    """An event loop on the world's time. It rests on three private members of CPython's BaseEventLoop, ``_ready``,
-    ``_scheduled`` and ``_run_once``, which have been the same since 3.4.
+class Handle:
+    """A call that is due at some time, or now."""
+
+    __slots__ = ("arguments", "context", "function", "loop")
+
+    def __init__(
+        self,
+        loop: NodeLoop,
+        function: Callable[..., object] | None,
+        arguments: tuple[Any, ...],
+        context: contextvars.Context | None,
+    ) -> None:
+        self.loop = loop
+        self.function = function
+        self.arguments = arguments
+        self.context = context
+
+    def cancel(self) -> None:
+        """Let it not happen."""
+        self.function = None
+        self.arguments = ()
+
+
+class NodeLoop(asyncio.AbstractEventLoop):
+    """An event loop on the world's time: what tasks, futures, timeouts, locks and queues need, and nothing else.
+
+    All timers of the world are in one heap, so that the next one is found without asking every process.
     """
 
-    _ready: Any
-    _scheduled: Any
-    _run_once: Any
-    _timer_cancelled_count: int
-
-    def __init__(self, world: World, offset: float) -> None:
-        super().__init__()
+    def __init__(self, world: World, node: Node, offset: float) -> None:
         self._world = world
+        self._node = node
         self._offset = offset
-        self._selector = _Nothing()
-        self._clock_resolution = 1e-9
+        self.ready: deque[Handle] = deque()
+        self.queued = False
+        """Whether it is among the world's loops that have something to do, or has its turn."""
+        self.missed: list[tuple[float, int, Handle]] = []
+        """Timers that ran out while the process was stopped."""
 
     def time(self) -> float:
         """This process's monotonic clock, seconds."""
         return self._world.now + self._offset
 
-    def due(self) -> float:
-        """When there is something to do, in the world's time; infinity: never."""
-        if self._ready:
-            return self._world.now
-        while self._scheduled and self._scheduled[0]._cancelled:
-            heapq.heappop(self._scheduled)._scheduled = False
-            self._timer_cancelled_count -= 1
-        return self._scheduled[0]._when - self._offset if self._scheduled else float("inf")
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> Handle:
+        """Call in the next round."""
+        handle = Handle(self, callback, args, context)
+        self.ready.append(handle)
+        if not self.queued:
+            self.wake()
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> Handle:
+        """Call some seconds from now."""
+        handle = Handle(self, callback, args, context)
+        self._world.schedule(self._world.now + delay, handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> Handle:
+        """Call at a time of this loop's clock."""
+        handle = Handle(self, callback, args, context)
+        self._world.schedule(when - self._offset, handle)
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        """A task of this loop."""
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._world.keep(task)
+        return task
+
+    def get_debug(self) -> bool:
+        """Never."""
+        return False
+
+    def is_running(self) -> bool:
+        """Whether a round is under way."""
+        return asyncio._get_running_loop() is self
+
+    def is_closed(self) -> bool:
+        """Never."""
+        return False
+
+    def call_exception_handler(self, context: Mapping[str, Any]) -> None:
+        """An exception that nobody caught."""
+        self._node.defect(context)
+
+    def put(self, handle: Handle) -> None:
+        """It is due."""
+        self.ready.append(handle)
+        if not self.queued:
+            self.wake()
+
+    def wake(self) -> None:
+        """Have a turn, unless the process is dead or stopped, or has one anyway."""
+        if not self.queued and self._node.alive and not self._node.stopped:
+            self.queued = True
+            self._world.awake.append(self)
+
+    def ring(self, when: float, number: int, handle: Handle) -> None:
+        """A timer has run out."""
+        if handle.function is None or not self._node.alive:
+            return
+        if self._node.stopped:
+            self.missed.append((when, number, handle))
+        else:
+            self.put(handle)
 
     def turn(self) -> None:
-        """Run what is due once."""
+        """Run what is due, until there is nothing or it has gone on for long."""
+        ready, node = self.ready, self._node
         asyncio._set_running_loop(self)
-        try:
-            self._run_once()
-        finally:
-            asyncio._set_running_loop(None)
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
+        for _ in range(MOST_CALLS):
+            if not ready or not node.alive:
+                break
+            handle = ready.popleft()
+            function, context = handle.function, handle.context
+            if function is None:
+                continue
+            try:
+                if context is None:
+                    function(*handle.arguments)
+                else:
+                    context.run(function, *handle.arguments)
+            except Exception as error:  # noqa: BLE001 - as any event loop: it is told, and the loop goes on
+                self.call_exception_handler({"message": f"in {function!r}", "exception": error})
+        asyncio._set_running_loop(None)
+        self.queued = False
+        if ready:
+            self.wake()
 
 
 class Node:
@@ -83,29 +190,29 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
+        self.host = name.partition("/")[0]
+        """The machine that it runs on: the first part of its name."""
+        self.random = world.chance(name)
         self.alive = True
         self.stopped = False
         self.stops = 0
-        self.loop = NodeLoop(world, world.random.uniform(1.0, 1e6))
-        self.loop.set_exception_handler(self._defect)
+        self.loop = NodeLoop(world, self, self.random.uniform(1.0, 1e6))  # type: ignore[abstract]
         self.at_end: list[Callable[[], None]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in the process."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self.loop.create_task(work)
 
     def later(self, delay: float, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the process, some seconds from now; it never happens if the process is gone by then."""
-        self.loop.call_at(self.loop.time() + delay, function, *arguments)
+        world = self.world
+        world.schedule(world.now + delay, Handle(self.loop, function, arguments, None))
 
     def kill(self) -> None:
         """SIGKILL."""
         if self.alive:
             self.alive = False
+            self.world.sleeps(self.loop)
             for function in self.at_end:
                 function()
 
@@ -113,13 +220,17 @@ class Node:
         """SIGSTOP."""
         self.stopped = True
         self.stops += 1
+        self.world.sleeps(self.loop)
 
     def go_on(self) -> None:
         """SIGCONT."""
-        self.stopped = False
+        if self.stopped:
+            self.stopped = False
+            self.world.wakes(self.loop)
 
-    def _defect(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if self.alive:
+    def defect(self, context: Mapping[str, Any]) -> None:
+        """An exception that nobody caught."""
+        if self.alive and not self.world.closed:
             error = context.get("exception")
             where = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
             lines = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(where))
@@ -136,9 +247,20 @@ class World:
         self.now = 0.0
         self.nodes: list[Node] = []
         self.turns = 0
+        self.closed = False
         self.defects: list[str] = []
         """Exceptions that nobody caught."""
+        self.awake: deque[NodeLoop] = deque()
+        """Loops of running processes that have something to do now."""
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._kept = KEPT
+        self._timers: list[tuple[float, int, Handle]] = []
+        self._scheduled = 0
         self._ids = 0
+
+    def chance(self, of: str) -> random.Random:
+        """A source of randomness for one thing, which depends on nothing but the seed and its name."""
+        return random.Random(zlib.crc32(of.encode()) << 32 | self.seed)
 
     def spawn(self, name: str) -> Node:
         """Start a process."""
@@ -146,70 +268,93 @@ class World:
         self.nodes.append(node)
         return node
 
-    def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
+    def schedule(self, when: float, handle: Handle) -> None:
+        """Let something be due at a time."""
+        self._scheduled += 1
+        heapq.heappush(self._timers, (when, self._scheduled, handle))
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold a task until it has ended: nothing else may hold one of a process that was killed."""
+        self._tasks.append(task)
+        if len(self._tasks) > self._kept:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._kept = len(self._tasks) + KEPT
+
+    def sleeps(self, loop: NodeLoop) -> None:
+        """A process runs no more."""
+        if loop in self.awake:
+            self.awake.remove(loop)
+            loop.queued = False
+
+    def wakes(self, loop: NodeLoop) -> None:
+        """A process runs again."""
+        if loop.ready:
+            loop.wake()
+        for timer in loop.missed:
+            heapq.heappush(self._timers, timer)
+        loop.missed.clear()
+
+    def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Let the processes run until a time, or until ``stop()``."""
-        while not stop():
-            due, ready = float("inf"), []
-            for node in self.nodes:
-                if node.alive and not node.stopped:
-                    at = node.loop.due()
-                    if at < due - 1e-12:
-                        due, ready = at, [node]
-                    elif at <= due + 1e-12 and at != float("inf"):
-                        ready.append(node)
-            if due > until or not ready:
-                break
-            self.now = max(self.now, due)
-            node = ready[0] if len(ready) == 1 else self.random.choice(ready)
+        timers, awake = self._timers, self.awake
+        while stop is None or not stop():
+            while timers and timers[0][0] <= self.now:
+                when, number, handle = heapq.heappop(timers)
+                handle.loop.ring(when, number, handle)
+            if not awake:
+                if not timers or timers[0][0] > until:
+                    break
+                self.now = max(self.now, timers[0][0])
+                continue
+            loop = awake.popleft()
             self.turns += 1
-            node.loop.turn()
-        if not stop():
-            self.now = max(self.now, until)
+            self.now += ROUND_S
+            loop.turn()
+        else:
+            return
+        self.now = max(self.now, until)
 
     def new_id(self) -> str:
         """A UUIDv7 from the virtual wall clock."""
         self._ids += 1
-        value = int((EPOCH_S + self.now) * 1000) << 80 | self._ids << 40 | self.random.getrandbits(30)
+        value = int((EPOCH_S + self.now) * 1000) << 80 | self._ids << 32 | zlib.crc32(b"%d" % self._ids)
         value = value & ~(0xF << 76) | 0x7 << 76
         value = value & ~(0x3 << 62) | 0x2 << 62
-        return str(uuid.UUID(int=value))
+        digits = f"{value:032x}"
+        return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
     def close(self) -> None:
         """Let everything go. What is left of each process is cancelled first: no coroutine may be torn down by the
         garbage collector, outside of its loop.
         """
+        self.closed = True
         for node in self.nodes:
-            node.alive = False
+            node.alive, node.stopped = True, False
         for _ in range(CLOSING_ROUNDS):
-            pending = [node for node in self.nodes if any(not task.done() for task in asyncio.all_tasks(node.loop))]
+            pending = [task for task in self._tasks if not task.done()]
             if not pending:
                 break
-            for node in pending:
-                for task in asyncio.all_tasks(node.loop):
-                    task.cancel()
-                for _ in range(3):
-                    node.loop.call_soon(lambda: None)
-                    node.loop.turn()
-        for node in self.nodes:
-            node.loop.close()
+            for task in pending:
+                task.cancel()
+            for node in self.nodes:
+                node.loop.turn()
+        self._timers.clear()
+        self.nodes.clear()
 
 
 class SimClock:
     """The Clock port in a process."""
 
     def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def now(self) -> float:
+        self._world = node.world
+        self.now = node.loop.time
         """The process's monotonic seconds."""
-        return self._node.loop.time()
 
     def wall(self) -> Timestamp:
         """The virtual wall time."""
-        stamp = Timestamp()
-        stamp.FromNanoseconds(int((EPOCH_S + self._node.world.now) * 1e9))
-        return stamp
+        nanoseconds = int(self._world.now * 1e9)
+        return Timestamp(seconds=EPOCH_S + nanoseconds // 10**9, nanos=nanoseconds % 10**9)
 
     def new_id(self) -> str:
         """A fresh UUIDv7."""
-        return self._node.world.new_id()
+        return self._world.new_id()

@@ -14,7 +14,7 @@ from rlctl.checks import check
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
-from rlctl.stage.facts import Facts
+from rlctl.stage.facts import Facts, spoils
 from rlctl.stage.relay import Relay
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -55,6 +55,7 @@ class Serving:
         adapters: version by name of the adapters that may be generated with.
         held: names of the adapters that the ranks hold.
         awaited: names of the adapters that the fleet serves, here or elsewhere.
+        spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
     """
 
     slot: str
@@ -67,6 +68,7 @@ class Serving:
     adapters: Mapping[str, str] = field(default_factory=dict)
     held: frozenset[str] = frozenset()
     awaited: frozenset[str] = frozenset()
+    spoiling: str = ""
 
     def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise why nothing is generated now, or return."""
@@ -77,6 +79,8 @@ class Serving:
         if self.state != STAGE_STATE_READY:
             name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
+        if self.spoiling:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is carrying out {self.spoiling}")
         self._refuse_without_lease(now)
         if min_version_seq > self.version.sequence:
             raise Reason.VERSION_TOO_OLD.error(
@@ -140,6 +144,7 @@ class Stage:
         self._grant_number = 0
         self._confirmed_grant = 0
         self._obstacle: RlctlError | None = None
+        self._spoiling = ""
         self._revision = 0
         self._reported: bytes = b""
         self.serving = self._serving()
@@ -287,6 +292,7 @@ class Stage:
             self.facts.servable_adapters,
             frozenset(self.facts.adapters),
             frozenset(self.facts.admitted_adapters),
+            self._spoiling,
         )
 
     def _changed(self, *, tell: bool = True) -> None:
@@ -328,7 +334,14 @@ class Stage:
         self.facts.refuse(verb, request)
         self._place(request)
         aside = self.facts.is_aside(verb, request)
-        results = await self._relay.run(verb, request, call)
+        if spoils(request):  # a rank may have done it long before the last one answers
+            self._spoiling = verb.name
+            self.serving = self._serving()
+        try:
+            results = await self._relay.run(verb, request, call)
+        finally:
+            if spoils(request):
+                self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         self.facts.settle(verb, request, outcome, results)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:

@@ -164,27 +164,39 @@ def test_a_verb_that_is_not_written_yet_answers_unimplemented(
 
 def test_a_partial_failure_prints_the_outcomes_and_how_to_go_on(make_fleet: Callable) -> None:
     with make_fleet(a=1, b=1) as rlctl:
-        FAULTS[rlctl.model_path("b"), 0] = fail("pause_generation", Reason.ENGINE_FAILED)
-        ran = rlctl("pause", "--mode", "retract")
+        FAULTS[rlctl.model_path("b"), 0] = fail("flush_cache", Reason.ENGINE_FAILED)
+        ran = rlctl("cache", "flush")
         assert ran.code == 3
         _, a, b = lines(ran.out)
-        assert a[:3] == ["a", "APPLIED", "PAUSED"]
+        assert a[:3] == ["a", "APPLIED", "READY"]
         assert b[:2] == ["b", "REJECTED"]
         assert "ENGINE_FAILED: made to fail" in ran.out
         assert "1 of 2 stages did not confirm" in ran.err
-        assert f"rlctl --endpoint {rlctl.endpoint} pause --mode retract --slot b" in ran.err
-        assert f"rlctl --endpoint {rlctl.endpoint} pause --mode retract --request-id " in ran.err
+        assert f"rlctl --endpoint {rlctl.endpoint} cache flush --slot b" in ran.err
+        assert f"rlctl --endpoint {rlctl.endpoint} cache flush --request-id " in ran.err
 
 
 def test_the_same_failure_as_json_has_the_operation_on_stdout_and_the_error_on_stderr(make_fleet: Callable) -> None:
     with make_fleet(a=1, b=1) as rlctl:
-        FAULTS[rlctl.model_path("b"), 0] = fail("pause_generation", Reason.ENGINE_FAILED)
-        ran = rlctl("pause", "-o", "json")
+        FAULTS[rlctl.model_path("b"), 0] = fail("flush_cache", Reason.ENGINE_FAILED)
+        ran = rlctl("cache", "flush", "-o", "json")
         assert ran.code == ran.error["exit_code"] == 3
         assert ran.data["state"] == "OPERATION_STATE_PARTIAL"
         assert ran.error["operation_id"] == ran.data["operation_id"]
         assert ran.error["unconfirmed"] == ["b"]
         assert ran.error["retry"].endswith(f"--request-id {ran.data['operation_id']}")
+
+
+def test_a_pause_that_was_taken_back_says_who_refused(make_fleet: Callable) -> None:
+    with make_fleet(a=1, b=1) as rlctl:
+        FAULTS[rlctl.model_path("b"), 0] = fail("pause_generation", Reason.ENGINE_FAILED)
+        ran = rlctl("pause")
+        assert ran.code == 1
+        _, a, b = lines(ran.out)
+        assert a[:3] == ["a", "REJECTED", "READY"]
+        assert b[:3] == ["b", "REJECTED", "READY"]
+        assert "paused, then continued, because b did not pause" in ran.out
+        assert "2 of 2 stages did not confirm; b: made to fail" in ran.err
 
 
 def test_a_stage_that_does_not_answer_is_unknown(make_fleet: Callable) -> None:

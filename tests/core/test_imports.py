@@ -25,8 +25,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/transport": PORTS | {"rlctl.control"},
     "rlctl/simulation": PORTS | {"rlctl.control", "rlctl.worker", "rlctl.stage", "rlctl.coordinator"},
     "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.loops"},
+    "engines/rlctl_servers": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_sglang": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
+    "engines/rlctl_vllm": BASE | {"rlctl.engine", "rlctl.weights"},
 }
 """Folder → what it may import of the project, beside itself."""
 

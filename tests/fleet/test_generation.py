@@ -11,8 +11,10 @@ import pytest
 
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
+from rlctl.engine import Call
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.stage.generation import merge
+from rlctl.testing.fake_engine import FAULTS, FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.transport.channel import open_channel
@@ -72,6 +74,31 @@ async def test_a_paused_stage_takes_nothing_new(fleet: InProcessFleet) -> None:
         error = await refusal(RolloutServiceStub(channel).Generate(r.GenerateRequest(text="x")))
         assert error.reason is Reason.STAGE_NOT_SERVING
         assert error.metadata == {"state": "PAUSED"}
+
+
+@pytest.mark.parametrize(
+    "spoiling", [v.ReleaseMemoryRequest(), v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS)]
+)
+async def test_nothing_new_is_taken_while_one_rank_has_lost_its_weights_and_another_has_not_answered(
+    fleet: InProcessFleet, spoiling: v.ReleaseMemoryRequest | v.CheckWeightsRequest
+) -> None:
+    begun, going = asyncio.Event(), asyncio.Event()
+
+    async def late(engine: FakeEngine, name: str, _: Call) -> None:
+        if engine.config.rank == 1 and name in ("release_memory", "check_weights"):
+            begun.set()
+            await going.wait()
+
+    FAULTS[fleet.specs[0].model_path, 1] = late
+    spoiling.header.target.slots.append("b")
+    verb = type(spoiling).DESCRIPTOR.name.removesuffix("Request")
+    async with open_channel(fleet.stages["b"].rollout_address) as channel:
+        told = asyncio.ensure_future(getattr(fleet.stub, verb)(spoiling))
+        await begun.wait()
+        request = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=1))
+        assert verb in (await refusal(RolloutServiceStub(channel).Generate(request))).message
+        going.set()
+        await told
 
 
 async def test_a_request_ends_at_its_deadline_and_is_gone_from_the_engine(fleet: InProcessFleet) -> None:

@@ -184,3 +184,30 @@ async def test_what_a_heal_has_not_verified_is_quarantined_in_the_journal(
     records = dict(fleet.server.coordinator._journal.read("slot"))
     assert not SlotRecord.FromString(records["a"]).HasField("quarantine")
     assert fleet.stage("a").routable
+
+
+async def test_a_partial_update_is_for_targets_that_are_at_the_version_that_it_leaves_parts_of(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        error = await refusal(begin(fleet, kind=v.UPDATE_KIND_PARTIAL))
+        assert (error.reason, error.field) == (Reason.BASE_MISMATCH, "kind")
+        assert error.message.startswith("a is not at version 'two'")
+        plan = await begin(fleet, kind=v.UPDATE_KIND_PARTIAL, options=v.UpdateOptions(quorum=1))
+        assert [target.slot for target in plan.targets] == ["b"]
+
+
+async def test_a_stage_that_has_lost_a_rank_is_not_healed_and_keeps_nobody_waiting(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await dirty(fleet)
+    await fleet.workers["b", 1].stop()
+    await fleet.until(lambda stages: stages[1].report.HasField("quarantine"))
+    error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["b"])))
+    assert error.reason is Reason.RANK_LOST
+    operation = await fleet.stub.HealStage(HealStageRequest())
+    assert (operation.state, list(operation.targets)) == (OPERATION_STATE_OK, ["a"])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
@@ -90,6 +90,18 @@ async def test_replicas_that_disagree_name_the_tensor(fleet: InProcessFleet) -> 
     assert operation.state == OPERATION_STATE_FAILED
     named = [result.error.metadata.get("tensor", "") for result in operation.stage_results]
     assert sorted(named) == ["", "weights"], "the first one is what the others are compared with"
+
+
+async def test_a_replica_that_is_left_alone_is_not_verified_by_itself(fleet: InProcessFleet) -> None:
+    fault(fleet, 1, 2, "commit_update", Reason.ENGINE_FAILED.error("no"))
+    plan = await begin(fleet, options=v.UpdateOptions(verify=common.VERIFICATION_LEVEL_REPLICA, quorum=1))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    operation = await commit(fleet, plan)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert result_of(operation, "a").error.reason == "VERIFICATION_UNREACHABLE"
+    assert "no other replica is left that a could be compared with" in result_of(operation, "a").error.message
+    assert version_of(fleet) == ("initial", 1)
 
 
 async def test_level_received_compares_what_each_rank_took_in(fleet: InProcessFleet) -> None:

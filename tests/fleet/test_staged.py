@@ -438,3 +438,23 @@ async def test_what_was_paused_by_name_stays_paused(three: InProcessFleet) -> No
     plan = await stage_weights(three, "w1", **rolling(1))
     assert (await commit(three, plan)).state == OPERATION_STATE_OK
     assert states(three) == {"a": STAGE_STATE_READY, "b": STAGE_STATE_PAUSED, "c": STAGE_STATE_READY}
+
+
+async def test_a_version_that_was_published_is_not_reported_as_failed_when_the_journal_is_full(
+    three: InProcessFleet,
+) -> None:
+    journal = three.server.coordinator._journal
+    write_through = journal.write
+
+    async def refuse(_: object) -> None:
+        raise Reason.JOURNAL_FAILED.error("no space is left")
+
+    async def fill(*_: object) -> None:
+        journal.write = refuse  # type: ignore[method-assign]
+
+    plan = await stage_weights(three, "w1", **rolling(1))
+    with hooked(three, "c", "commit_update", fill):
+        operation = await commit(three, plan, digest("w1"))
+    journal.write = write_through  # type: ignore[method-assign]
+    assert version_of(three) == (plan.version.label, plan.version.sequence)
+    assert operation.state == OPERATION_STATE_OK, operation

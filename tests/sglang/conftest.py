@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import Options, interpreter
-from sglang_stage import Driver
+from server_stage import Driver
 
 from rlctl.demo import tiny as tiny_
 from rlctl.errors import RlctlError
@@ -35,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 @pytest.fixture(scope="module")
 def driver(sglang: str, tiny: tuple[Any, Path]) -> Iterator[Driver]:
     """A server of one rank."""
-    driver = Driver(tiny[1], options={"allowed_roots": str(tiny[1].parent.parent)})
+    driver = Driver(SGLangEngine, tiny[1], options={"allowed_roots": str(tiny[1].parent.parent)})
     try:
         driver.start()
         yield driver

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from loras import CONFIG, lora, merged_says, save
-from sglang_stage import changed
+from server_stage import changed
 
 import rlctl
 from rlctl.client.fleet import Fleet

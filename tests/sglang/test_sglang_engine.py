@@ -10,7 +10,8 @@ import pytest
 import torch
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
-from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
+from rlctl_sglang import SGLangEngine
+from server_stage import Driver, Segments, Source, changed, greedy, prompt
 
 import rlctl
 from rlctl.client.probe import Probe
@@ -247,7 +248,7 @@ def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
 
 def not_attached(model_path: Path, options: dict[str, str]) -> RlctlError:
     """Why a server cannot be attached to."""
-    driver = Driver(model_path, options=options)
+    driver = Driver(SGLangEngine, model_path, options=options)
     try:
         with pytest.raises(RlctlError) as refused:
             driver.start()
@@ -270,7 +271,7 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
     driver.tell(v.ContinueGenerationRequest())
     error = not_attached(tiny[1], {"url": http.url})
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.api_key_file")
-    attached = Driver(tiny[1], options={"url": http.url, **keys})
+    attached = Driver(SGLangEngine, tiny[1], options={"url": http.url, **keys})
     try:
         info = attached.start()
         assert info.fenced

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_stage import changed, greedy
+from server_stage import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet

@@ -4,8 +4,6 @@ into what is harmless, and the server serves on.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
 from rlctl_sglang import facts
-from sglang_stage import Driver, Segments, Source, changed, greedy, prompt
+from server_stage import Driver, Segments, Source, broken_checkpoint, changed, greedy, prompt, refusal
 
 import rlctl
-from rlctl.demo import tiny as tiny_
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import duration
@@ -38,13 +35,6 @@ def serving(driver: Driver) -> Iterator[None]:
     generating.result()
     assert len(generating.tokens) == 3
     assert not driver.failures
-
-
-def refusal(driver: Driver, request: Any, **how: Any) -> RlctlError:
-    act = driver.generate if isinstance(request, rollout.GenerateRequest) else driver.tell
-    with pytest.raises(RlctlError) as refused:
-        act(request, **how)
-    return refused.value
 
 
 @pytest.mark.parametrize(
@@ -392,35 +382,11 @@ def test_an_update_while_requests_run(driver: Driver) -> None:
     driver.tell(v.AbortUpdateRequest(), update_id="u")
 
 
-def broken(kind: str, tiny: tuple[Any, Path], place: Path) -> str:
-    """A checkpoint that is wrong in one way."""
-    directory = place / kind
-    shutil.copytree(tiny[1], directory)
-    config = json.loads((directory / "config.json").read_text())
-    weights = directory / "model.safetensors"
-    match kind:
-        case "architecture":
-            config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-        case "heads":
-            config |= {"num_attention_heads": 8, "head_dim": 16}
-        case "truncated":
-            weights.write_bytes(weights.read_bytes()[:-100])
-        case "missing":
-            weights.unlink()
-        case "smaller":
-            model = tiny_.make(seed=1)
-            del model.model.layers[1]
-            model.config.num_hidden_layers = 1
-            tiny_.save(model, directory)
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
-
-
 @pytest.mark.parametrize("kind", ["architecture", "heads", "truncated", "missing", "smaller"])
 def test_checkpoints_that_sglang_would_load_or_fail_on(
     driver: Driver, tiny: tuple[Any, Path], tmp_path: Path, kind: str
 ) -> None:
-    path = broken(kind, tiny, tmp_path)
+    path = broken_checkpoint(kind, tiny, tmp_path)
     before = driver.digest()
     driver.prepare("u")
     error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=path), update_id="u")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlctl_sglang import facts
+from rlctl_sglang import SGLangEngine, facts
+from server_stage import Driver, Generating, Source, changed, greedy, prompt
 from sglang_model import BROADCASTS, CHECKPOINTS, Model, Request, choose
-from sglang_stage import Driver, Generating, Source, changed, greedy, prompt
 
 import rlctl
 from rlctl.demo import tiny as tiny_
@@ -47,7 +47,7 @@ class Server:
         self.labels = 0
         self.groups = 0
         options = {"allowed_roots": str(place), "max_total_tokens": str(4 * CONTEXT)}
-        self.driver = Driver(place / "first", options=options)
+        self.driver = Driver(SGLangEngine, place / "first", options=options)
         self.driver.start()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rlctl_sglang.options import Options
-from rlctl_sglang.process import ServerProcess
+from rlctl_sglang.process import SGLangProcess
 
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
@@ -25,7 +25,7 @@ def test_keys_are_not_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str
     python = tmp_path / "python"
     python.write_text(TELLS_ITS_KEYS)
     python.chmod(0o755)
-    process = ServerProcess(EngineConfig(str(tmp_path)), Options(python=str(python)))
+    process = SGLangProcess(EngineConfig(str(tmp_path)), Options(python=str(python)))
 
     async def start() -> None:
         try:

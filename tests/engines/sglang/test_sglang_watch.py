@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from rlctl_sglang import server as watching
-from rlctl_sglang.http import Http
+from rlctl_servers import server as watching
+from rlctl_servers.http import Http
 from rlctl_sglang.options import Options
 from rlctl_sglang.server import Server
 
@@ -82,7 +82,7 @@ async def test_what_was_not_sent_had_no_effect_and_what_broke_off_is_unknown() -
         return web.Response()
 
     async with serving(cut) as (url, _):
-        http = Http(url, "", "")
+        http = Http("SGLang", url)
         with pytest.raises(RlctlError) as broken:
             await http.call("/x", {}, timeout_s=5)
         assert (broken.value.reason, broken.value.outcome) == (Reason.LINK_LOST, OUTCOME_UNKNOWN)
@@ -97,7 +97,7 @@ async def test_a_stream_that_ends_early_says_so() -> None:
         return web.Response(body=b'data: {"text": "a"}\n\n')
 
     async with serving(half) as (url, _):
-        http = Http(url, "", "")
+        http = Http("SGLang", url)
         with pytest.raises(RlctlError) as broken:
             assert [event async for event in http.stream("/generate", {})] == []
         assert broken.value.reason is Reason.LINK_LOST

@@ -1,4 +1,4 @@
-"""A real SGLang under the plug-in, driven as a stage would: admin verbs on one loop, requests on another."""
+"""A real engine server under its plug-in, driven as a stage would: admin verbs on one loop, requests on another."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import concurrent.futures
 import contextlib
 import copy
 import itertools
+import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from rlctl_sglang import SGLangEngine
 
-from rlctl.engine import Call, EngineConfig, EngineInfo
+from rlctl.demo import tiny as tiny_
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import RlctlError
 from rlctl.loops import LoopThread
 from rlctl.v1 import common_pb2, rollout_pb2
@@ -36,11 +40,13 @@ _ids = itertools.count(1)
 class Driver:
     """One engine and the two loops that it is driven from."""
 
-    def __init__(self, model_path: Path, *, tp_size: int = 1, options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, engine: type[Engine], model_path: Path, *, tp_size: int = 1, options: Mapping[str, str] | None = None
+    ) -> None:
         self.admin, self.rollout = LoopThread("admin"), LoopThread("rollout")
         self.failures: list[RlctlError] = []
         config = EngineConfig(str(model_path), tp_size=tp_size, options=options or {})
-        self.engine = SGLangEngine(config, self.failures.append)
+        self.engine: Any = engine(config, self.failures.append)
 
     def start(self) -> EngineInfo:
         self.info = self.admin.submit(self.engine.start({})).result(START_S)
@@ -107,7 +113,7 @@ class Generating:
         self.parts: list[rollout_pb2.GenerateResponse] = []
         self._started = concurrent.futures.Future[None]()
 
-    async def run(self, engine: SGLangEngine, request: rollout_pb2.GenerateRequest) -> None:
+    async def run(self, engine: Engine, request: rollout_pb2.GenerateRequest) -> None:
         async with contextlib.aclosing(engine.generate(request)) as parts:
             async for part in parts:
                 self.parts.append(part)
@@ -185,8 +191,10 @@ class Segments:
 class Source:
     """A trainer's rank 0: it forms a group with the engine and broadcasts a model."""
 
-    def __init__(self, driver: Driver, name: str) -> None:
+    def __init__(self, driver: Driver, name: str, timeout: Duration | None = None) -> None:
+        """``timeout``: longest time of one collective."""
         self._driver = driver
+        self._timeout = timeout
         self.name = name
         self.world_size = 1 + len(driver.info.layout.workers)
 
@@ -199,6 +207,7 @@ class Source:
             rank_offset=1,
             group_name=self.name,
             backend="gloo",
+            group_timeout=self._timeout,
         )
         joining = self._driver.submit(request)
         self.group: WeightGroup = join(
@@ -233,3 +242,35 @@ class Source:
 
     def announce(self, plan: list[buckets.Bucket]) -> v.UpdateWeightsFromDistributedRequest:
         return v.UpdateWeightsFromDistributedRequest(group_name=self.name, buckets=[buckets.to_proto(b) for b in plan])
+
+
+def broken_checkpoint(kind: str, tiny: tuple[Any, Path], place: Path) -> str:
+    """A checkpoint that is wrong in one way."""
+    directory = place / kind
+    shutil.copytree(tiny[1], directory)
+    config = json.loads((directory / "config.json").read_text())
+    weights = directory / "model.safetensors"
+    match kind:
+        case "architecture":
+            config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        case "heads":
+            config |= {"num_attention_heads": 8, "head_dim": 16}
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case "missing":
+            weights.unlink()
+        case "smaller":
+            model = tiny_.make(seed=1)
+            del model.model.layers[1]
+            model.config.num_hidden_layers = 1
+            tiny_.save(model, directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def refusal(driver: Driver, request: Any, **how: Any) -> RlctlError:
+    """What a verb or a request is refused with."""
+    act = driver.generate if isinstance(request, rollout_pb2.GenerateRequest) else driver.tell
+    with pytest.raises(RlctlError) as refused:
+        act(request, **how)
+    return refused.value

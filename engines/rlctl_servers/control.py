@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
-from rlctl_sglang.http import Answer, Http
+from rlctl_servers.http import Answer, Http
 
 WEDGED_S = 5.0
 """How long past its deadline a call that changes something may stay unanswered before the server counts as stuck."""
@@ -28,9 +28,9 @@ class Control:
         try:
             answer = await self.http.call(path, body, timeout_s=_remaining(call), admin=admin)
         except TimeoutError:
-            raise Reason.DEADLINE_EXCEEDED.error(f"SGLang did not answer {path} in time") from None
+            raise Reason.DEADLINE_EXCEEDED.error(f"{self.http.product} did not answer {path} in time") from None
         if not answer.ok:
-            raise Reason.ENGINE_FAILED.error(f"SGLang refused {path}: {answer.message}")
+            raise Reason.ENGINE_FAILED.error(f"{self.http.product} refused {path}: {answer.message}")
         return answer.body
 
     async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
@@ -55,13 +55,15 @@ class Control:
         """As :meth:`tell`, and a refusal raises ``reason`` with ``outcome``."""
         answer = await self.tell(path, body, call=call)
         if not answer.ok:
-            raise reason.error(f"SGLang: {answer.message}", outcome=outcome)
+            raise reason.error(f"{self.http.product}: {answer.message}", outcome=outcome)
         return answer
 
     def wedged(self, what: str) -> RlctlError:
         """The server is stuck: say so, and return the error to raise."""
         error = Reason.ENGINE_WEDGED.error(
-            f"SGLang did not come back from {what} in time", outcome=OUTCOME_UNKNOWN, next_step="It is ended."
+            f"{self.http.product} did not come back from {what} in time",
+            outcome=OUTCOME_UNKNOWN,
+            next_step="It is ended.",
         )
         self._on_wedged(error)
         return error

@@ -1,4 +1,4 @@
-"""Calls to one SGLang server, bounded in time, their failures typed."""
+"""Calls to one engine server, bounded in time, their failures typed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DATA = b"data:"
 _DONE = b"[DONE]"
 _LINE_BYTES = 1 << 26
 _KEEPALIVE_S = 2.0
-"""Less than SGLang's own 5 s: a call must not meet a connection that is just being closed."""
+"""Less than the servers' own 5 s: a call must not meet a connection that is just being closed."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,18 @@ class Answer:
 
 
 class Http:
-    """The server's HTTP interface, usable from several event loops."""
+    """The server's HTTP interface, usable from several event loops.
 
-    def __init__(self, url: str, api_key: str, admin_key: str) -> None:
+    Attributes:
+        product: what the server is, "SGLang" say; for messages.
+        url: its address.
+    """
+
+    def __init__(self, product: str, url: str, api_key: str = "", admin_key: str = "", *, socket: str = "") -> None:
+        """``socket``: path of the Unix socket that it listens on; the address is then only for messages."""
+        self.product = product
         self.url = url
+        self._socket = socket
         self._keys = {False: api_key, True: admin_key}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
@@ -100,7 +108,9 @@ class Http:
                     yield json.loads(data)
         except aiohttp.ClientError as error:
             raise self._broken(error) from error
-        raise Reason.LINK_LOST.error("SGLang ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN)
+        raise Reason.LINK_LOST.error(
+            f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
+        )
 
     async def close(self) -> None:
         """Give the connections back, those of other loops too."""
@@ -117,7 +127,11 @@ class Http:
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+            connector: aiohttp.BaseConnector
+            if self._socket:
+                connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEPALIVE_S)
+            else:
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._sessions[loop] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
         return self._sessions[loop]
 
@@ -127,9 +141,10 @@ class Http:
 
     def _broken(self, error: aiohttp.ClientError) -> RlctlError:
         if isinstance(error, aiohttp.ClientConnectorError):
-            return Reason.UNREACHABLE.error(f"SGLang at {self.url} cannot be reached: {error}")
+            return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")
         return Reason.LINK_LOST.error(
-            f"the connection to SGLang at {self.url} broke: {error or type(error).__name__}", outcome=OUTCOME_UNKNOWN
+            f"the connection to {self.product} at {self.url} broke: {error or type(error).__name__}",
+            outcome=OUTCOME_UNKNOWN,
         )
 
 

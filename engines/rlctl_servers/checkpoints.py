@@ -1,7 +1,7 @@
-"""Checkpoints that SGLang is to load: what it would load without a word is refused before it hears of it.
+"""Checkpoints that an engine server is to load: what it would load without a word is refused before it hears of it.
 
-SGLang loads a checkpoint of another architecture whose tensors have the same names, skips names that it does not know
-and keeps what it finds no name for, all with success; and a load that fails half-way may end it.
+SGLang and vLLM load a checkpoint of another architecture whose tensors have the same names, skip names that they do not
+know and keep what they find no name for, all with success; and a load that fails half-way may end them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Checkpoints:
         reference: the tensors that updates carry, by name: those of the checkpoint that the engine was started with.
     """
 
-    def __init__(self, model_path: str, allowed_roots: tuple[str, ...]) -> None:
+    def __init__(self, product: str, model_path: str, allowed_roots: tuple[str, ...]) -> None:
         """Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
         first = open_checkpoint(model_path)
+        self._product = product
         self._model_path = model_path
         self._config = first.config
         self.reference: Mapping[str, TensorMeta] = dict(first.metas)
@@ -88,17 +89,17 @@ class Checkpoints:
         return self._roots.resolve_checkpoint(path, field=field)
 
     def open(self, path: str, load_format: str, target_modules: object = ()) -> Checkpoint:
-        """A checkpoint that SGLang can be told to load; the caller closes it.
+        """A checkpoint that the server can be told to load; the caller closes it.
 
         Raises PATH_NOT_ALLOWED, UNSUPPORTED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH.
         """
         if load_format not in STANDARD:
             raise Reason.UNSUPPORTED.error(
-                f"SGLang is told to read safetensors only, not {load_format!r}", field="load_format"
+                f"{self._product} is told to read safetensors only, not {load_format!r}", field="load_format"
             )
         if target_modules:
             raise Reason.UNSUPPORTED.error(
-                "SGLang loads checkpoints whole", field="target_modules", outcome=OUTCOME_SKIPPED
+                f"{self._product} loads checkpoints whole", field="target_modules", outcome=OUTCOME_SKIPPED
             )
         checkpoint = open_checkpoint(self.resolve(path, field="model_path"))
         try:

@@ -1,0 +1,85 @@
+"""What the settings of every engine server have in common."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rlctl.errors import Reason
+
+
+def interpreter(product: str, given: str, variable: str) -> str:
+    """The Python that a product is installed for: the one given, or that of its environment.
+
+    ``variable``: environment variable that says where the environment is; by default it lies beside this one. Raises
+    FIELD_INVALID, saying how to install it, when it is not there.
+    """
+    name = product.lower()
+    if given:
+        found = Path(given)
+    else:
+        found = Path(os.environ.get(variable) or Path(sys.prefix).parent / f".venv-{name}") / "bin" / "python"
+    if not os.access(found, os.X_OK):
+        raise Reason.FIELD_INVALID.error(
+            f"{product}'s environment is not there: {found} cannot be run",
+            field="options.python",
+            next_step=f"Run `tools/engines install {name}`, or set {variable} or --option python=PATH.",
+        )
+    return str(found)
+
+
+def check_arguments(product: str, arguments: Collection[str], taken: Collection[str]) -> None:
+    """Raise FIELD_CONFLICT for an argument that rlctl sets itself, FIELD_INVALID for what is no argument's name."""
+    for name in arguments:
+        if name in taken:
+            raise Reason.FIELD_CONFLICT.error(f"rlctl sets {product}'s {name} itself", field=f"options.{name}")
+        if not name.replace("_", "").isalnum() or not name.islower():
+            raise Reason.FIELD_INVALID.error(f"{name!r} is no argument's name", field=f"options.{name}")
+
+
+def address(given: Mapping[str, str], arguments: Collection[str]) -> str:
+    """Option ``url``: a server that runs already, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside settings."""
+    url = given.get("url", "").rstrip("/")
+    if url and not url.startswith(("http://", "https://")):
+        raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field="options.url")
+    if url and (extra := [*arguments, *({"python", "start_s"} & given.keys())]):
+        raise Reason.FIELD_CONFLICT.error(
+            f"a server that runs already takes no settings: {', '.join(sorted(extra))}", field=f"options.{extra[0]}"
+        )
+    return url
+
+
+def key(given: Mapping[str, str], name: str) -> str:
+    """The key in the file that option ``name`` gives, or "". Raises FIELD_INVALID."""
+    path = given.get(name, "")
+    if not path:
+        return ""
+    try:
+        key = Path(path).read_text().strip()
+    except OSError as error:
+        raise Reason.FIELD_INVALID.error(f"{path} cannot be read: {error.strerror}", field=f"options.{name}") from None
+    if not key:
+        raise Reason.FIELD_INVALID.error(f"{path} is empty", field=f"options.{name}")
+    return key
+
+
+def directories(text: str) -> tuple[str, ...]:
+    """Absolute paths, split as PATH is. Raises FIELD_INVALID."""
+    found = tuple(filter(None, text.split(os.pathsep)))
+    for directory in found:
+        if not os.path.isabs(directory):
+            raise Reason.FIELD_INVALID.error(f"{directory!r} is no absolute path", field="options.allowed_roots")
+    return found
+
+
+def start_seconds(text: str) -> float:
+    """Option ``start_s``. Raises FIELD_INVALID."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise Reason.FIELD_INVALID.error(f"{text!r} is no time in seconds above zero", field="options.start_s")
+    return value

@@ -1,0 +1,59 @@
+"""Which version the server's own labels stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.rollout_pb2 import Sample
+
+
+class Stamps:
+    """Which version the server's own labels stand for. From any thread."""
+
+    def __init__(self, label: str) -> None:
+        """``label``: the server's at its start."""
+        self.label = label
+        self._kv_label = label
+        self._versions: dict[str, WeightVersion] = {label: WeightVersion()}
+
+    @staticmethod
+    def of(version: WeightVersion) -> str:
+        """The server's label for a version: the trainer's labels may come again, sequences do not."""
+        return f"{version.label}@{version.sequence}"
+
+    def bind(self, version: WeightVersion, label: str = "") -> None:
+        """From now on a label, by default the present one, stands for this version."""
+        kept = WeightVersion()
+        kept.CopyFrom(version)
+        self._versions[label or self.label] = kept
+
+    def flushed(self) -> None:
+        """From now on no KV entry of an earlier version is left."""
+        self._kv_label = self.label
+
+    @property
+    def oldest_kv(self) -> WeightVersion:
+        """The version that the oldest KV entries may be of."""
+        return self._versions[self._kv_label]
+
+    def version(self, label: str) -> WeightVersion | None:
+        """The version, or None for a label that rlctl did not give."""
+        return self._versions.get(label)
+
+    def spans(self, sample: Sample, told: Iterable[Mapping[str, Any]]) -> None:
+        """Say in a sample which version each stretch of it is of; ``told``: the server's spans, version, start, end."""
+        for span in told:
+            version = self.version(str(span["version"]))
+            if version is not None and span["end"] > span["start"]:
+                sample.versions.add(
+                    version=version, start=span["start"], end=min(span["end"], sample.completion_tokens)
+                )
+
+    def kv_of(self, sample: Sample) -> None:
+        """Say in a sample, once its cached tokens are known, where it attends to older KV entries than its own."""
+        oldest = self.oldest_kv
+        for made in sample.versions:
+            if oldest.sequence < made.version.sequence and (made.start or sample.cached_tokens):
+                made.kv_version.CopyFrom(oldest)  # no flush since: it was asked for

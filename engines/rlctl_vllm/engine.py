@@ -1,0 +1,441 @@
+"""The port that rlctl drives: verbs in, calls to vLLM out. One object speaks to all of the server's ranks.
+
+Admin methods run on the admin event loop, :meth:`VLLMEngine.generate` and ``abort`` on another one.
+"""
+
+# ruff: noqa: ARG002 (the port says which arguments a method has)
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import ClassVar
+
+from rlctl_servers.checkpoints import Checkpoints, digest_of
+from rlctl_servers.control import Control
+from rlctl_servers.generation import Requests
+from rlctl_servers.stamps import Stamps
+
+from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.errors import Reason, RlctlError
+from rlctl.times import seconds
+from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    WorkerCoordinates,
+)
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.weights.checkpoint import open_checkpoint
+from rlctl.weights.interfaces import address_of
+from rlctl.weights.tensors import to_proto
+from rlctl_vllm import facts as facts_
+from rlctl_vllm import memory
+from rlctl_vllm.generation import TokensInOut
+from rlctl_vllm.options import PRODUCT, parse_options
+from rlctl_vllm.server import Server
+from rlctl_vllm.state import MODES, State
+from rlctl_vllm.updates import Updates
+from rlctl_vllm.workers import Workers
+
+START_CALL_S = 120.0
+IDLE_S = 0.05
+INTERRUPT_S = 10.0
+"""How long a broadcast of an aborted update may take to end: its source has left the group by then."""
+
+
+class VLLMEngine(Engine):
+    """One vLLM server, with all of its ranks. Options: :class:`rlctl_vllm.options.Options`."""
+
+    name: ClassVar[str] = "vllm"
+
+    def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+        """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
+        self._options = parse_options(config.options)
+        self._on_failure = on_failure
+        self._checkpoints = Checkpoints(PRODUCT, config.model_path, self._options.allowed_roots)
+        if config.dtype == "auto":
+            # vLLM's own "auto" holds a float32 checkpoint in half of its precision.
+            config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
+        self._config = config
+        self._server = Server(config, self._options, self._failed)
+        self._control = Control(self._server.http, self._wedged)
+        self._state = State()
+        self._failure: RlctlError | None = None
+        self._ready = False
+        self._since = time.monotonic()
+
+    # The life of the engine.
+
+    def setup(self) -> dict[str, str]:
+        """There are no followers."""
+        return {}
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        """Launch the server, or attach to it, and find out what it is and can do."""
+        await self._server.start()
+        call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
+        workers = Workers(self._control)
+        ranks = await workers.attach(self._checkpoints.reference, address_of(self._config.node), call)
+        self._facts = facts = await facts_.ask(self._control, self.verbs(), ranks, call)
+        if not self._server.launched:
+            models = await self._control.ask("/v1/models", call=call, admin=False)
+            self._checkpoints.refuse_other(str(models["data"][0].get("root", "")))
+        digest = await asyncio.to_thread(self._proven, facts.digest)
+        layout = facts.layout(self._config)
+        self._layout: Sequence[WorkerCoordinates] = layout.workers
+        self._workers = workers if ranks else None
+        self._stamps = Stamps(facts.label)
+        self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout)
+        limits = facts.limits(self._checkpoints.config)
+        self._requests = Requests(TokensInOut(self._server.http, limits, self._stamps))
+        self._readable = bool(digest)
+        self._ready = True
+        return EngineInfo(
+            layout=layout,
+            capabilities=facts.capabilities(readable=self._readable),
+            checkpoint=self._config.model_path,
+            model_digest=digest,
+            fenced=self._server.launched,
+        )
+
+    async def stop(self) -> None:
+        """End the server if it was launched, and whatever waits for it."""
+        self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
+        self._checkpoints.stop()
+        await self._server.stop()
+
+    def can_restart(self) -> bool:
+        """A server that was launched can be launched again."""
+        return self._server.launched
+
+    async def interrupt(self, update_id: str) -> None:
+        """vLLM's workers cannot be reached while they receive: the leaving of the source ends that, or nothing does."""
+        if self._ready and update_id and not await self._updates.received(INTERRUPT_S):
+            self._control.wedged("a broadcast whose update was aborted")
+
+    def set_version(self, version: common_pb2.WeightVersion) -> None:
+        """What the server's present label stands for."""
+        if self._ready:
+            self._stamps.bind(version)
+
+    def _proven(self, held: str) -> str:
+        """The digest of what was just loaded, if what was read back has the same: then others can be had as well."""
+        if not held:
+            return ""
+        checkpoint = open_checkpoint(self._config.model_path)
+        try:
+            return held if digest_of(checkpoint) == held else ""
+        finally:
+            checkpoint.close()
+
+    def _failed(self, error: RlctlError) -> None:
+        """The server is gone; from any thread."""
+        if self._failure is None:
+            self._failure = error
+            self._on_failure(error)
+
+    def _wedged(self, error: RlctlError) -> None:
+        self._failed(error)
+        self._server.kill()
+
+    # Generation and what stops it.
+
+    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
+        """Stop generating."""
+        self._check("PauseGeneration")
+        mode = self._state.pause(request.mode)
+        call.accept()
+        if mode == PAUSE_MODE_DRAIN:
+            await self._drain(call)
+        else:
+            try:
+                await self._control.must(f"/pause?{MODES[mode]}", {}, call=call)
+            except RlctlError as error:
+                if error.outcome == OUTCOME_UNKNOWN:
+                    self._state.paused = mode
+                raise
+        if mode == PAUSE_MODE_RETRACT:
+            self._stamps.flushed()
+        self._state.paused = mode
+
+    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
+        """Go on generating."""
+        self._check("ContinueGeneration")
+        self._state.refuse_continue(updating=self._updates.open)
+        call.accept()
+        await self._control.must("/resume", {}, call=call)
+        self._state.paused = PAUSE_MODE_UNSPECIFIED
+
+    async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
+        """End requests early."""
+        self._check("AbortRequests")
+        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
+        return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
+
+    async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
+        """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
+        self._check("FlushCache")
+        call.accept()
+        now = asyncio.get_running_loop().time
+        until = min(now() + max(seconds(request.idle_timeout), IDLE_S), call.deadline)
+        while not (await self._control.tell("/reset_prefix_cache", {}, call=call)).ok:
+            if now() + IDLE_S > until:
+                raise Reason.ACTIVE_REQUESTS.error("vLLM keeps its cache: requests hold entries of it")
+            await asyncio.sleep(IDLE_S)
+        self._stamps.flushed()
+        return verbs_pb2.FlushReport(tiers=["prefix"])
+
+    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        """Give regions back."""
+        self._check("ReleaseMemory")
+        if self._updates.open:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+        call.accept()
+        report = await memory.release(
+            self._control, self._state, request.tags, self._facts.memory_tags, await self._active(call), call
+        )
+        if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
+            self._stamps.flushed()
+        return report
+
+    async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        """Take regions again."""
+        self._check("ResumeMemory")
+        call.accept()
+        return await memory.resume(self._control, self._state, request.tags, self._facts.memory_tags, call)
+
+    async def _drain(self, call: Call) -> None:
+        """Let what runs end; what comes meanwhile waits. When the time is up, nothing is paused."""
+        remaining = call.deadline - asyncio.get_running_loop().time()
+        try:
+            answer = await self._server.http.call(f"/pause?{MODES[PAUSE_MODE_DRAIN]}", {}, timeout_s=remaining)
+        except TimeoutError:
+            if not self._state.stopped:
+                late = dataclasses.replace(call, deadline=asyncio.get_running_loop().time())
+                await self._control.must("/resume", {}, call=late, outcome=OUTCOME_UNKNOWN)
+            raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time; they go on") from None
+        if not answer.ok:
+            raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
+
+    # Weights.
+
+    async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Open an update. Refused while requests run, unless they are paused or are to be ended."""
+        self._check("PrepareUpdate")
+        call.accept()
+        if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
+            raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        if not self._state.stopped:
+            await self._settle(call, abort=request.abort_all_requests)
+        return await self._updates.prepare(request, call)
+
+    async def init_weights_update_group(
+        self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
+    ) -> list[RankResult]:
+        """Join the ranks into a group. vLLM serves nothing while they wait for the other members."""
+        workers = self._extension("InitWeightsUpdateGroup")
+        reports = await workers.each("InitWeightsUpdateGroup", request, verbs_pb2.GroupReport, call)
+        return [
+            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, group=report)
+            for rank, report in zip(self._layout, reports, strict=True)
+        ]
+
+    async def destroy_weights_update_group(
+        self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
+    ) -> None:
+        """Leave a group. A broadcast in it ends first: its source has left by then, or is about to."""
+        workers = self._extension("DestroyWeightsUpdateGroup")
+        remaining = call.deadline - asyncio.get_running_loop().time()
+        if not await self._updates.received(remaining):
+            raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
+        await workers.each("DestroyWeightsUpdateGroup", request, verbs_pb2.DestroyWeightsUpdateGroupRequest, call)
+
+    async def update_weights_from_distributed(
+        self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
+    ) -> list[RankResult]:
+        """Take buckets in over groups."""
+        self._check("UpdateWeightsFromDistributed")
+        call.accept()
+        return await self._updates.from_distributed(request, call)
+
+    async def update_weights_from_tensor(
+        self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
+    ) -> list[RankResult]:
+        """Copy tensors out of shared segments."""
+        self._check("UpdateWeightsFromTensor")
+        call.accept()
+        return await self._updates.from_tensor(request, call)
+
+    async def update_weights_from_disk(
+        self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
+    ) -> verbs_pb2.WeightsReport:
+        """Load a checkpoint."""
+        self._check("UpdateWeightsFromDisk")
+        call.accept()
+        return await self._updates.from_disk(request, call)
+
+    async def commit_update(
+        self, request: verbs_pb2.CommitUpdateRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
+        """Close the update; vLLM's weight version comes last."""
+        self._check("CommitUpdate")
+        call.accept()
+        label = self._stamps.of(request.version)
+        self._stamps.bind(request.version, label)
+        report = await self._updates.commit(request, label, call)
+        self._stamps.label = label
+        return report
+
+    async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
+        """Drop the update."""
+        self._check("AbortUpdate")
+        call.accept()
+        await self._updates.abort(call)
+
+    async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Broadcast what is held, between two steps of generation: vLLM generates nothing meanwhile."""
+        workers = self._extension("SendWeights")
+        if self._updates.open:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+        (report,) = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
+        return report
+
+    async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
+        """Digest what the rank holds, as it computes with it."""
+        workers = self._extension("CheckWeights")
+        if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
+            name = verbs_pb2.CheckAction.Name(request.action)
+            raise Reason.UNSUPPORTED.error(
+                f"vLLM's weights are not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
+            )
+        for field in ("per_tensor", "skip_tensors", "adapter", "shadow"):
+            if getattr(request, field):
+                raise Reason.UNSUPPORTED.error("vLLM's weights are digested whole", field=field)
+        call.accept()
+        (report,) = await workers.each("CheckWeights", request, verbs_pb2.CheckReport, call)
+        if request.expected_digest and report.model_digest != request.expected_digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"the model digest is {report.model_digest}, {request.expected_digest} was expected",
+                field="expected_digest",
+                metadata={"expected": request.expected_digest, "found": report.model_digest},
+            )
+        (rank,) = self._layout
+        return [RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, check=report)]
+
+    async def inspect_checkpoint(
+        self, request: verbs_pb2.InspectCheckpointRequest, call: Call
+    ) -> verbs_pb2.CheckpointReport:
+        """What a load from disk would find."""
+        self._check("InspectCheckpoint")
+        return await asyncio.to_thread(
+            self._checkpoints.inspect, request.model_path, request.load_format, request.target_modules
+        )
+
+    async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
+        """Fetch a published version beside generation."""
+        self._check("PullWeights")
+        remaining = call.deadline - asyncio.get_running_loop().time()
+        return await asyncio.to_thread(self._checkpoints.pull, request, remaining)
+
+    # Reads.
+
+    async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
+        """What is loaded."""
+        self._check("GetModelInfo")
+        told = await self._control.ask("/weight_info", call=call, admin=False)
+        config = self._checkpoints.config
+        limits = self._facts.limits(config)
+        reference = self._checkpoints.reference
+        label = str(told["weight_version"])
+        return verbs_pb2.ModelInfo(
+            model_path=self._updates.checkpoint or self._config.model_path,
+            model_type=str(config.get("model_type") or ""),
+            architectures=config.get("architectures") or (),
+            weight_version=self._stamps.version(label) or common_pb2.WeightVersion(label=label),
+            dtype=self._facts.dtype,
+            vocab_size=limits.vocab_size,
+            context_length=limits.context_length,
+            local_parameters=sum(meta.numel for meta in reference.values()) if len(self._layout) == 1 else 0,
+            reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
+        )
+
+    async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
+        """How the server was started."""
+        self._check("GetServerInfo")
+        uptime = time.monotonic() - self._since
+        return self._facts.server_info(self.name, self._config.node, self._server.pid, uptime)
+
+    async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
+        """What runs and waits."""
+        self._check("GetLoads")
+        return await self._loads(call)
+
+    # Requests.
+
+    async def generate(
+        self, request: rollout_pb2.GenerateRequest
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
+        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
+        self._check("")
+        async with aclosing(self._requests.generate(request)) as parts:
+            async for part in parts:
+                yield part
+
+    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
+        """End requests early."""
+        self._check("")
+        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
+        return rollout_pb2.AbortResponse(aborted=aborted, unknown_rids=unknown)
+
+    def _check(self, verb: str) -> None:
+        """Raise why nothing, or not this verb, can be done."""
+        if self._failure is not None:
+            raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
+        if not self._ready:
+            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
+        why = self._facts.unsupported.get(verb)
+        if why:
+            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
+
+    def _extension(self, verb: str) -> Workers:
+        """The workers, for a verb that only the extension carries out."""
+        self._check(verb)
+        assert self._workers is not None
+        return self._workers
+
+    async def _loads(self, call: Call) -> verbs_pb2.Loads:
+        told = facts_.loads(str(await self._control.ask("/metrics", call=call, admin=False)))
+        told.max_tokens = self._facts.kv_tokens
+        if self._state.stopped:
+            # vLLM counts at its steps, and makes none now.
+            told.waiting = max(told.waiting, self._requests.samples - told.running)
+        return told
+
+    async def _active(self, call: Call) -> int:
+        """Requests that have not ended: of a server that others reach as well, theirs too."""
+        active = self._requests.active
+        if not self._server.launched:
+            told = await self._loads(call)
+            active = max(active, told.running + told.waiting)
+        return active
+
+    async def _settle(self, call: Call, *, abort: bool) -> None:
+        """Refuse while requests are active, or end them."""
+        active = await self._active(call)
+        if active and not abort:
+            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
+        if active:
+            await self._requests.abort([], all_of_them=True)
+            while self._requests.active:
+                if asyncio.get_running_loop().time() > call.deadline:
+                    raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
+                await asyncio.sleep(IDLE_S)

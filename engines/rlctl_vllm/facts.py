@@ -1,0 +1,227 @@
+"""What a running vLLM says about itself, and what follows from it: layout, limits, capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from rlctl_servers.control import Control
+
+from rlctl.engine import Call, EngineConfig
+from rlctl.v1 import common_pb2, fleet_pb2
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, Loads, ServerInfo
+from rlctl.verbs import VERBS
+from rlctl.version import __version__
+from rlctl_vllm.requests import Limits
+from rlctl_vllm.state import MODES, TAGS
+from rlctl_vllm.workers import EXTENSION
+
+_ROUTES: Mapping[str, Sequence[str]] = {
+    "PauseGeneration": ("/pause",),
+    "ContinueGeneration": ("/resume",),
+    "AbortRequests": ("/abort_requests",),
+    "FlushCache": ("/reset_prefix_cache",),
+    "ReleaseMemory": ("/sleep", "/release_kv_cache_memory"),
+    "ResumeMemory": ("/wake_up",),
+    "UpdateWeightsFromDisk": ("/collective_rpc", "/update_weight_version"),
+}
+"""Routes that a verb needs: versions of vLLM differ."""
+
+_IN_WORKERS = (
+    *("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFromDistributed"),
+    *("UpdateWeightsFromTensor", "CheckWeights", "SendWeights"),
+)
+"""Verbs that the extension carries out."""
+
+_CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
+_SECRET = ("key", "password", "token", "secret")
+_PLAIN = (str, int, float, bool)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was asked of the server once, after its start.
+
+    Attributes:
+        version: vLLM's version.
+        config: its configuration, by section.
+        label: its weight version's label.
+        ranks: what each rank says of itself; none without the extension.
+        unsupported: why a verb cannot be done, by verb.
+    """
+
+    version: str
+    config: Mapping[str, Any]
+    label: str
+    ranks: Sequence[Mapping[str, Any]]
+    unsupported: Mapping[str, str]
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it computes on a CPU."""
+        return "cpu" in str(self._of("device_config", "device_type") or self._of("device_config", "device") or "cpu")
+
+    @property
+    def memory_tags(self) -> frozenset[common_pb2.MemoryTag.ValueType]:
+        """Regions that it can really release."""
+        return frozenset(TAGS) if self._of("model_config", "enable_sleep_mode") else frozenset()
+
+    @property
+    def digest(self) -> str:
+        """Model digest of what it held when it was asked; "" where that cannot be read back."""
+        return str(self.ranks[0]["digest"]) if len(self.ranks) == 1 else ""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache has room for."""
+        return int(self._of("cache_config", "kv_cache_size_tokens") or 0)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel size."""
+        return int(self._of("parallel_config", "tensor_parallel_size") or 1)
+
+    @property
+    def world_size(self) -> int:
+        """Number of its workers, data-parallel ones included."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        product = 1
+        for size in sizes:
+            product *= int(self._of("parallel_config", size) or 1)
+        return product
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of its weights, "torch.float32" say."""
+        return str(self._of("model_config", "dtype") or "")
+
+    def limits(self, model: Mapping[str, Any]) -> Limits:
+        """What requests it can take; ``model``: the checkpoint's config."""
+        text = model.get("text_config") or model
+        context = int(self._of("model_config", "max_model_len") or text.get("max_position_embeddings") or 0)
+        return Limits(
+            vocab_size=int(text.get("vocab_size") or 0),
+            context_length=context,
+            longest_prompt=context - 1,
+            tokenizer=not self._of("model_config", "skip_tokenizer_init"),
+            most_logprobs=int(self._of("model_config", "max_logprobs") or 0),
+            logprobs_mode=str(self._of("model_config", "logprobs_mode") or "raw_logprobs"),
+        )
+
+    def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
+        """Every rank's coordinates; those of a server without the extension share no memory with anybody."""
+        places = self.ranks or [{"rank": rank, "device": "", "host_id": ""} for rank in range(self.world_size)]
+        return fleet_pb2.StageLayout(
+            tp_size=self.tp_size,
+            pp_size=int(self._of("parallel_config", "pipeline_parallel_size") or 1),
+            dp_size=int(self._of("parallel_config", "data_parallel_size") or 1),
+            ep_size=1,
+            store_host=self.ranks[0]["store"][0] if self.digest else "",
+            store_port=self.ranks[0]["store"][1] if self.digest else 0,
+            workers=[
+                common_pb2.WorkerCoordinates(
+                    rank=place["rank"],
+                    tp=place["rank"] % self.tp_size,
+                    pp=place["rank"] // self.tp_size,
+                    node=config.node,
+                    device=place["device"],
+                    host_id=place["host_id"],
+                )
+                for place in places
+            ],
+        )
+
+    def capabilities(self, *, readable: bool) -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had."""
+        transports = [common_pb2.TRANSPORT_DISK]
+        verification = []
+        if self.ranks:
+            transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
+            if self.ranks[0]["host_id"]:
+                transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
+            if not self.cpu:
+                transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
+            verification = [common_pb2.VERIFICATION_LEVEL_NONE, common_pb2.VERIFICATION_LEVEL_RECEIVED]
+        elif self.world_size == 1:
+            verification = [common_pb2.VERIFICATION_LEVEL_NONE]
+        if readable:
+            verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
+        return fleet_pb2.Capabilities(
+            pause_modes=list(MODES),
+            transports=transports,
+            verification=verification,
+            load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
+            memory_tags=sorted(self.memory_tags),
+            check_actions=[CHECK_ACTION_CHECKSUM] if readable else [],
+            cache_tiers=["prefix"],
+            experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
+            unsupported=self.unsupported,
+            answers_for_ranks=self.world_size > 1 and not self.ranks,
+        )
+
+    def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
+        """How it was started, without its keys."""
+        settings = {
+            f"{section}.{key}": str(value)
+            for section in _CONFIGS
+            for key, value in (self.config.get(section) or {}).items()
+            if isinstance(value, _PLAIN) and not any(word in key.split("_") for word in _SECRET)
+        }
+        return ServerInfo(
+            engine=name,
+            engine_version=self.version,
+            rlctl_version=__version__,
+            pid=pid,
+            node=node,
+            settings=settings,
+            uptime=Duration(seconds=int(uptime_s)),
+        )
+
+    def _of(self, section: str, name: str) -> Any:
+        return (self.config.get(section) or {}).get(name)
+
+
+async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[str, Any]], call: Call) -> Facts:
+    """What the server says.
+
+    ``verbs``: those that the plug-in has code for; ``ranks``: what each says of itself. Raises as :meth:`Control.ask`.
+    """
+    told = await control.ask("/server_info?config_format=json", call=call, admin=False)
+    routes = set((await control.ask("/openapi.json", call=call, admin=False)).get("paths", ()))
+    version = str((await control.ask("/version", call=call, admin=False))["version"])
+    label = str((await control.ask("/weight_info", call=call, admin=False))["weight_version"])
+    facts = Facts(version, told["vllm_config"], label, ranks, {})
+    unsupported = {name: "the vLLM plug-in has no code for it" for name in VERBS if name not in set(verbs)}
+    for verb, needed in _ROUTES.items():
+        if absent := [route for route in needed if route not in routes]:
+            unsupported[verb] = f"vLLM {version} has no {', '.join(absent)}"
+    if not ranks:
+        for verb in _IN_WORKERS:
+            unsupported[verb] = (
+                f"this vLLM was started without --worker-extension-cls {EXTENSION}; its own weight transfer engines "
+                "use groups of another kind, which rlctl's senders cannot be members of"
+            )
+    elif not facts.digest:
+        unsupported["SendWeights"] = unsupported["CheckWeights"] = (
+            "this vLLM's weights cannot be read back: several ranks, or layers that give no weights"
+        )
+    if not facts.memory_tags:
+        for verb in ("ReleaseMemory", "ResumeMemory"):
+            unsupported[verb] = "vLLM was started without --enable-sleep-mode: it would release nothing"
+    return Facts(version, facts.config, label, ranks, unsupported)
+
+
+def loads(metrics: str) -> Loads:
+    """What is queued and running, from vLLM's Prometheus text."""
+
+    def total(name: str) -> float:
+        lines = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    return Loads(
+        running=int(total("vllm:num_requests_running")),
+        waiting=int(total("vllm:num_requests_waiting")),
+        generated_tokens=int(total("vllm:generation_tokens_total")),
+    )

@@ -1,0 +1,138 @@
+"""The weights of one of vLLM's workers: written through vLLM's own loaders, read back as it computes with them.
+
+vLLM fuses, pads and packs parameters. Writing goes the way of its layer-wise reload
+(``vllm.model_executor.model_loader.reload``): parameters go back to the checkpoint's format on the meta device, loaders
+keep what they are given until a layer is complete, and the layer is then processed into the memory that it had. Layers
+that were not begun, or are abandoned before they are complete, get their memory back untouched.
+
+Reading goes back through what computes. A packed linear layer (on a CPU vLLM keeps nothing else of most of them) gives
+its weight as the product with the identity matrix: products with 0 and 1 are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rlctl.errors import Reason
+from rlctl.weights.loading import Load, LoadHooks
+from rlctl.weights.tensors import TensorMeta
+
+
+class VLLMModel(LoadHooks):
+    """The model of one worker.
+
+    Attributes:
+        rank: the worker's rank in its server.
+        size: number of its server's workers.
+        device: where the weights are.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        """``worker``: vLLM's."""
+        self._worker = worker
+        self.rank = int(worker.rank)
+        self.size = int(worker.vllm_config.parallel_config.world_size)
+        self.device = torch.device(worker.device)
+
+    @property
+    def _module(self) -> Any:
+        return self._worker.model_runner.get_model()
+
+    def prepare_load(self, load: Load) -> None:  # noqa: ARG002 - a hook's signature
+        """Make the loaders take tensors of the checkpoint's format."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        with self._context():
+            layerwise.initialize_layerwise_reload(self._module)
+
+    def finalize_load(self, load: Load) -> None:  # noqa: ARG002
+        """Process what is left, and forget what was derived from the weights before."""
+        self._finish()
+        runner = self._worker.model_runner
+        for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            reset = getattr(runner, name, None)
+            if reset is not None:
+                reset()
+
+    def abandon_load(self, load: Load) -> None:  # noqa: ARG002
+        """Give layers that are not complete the memory back that they had."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for layer in self._module.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        self._finish()
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Hand a full tensor to vLLM's loaders. Raises CHECKPOINT_MISMATCH when they have no place for it."""
+        # Loaders keep it until its layer is complete; the caller uses its memory again.
+        with self._context():
+            taken = self._module.load_weights([(name, tensor.clone())])
+        if taken is not None and not taken:
+            raise Reason.CHECKPOINT_MISMATCH.error(f"vLLM's loaders have no place for {name!r}")
+
+    def together(self, reference: Mapping[str, TensorMeta]) -> list[tuple[str, ...]]:
+        """Names that fill one layer of vLLM's: it is processed once all have come, and not before."""
+        layers: dict[str, list[str]] = {}
+        for name in reference:
+            layers.setdefault(self._layer_of(name)[0], []).append(name)
+        return [tuple(names) for names in layers.values() if len(names) > 1]
+
+    def read(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors as they are computed with. Raises UNSUPPORTED for what cannot be read."""
+        if self.size > 1:
+            raise Reason.UNSUPPORTED.error("tensors that are cut over several of vLLM's ranks are not read back")
+        for meta in metas:
+            path, leaf, part = self._layer_of(meta.name)
+            try:
+                tensor = _weight(self._module.get_submodule(path), leaf)
+                if part is not None:
+                    sizes = [int(size) for size in self._module.get_submodule(path).output_sizes]
+                    tensor = tensor.narrow(0, sum(sizes[:part]), sizes[part])
+                # A vocabulary is padded.
+                tensor = tensor[: meta.shape[0]] if meta.shape else tensor
+            except (AttributeError, RuntimeError, ValueError, IndexError) as error:
+                raise Reason.UNSUPPORTED.error(f"{meta.name} cannot be read back from vLLM: {error}") from error
+            if tuple(tensor.shape) != meta.shape:
+                raise Reason.UNSUPPORTED.error(f"vLLM holds {meta.name} with shape {tuple(tensor.shape)}")
+            yield meta.name, tensor.detach().to(meta.dtype).contiguous()
+
+    def _layer_of(self, name: str) -> tuple[str, str, int | None]:
+        """The layer that a checkpoint's tensor goes to, its name there, and which part of a fused one it is."""
+        path, _, leaf = name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        packed: Mapping[str, Sequence[str]] = getattr(self._module, "packed_modules_mapping", None) or {}
+        for fused, parts in packed.items():
+            if last in parts and last != fused:
+                return f"{parent}.{fused}", leaf, list(parts).index(last)
+        return path, leaf, None
+
+    def _finish(self) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        with self._context():
+            layerwise.finalize_layerwise_reload(self._module, self._worker.vllm_config.model_config)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        from vllm.config import set_current_vllm_config
+
+        context: AbstractContextManager[Any] = set_current_vllm_config(self._worker.vllm_config)
+        return context
+
+
+def _weight(layer: Any, leaf: str) -> torch.Tensor:
+    """A parameter as it is computed with."""
+    held: torch.Tensor = getattr(layer, leaf)
+    compute = getattr(layer, "cpu_linear", None)
+    if leaf != "weight" or compute is None:
+        return held
+    width = held.shape[1] if held.numel() else int(layer.input_size_per_partition)
+    with torch.inference_mode():
+        product: torch.Tensor = compute(torch.eye(width, dtype=held.dtype), held, None)
+    return product.t()

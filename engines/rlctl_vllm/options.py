@@ -1,0 +1,66 @@
+"""The plug-in's settings, read from ``EngineConfig.options`` once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlctl_servers import options
+from rlctl_servers.options import address, check_arguments, directories, key, start_seconds
+
+from rlctl.errors import Reason
+
+PRODUCT = "vLLM"
+VENV = "RLCTL_VLLM_VENV"
+"""Environment variable that says where vLLM's environment is."""
+
+_OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s")
+_TAKEN = (
+    *("model", "served_model_name", "host", "port", "uds", "api_key", "config", "tensor_parallel_size", "dtype"),
+    *("worker_extension_cls", "enable_scale_out", "return_tokens_as_token_ids", "enable_prompt_tokens_details"),
+    *("generation_config", "data_parallel_size", "pipeline_parallel_size", "headless", "grpc_port"),
+)
+"""Arguments of vLLM that rlctl sets itself, or that make more of it than one server of tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of one engine.
+
+    Attributes:
+        url: a running server to attach to; empty: one is launched.
+        api_key: key of an attached server for requests. vLLM guards none of its admin calls with it.
+        python: the interpreter that vLLM is installed for.
+        allowed_roots: directories below which checkpoints may be read; empty: the one that the first lies in.
+        start_s: longest time that a launched server may take to be ready, seconds.
+        arguments: further arguments of vLLM by name ("max_model_len"); "true" stands for a flag.
+    """
+
+    url: str = ""
+    api_key: str = field(default="", repr=False)
+    python: str = ""
+    allowed_roots: tuple[str, ...] = ()
+    start_s: float = 900.0
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_options(given: Mapping[str, str]) -> Options:
+    """The settings. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
+    arguments = {name: value for name, value in given.items() if name not in _OURS}
+    check_arguments(PRODUCT, arguments, _TAKEN)
+    url = address(given, arguments)
+    if not url and "api_key_file" in given:
+        raise Reason.FIELD_CONFLICT.error("a launched server needs no key", field="options.api_key_file")
+    return Options(
+        url=url,
+        api_key=key(given, "api_key_file"),
+        python=given.get("python", ""),
+        allowed_roots=directories(given.get("allowed_roots", "")),
+        start_s=start_seconds(given.get("start_s", "900")),
+        arguments=arguments,
+    )
+
+
+def interpreter(settings: Options) -> str:
+    """The Python that runs vLLM. Raises FIELD_INVALID, saying how to install it, when it is not there."""
+    return options.interpreter(PRODUCT, settings.python, VENV)

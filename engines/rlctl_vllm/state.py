@@ -1,0 +1,100 @@
+"""What vLLM has been told, and what it may be told next. Pure: no I/O, no time.
+
+vLLM's own answers are not enough to go by: ``/is_sleeping`` is true when it is merely paused, and waking up takes a
+pause back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_SKIPPED,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    MemoryTag,
+    PauseMode,
+)
+
+MODES = {
+    PAUSE_MODE_ABORT: "mode=abort&clear_cache=false",
+    PAUSE_MODE_RETRACT: "mode=keep&clear_cache=true",
+    PAUSE_MODE_IN_PLACE: "mode=keep&clear_cache=false",
+    PAUSE_MODE_DRAIN: "mode=wait&clear_cache=false",
+}
+"""The query of vLLM's /pause for each of rlctl's modes."""
+
+TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights"}
+"""vLLM's memory regions."""
+
+EVERYTHING = frozenset(TAGS)
+
+
+@dataclass
+class State:
+    """The server's state as the calls so far have left it.
+
+    Attributes:
+        paused: mode in which generation is paused, or UNSPECIFIED.
+        held: paused by the plug-in itself, for an update or because memory is released.
+        released: regions that are released.
+    """
+
+    paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
+    held: bool = False
+    released: set[MemoryTag.ValueType] = field(default_factory=set)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether vLLM starts nothing new."""
+        return self.held or self.paused != PAUSE_MODE_UNSPECIFIED
+
+    def pause(self, mode: PauseMode.ValueType) -> PauseMode.ValueType:
+        """The mode to pause in. Raises UNSUPPORTED (SKIPPED) for one that vLLM does not have."""
+        mode = mode or PAUSE_MODE_ABORT
+        if mode not in MODES:
+            raise Reason.UNSUPPORTED.error(f"vLLM has no pause mode {mode}", field="mode", outcome=OUTCOME_SKIPPED)
+        return mode
+
+    def refuse_continue(self, *, updating: bool) -> None:
+        """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on: it would end the server."""
+        if self.released:
+            names = ", ".join(TAGS[tag] for tag in sorted(self.released))
+            raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")
+        if updating:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+
+    def release(
+        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+    ) -> frozenset[MemoryTag.ValueType]:
+        """The regions to release, of those that are not released yet. Empty tags: all that are known.
+
+        Raises FIELD_INVALID for a region that vLLM does not have, and for a part of them that it cannot release: the
+        KV cache alone, or everything.
+        """
+        self._check(tags, known)
+        wanted = frozenset(tags or known) - self.released
+        if wanted == {MEMORY_TAG_WEIGHTS}:
+            what = "beside a KV cache that is released already" if self.released else "alone"
+            raise Reason.FIELD_INVALID.error(f"vLLM does not release the weights {what}", field="tags")
+        return wanted
+
+    def resume(
+        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+    ) -> frozenset[MemoryTag.ValueType]:
+        """The regions to take again, of those that are released. Raises FIELD_INVALID as :meth:`release`."""
+        self._check(tags, known)
+        return frozenset(tags or known) & self.released
+
+    def _check(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> None:
+        for index, tag in enumerate(tags):
+            if tag not in known:
+                name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag
+                raise Reason.FIELD_INVALID.error(f"this vLLM has no region {name}", field=f"tags[{index}]")

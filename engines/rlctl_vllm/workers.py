@@ -1,0 +1,93 @@
+"""Calls to the extension in vLLM's workers; every rank answers for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+from rlctl_servers.control import Control
+
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail, Outcome
+from rlctl.weights.tensors import TensorMeta, dtype_name
+
+EXTENSION = "rlctl_vllm.extension.WorkerExtension"
+
+LEAVING_S = 2.0
+"""How much earlier than its caller a worker gives up, so that its answer still arrives."""
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class Workers:
+    """The workers of one server."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    async def attach(self, reference: Mapping[str, TensorMeta], host: str, call: Call) -> list[dict[str, Any]]:
+        """Who the ranks are; none where the server was started without the extension.
+
+        ``host``: address under which the ranks' host is reached. Each rank: rank, size, device, host_id, pid, digest
+        (of what it holds; "" where that cannot be read back), store (where groups meet that it is the source of).
+        """
+        metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
+        body = json.dumps({"reference": metas, "host": host}).encode()
+        try:
+            answers = await self._call("Attach", body, call)
+        except RlctlError as error:
+            if error.reason is Reason.UNSUPPORTED:
+                return []
+            raise
+        ranks = [json.loads(base64.b64decode(answer["answer"])) for answer in _good(answers)]
+        if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):
+            raise Reason.ANSWER_INVALID.error(f"vLLM's workers say that they are {ranks}")
+        return sorted(ranks, key=lambda rank: int(rank["rank"]))
+
+    async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
+        """The answer of every rank, in their order.
+
+        Raises what the first rank refused; when another one did not, the outcome is DIRTY.
+        """
+        answers = await self._call(verb, request.SerializeToString(), call)
+        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in _good(answers)]
+
+    async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
+        remaining = call.deadline - asyncio.get_running_loop().time()
+        if remaining <= 0:
+            raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {verb}")
+        arguments = {
+            "verb": verb,
+            "request": base64.b64encode(request).decode(),
+            "update_id": call.update_id,
+            "timeout_s": max(remaining - LEAVING_S, remaining / 2),
+        }
+        body = {"method": "rlctl_call", "kwargs": arguments}
+        answer = await self._control.tell("/collective_rpc", body, call=call)
+        if not answer.ok:
+            if "rlctl_call" in answer.message:
+                raise Reason.UNSUPPORTED.error(f"vLLM was started without --worker-extension-cls {EXTENSION}")
+            raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}", outcome=OUTCOME_UNKNOWN)
+        results: list[dict[str, Any]] = answer.body["results"]
+        return results
+
+
+def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, when no rank has failed."""
+    failed = [(number, answer) for number, answer in enumerate(answers) if "error" in answer]
+    if not failed:
+        return answers
+    number, answer = failed[0]
+    error = from_detail(ErrorDetail.FromString(base64.b64decode(answer["error"])))
+    outcomes: set[Outcome.ValueType] = {one["outcome"] for _, one in failed}
+    if len(failed) < len(answers):
+        outcomes.add(OUTCOME_DIRTY)
+    error.outcome = next((o for o in (OUTCOME_DIRTY, OUTCOME_UNKNOWN) if o in outcomes), OUTCOME_REJECTED)
+    if len(answers) > 1:
+        error.message = f"rank {number}: {error.message}"
+    raise error

@@ -1,0 +1,217 @@
+"""A trainer: one or more sources that update a model, in every way that there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.simulation.clients import MODES, Caller
+from rlctl.simulation.fabric import Tensors
+from rlctl.simulation.holding import ADAPTER_NAMES, NAMES, contents, digest
+from rlctl.simulation.hosts import COORDINATOR
+from rlctl.times import duration
+from rlctl.v1 import update_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+
+if TYPE_CHECKING:
+    from rlctl.simulation.fleet import Simulation
+
+Writes = list[verbs_pb2.UpdateWeightsFromDistributedRequest]
+
+
+class Trainer(Caller):
+    """Updates a model."""
+
+    def __init__(self, sim: Simulation, model: str, incarnation: int) -> None:
+        super().__init__(sim, sim.world.spawn(f"trainer-{model}-{incarnation}/{len(sim.world.nodes)}"))
+        self.model = model
+        self.incarnation = incarnation
+        self.boot_id = sim.world.new_id()
+
+    def _begin(self, tag: str, chance: random.Random) -> update_pb2.BeginWeightUpdateRequest:
+        """What is asked for, drawn."""
+        begin = update_pb2.BeginWeightUpdateRequest(
+            model=self.model,
+            version=tag,
+            num_sources=chance.randint(1, 4) if chance.random() < 0.4 else 1,
+            kind=chance.choice((verbs_pb2.UPDATE_KIND_FULL,) * 7 + (verbs_pb2.UPDATE_KIND_PARTIAL,) * 2),
+            path=update_pb2.DATA_PATH_BROADCAST,
+            trainer=update_pb2.Trainer(name=self.node.name, incarnation=self.incarnation, boot_id=self.boot_id),
+            retries=chance.choice((0, 0, 2)),
+        )
+        begin.lease_ttl.CopyFrom(duration(chance.choice((3.0, 30.0))))
+        options = begin.options
+        options.pause = chance.choice((PAUSE_MODE_UNSPECIFIED, *MODES))
+        options.abort_all_requests = chance.random() < 0.3
+        if chance.random() < 0.1:
+            begin.kind, begin.adapter = verbs_pb2.UPDATE_KIND_ADAPTER, "math"
+        elif chance.random() < 0.3:
+            begin.apply = verbs_pb2.APPLY_MODE_STAGED
+            options.pause = options.pause or PAUSE_MODE_RETRACT
+            begin.rollout.max_unavailable = chance.choice((0, 0, 1, 2))
+        if chance.random() < 0.2 and not begin.rollout.max_unavailable:
+            options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
+        if chance.random() < 0.3:
+            options.quorum = chance.randint(1, max(1, len(self.sim.slots_of(self.model)) - 1))
+        if chance.random() < 0.2:
+            options.adapters = verbs_pb2.ADAPTER_POLICY_DROP
+        return begin
+
+    async def update(self, tag: str, chance: random.Random) -> None:
+        """One update, from its beginning to its end or its failure."""
+        sim = self.sim
+        begin = self._begin(tag, chance)
+        limit = chance.uniform(10, 40)
+        if chance.random() < 0.8:
+            begin.header.timeout.CopyFrom(duration(limit))
+        deadline = self.node.loop.time() + limit
+        sim.observer.note(f"{self.node.name} begins {tag}: {_words(begin)}")
+        plan = await self.call("BeginWeightUpdate", begin, 10.0)
+        sent = self._contents(begin, plan, tag, chance)
+        gives_digest = chance.random() < 0.7 and len(sent) in (len(NAMES), len(ADAPTER_NAMES))
+        if gives_digest:
+            sim.digested.add(plan.update_id)
+        whole = sim.adapters.get((self.model, begin.adapter, tag)) or sim.published[self.model, plan.version.sequence]
+        renewing = asyncio.ensure_future(self._renew(plan))
+        try:
+            while True:
+                try:
+                    await self._attempt(plan, sent, deadline, chance)
+                    break
+                except RlctlError as error:
+                    if plan.attempt > begin.retries:
+                        raise
+                    again = update_pb2.RetryWeightUpdateRequest(
+                        update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+                    )
+                    sim.observer.note(f"{tag} tries again: {error}")
+                    plan = await self.call("RetryWeightUpdate", again, 10.0)
+            commit = update_pb2.CommitWeightUpdateRequest(
+                update_id=plan.update_id,
+                fencing_token=plan.fencing_token,
+                expected_digest=digest(whole) if gives_digest else "",
+            )
+            operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
+            sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
+            if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
+                sim.observer.staged(operation, plan)
+        except RlctlError as error:
+            sim.observer.note(f"{tag} failed: {error}")
+            self.boot_id = sim.world.new_id()
+            abort = update_pb2.AbortWeightUpdateRequest(
+                update_id=plan.update_id, fencing_token=plan.fencing_token, reason=str(error)
+            )
+            with contextlib.suppress(RlctlError):
+                await self.call("AbortWeightUpdate", abort, 60.0)
+        finally:
+            renewing.cancel()
+
+    def _contents(
+        self,
+        begin: update_pb2.BeginWeightUpdateRequest,
+        plan: update_pb2.BeginWeightUpdateResponse,
+        tag: str,
+        chance: random.Random,
+    ) -> Tensors:
+        """What is sent; what the model is made of afterwards goes on record, for the observer."""
+        sim = self.sim
+        if begin.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+            sent = sim.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
+            return sent
+        sent = whole = contents(tag)
+        if begin.kind == verbs_pb2.UPDATE_KIND_PARTIAL:
+            chosen = chance.sample(NAMES, chance.randint(1, len(NAMES) - 1))
+            sent = {name: content for name, content in whole.items() if name in chosen}
+            whole = {**sim.published[self.model, sim.observer.sequence(self.model)], **sent}
+        elif chance.random() < 0.04:
+            # It has forgotten one, on every source.
+            forgotten = chance.choice(NAMES)
+            sent = {name: content for name, content in whole.items() if name != forgotten}
+        sim.published[self.model, plan.version.sequence] = whole
+        return sent
+
+    async def _renew(self, plan: update_pb2.BeginWeightUpdateResponse) -> None:
+        request = update_pb2.RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
+        while True:
+            await asyncio.sleep(plan.lease_ttl.seconds / 3)
+            with contextlib.suppress(RlctlError):
+                await self.sim.network.call(self.node, COORDINATOR, "RenewLease", request, plan.lease_ttl.seconds / 3)
+
+    async def _attempt(
+        self, plan: update_pb2.BeginWeightUpdateResponse, sent: Tensors, deadline: float, chance: random.Random
+    ) -> None:
+        groups = sorted(plan.groups, key=lambda group: group.source)
+        shares = {group.group_name: list(sent)[group.source :: len(groups)] for group in groups}
+        writes = self._writes(plan.update_id, shares, chance)
+        in_flight = chance.random() < 0.3
+
+        def left() -> float:
+            return max(0.5, deadline - self.node.loop.time())
+
+        async def source(group: update_pb2.GroupPlan) -> None:
+            if not group.formed:
+                await self.sim.fabric.join(self.node, group.group_name, 0, group.world_size, left())
+            for name in shares[group.group_name]:
+                await self.sim.fabric.send(self.node, group.group_name, {name: sent[name]}, left())
+
+        async def drive() -> None:
+            for group in plan.groups:
+                if not group.formed:
+                    self._refuse_failed(await self.verb(_join(plan.update_id, group), left()))
+            if in_flight:
+                # It does not wait for one to be answered before it asks for the next.
+                for answer in await asyncio.gather(*(self.verb(write, left()) for write in writes)):
+                    self._refuse_failed(answer)
+            else:
+                for write in writes:
+                    self._refuse_failed(await self.verb(write, left()))
+
+        tasks = [asyncio.ensure_future(drive()), *(asyncio.ensure_future(source(group)) for group in groups)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _writes(self, update_id: str, shares: dict[str, list[str]], chance: random.Random) -> Writes:
+        """Everything in one request, or each round of buckets in one of its own."""
+        writes: Writes = []
+        apart = chance.random() < 0.4
+        for number in range(max(len(share) for share in shares.values())):
+            if apart or not writes:
+                writes.append(verbs_pb2.UpdateWeightsFromDistributedRequest())
+                writes[-1].header.fence.update_id = update_id
+            for name, share in shares.items():
+                if number < len(share):
+                    bucket = writes[-1].buckets.add(sequence=number, group_name=name, names=[share[number]])
+                    bucket.dtypes.append("torch.float32")
+                    bucket.shapes.add().dims.append(1)
+        return writes
+
+    def _refuse_failed(self, operation: Operation) -> None:
+        if operation.state != OPERATION_STATE_OK:
+            raise Reason.GROUP_FAILED.error(operation.error.message)
+
+
+def _join(update_id: str, group: update_pb2.GroupPlan) -> verbs_pb2.InitWeightsUpdateGroupRequest:
+    join = verbs_pb2.InitWeightsUpdateGroupRequest(
+        master_address="trainer",
+        master_port=1,
+        world_size=group.world_size,
+        group_name=group.group_name,
+        backend=group.backend,
+    )
+    join.header.fence.update_id = update_id
+    return join
+
+
+def _words(begin: update_pb2.BeginWeightUpdateRequest) -> str:
+    kind = verbs_pb2.UpdateKind.Name(begin.kind).removeprefix("UPDATE_KIND_").lower()
+    staged = ", staged" if begin.apply == verbs_pb2.APPLY_MODE_STAGED else ""
+    rolling = f", {begin.rollout.max_unavailable} at a time" if begin.rollout.max_unavailable else ""
+    return f"{kind}{staged}{rolling}, {begin.num_sources} sources, quorum {begin.options.quorum}"

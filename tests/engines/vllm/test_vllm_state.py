@@ -1,0 +1,95 @@
+"""What vLLM may be told when, and how its settings are read; without vLLM."""
+
+from __future__ import annotations
+
+import pytest
+from rlctl_vllm.engine import VLLMEngine
+from rlctl_vllm.facts import loads
+from rlctl_vllm.options import parse_options
+from rlctl_vllm.state import EVERYTHING, MODES, State
+
+from rlctl.engine import brings_ranks, engine_class
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_UNSPECIFIED,
+)
+
+
+def test_it_is_installed_and_brings_its_ranks() -> None:
+    assert engine_class("vllm") is VLLMEngine
+    assert brings_ranks("vllm")
+
+
+def test_modes() -> None:
+    assert State().pause(PAUSE_MODE_UNSPECIFIED) == PAUSE_MODE_ABORT
+    assert len(set(MODES.values())) == 4
+    with pytest.raises(RlctlError) as refused:
+        State().pause(99)  # type: ignore[arg-type]
+    assert refused.value.reason is Reason.UNSUPPORTED
+
+
+def test_a_state_of_its_own_for_pauses_and_memory() -> None:
+    state = State()
+    assert not state.stopped
+    state.held = True
+    assert state.stopped
+    state = State(paused=PAUSE_MODE_IN_PLACE, released={MEMORY_TAG_KV_CACHE})
+    assert state.stopped
+    with pytest.raises(RlctlError) as refused:
+        state.refuse_continue(updating=False)
+    assert refused.value.reason is Reason.MEMORY_RELEASED
+    state.released.clear()
+    with pytest.raises(RlctlError) as refused:
+        state.refuse_continue(updating=True)
+    assert refused.value.reason is Reason.ILLEGAL_STATE
+
+
+def test_memory_goes_from_the_kv_cache_on() -> None:
+    state = State()
+    assert state.release((), EVERYTHING) == EVERYTHING
+    assert state.release([MEMORY_TAG_KV_CACHE], EVERYTHING) == {MEMORY_TAG_KV_CACHE}
+    for released in (set(), {MEMORY_TAG_KV_CACHE}):
+        with pytest.raises(RlctlError) as refused:
+            State(released=released).release([MEMORY_TAG_WEIGHTS], EVERYTHING)
+        assert refused.value.field == "tags"
+    state.released = set(EVERYTHING)
+    assert state.release((), EVERYTHING) == frozenset()
+    assert state.resume([MEMORY_TAG_WEIGHTS], EVERYTHING) == {MEMORY_TAG_WEIGHTS}
+    assert State().resume((), EVERYTHING) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "field"),
+    [
+        ({"uds": "/tmp/x"}, Reason.FIELD_CONFLICT, "options.uds"),
+        ({"worker_extension_cls": "a.B"}, Reason.FIELD_CONFLICT, "options.worker_extension_cls"),
+        ({"--x": "1"}, Reason.FIELD_INVALID, "options.--x"),
+        ({"url": "vllm:80"}, Reason.FIELD_INVALID, "options.url"),
+        ({"url": "http://h", "max_model_len": "5"}, Reason.FIELD_CONFLICT, "options.max_model_len"),
+        ({"api_key_file": "/x"}, Reason.FIELD_CONFLICT, "options.api_key_file"),
+        ({"start_s": "soon"}, Reason.FIELD_INVALID, "options.start_s"),
+    ],
+)
+def test_settings_that_are_refused(given: dict[str, str], reason: Reason, field: str) -> None:
+    with pytest.raises(RlctlError) as refused:
+        parse_options(given)
+    assert (refused.value.reason, refused.value.field) == (reason, field)
+
+
+def test_loads_are_summed_over_engines() -> None:
+    text = "\n".join(
+        [
+            "# HELP vllm:num_requests_running x",
+            'vllm:num_requests_running{engine="0"} 2.0',
+            'vllm:num_requests_running{engine="1"} 1.0',
+            'vllm:num_requests_waiting{engine="0"} 4.0',
+            'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 4.0',
+            'vllm:generation_tokens_total{engine="0"} 70.0',
+        ]
+    )
+    told = loads(text)
+    assert (told.running, told.waiting, told.generated_tokens) == (3, 4, 70)

@@ -1,0 +1,106 @@
+"""A real vLLM that somebody else has started, without rlctl's extension: attached to, and what it cannot do is said."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlctl_servers.http import Http
+from rlctl_vllm.engine import VLLMEngine
+from rlctl_vllm.options import Options
+from rlctl_vllm.process import VLLMProcess
+from server_stage import Driver, changed, greedy, prompt, refusal
+
+import rlctl
+from rlctl.demo.tiny import encode
+from rlctl.engine import EngineConfig
+from rlctl.errors import Reason, RlctlError
+from rlctl.loops import LoopThread
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Plain(VLLMProcess):
+    """A server on a port, and without the extension."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, Options())
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.http = Http("vLLM", f"http://127.0.0.1:{self._port}")
+
+    def command(self) -> Sequence[str]:
+        """Its command line, with a port in place of the socket."""
+        words = list(super().command())
+        for name in ("--uds", "--worker-extension-cls"):
+            at = words.index(name)
+            del words[at : at + 2]
+        return [*words, "--port", str(self._port), "--host", "127.0.0.1"]
+
+
+@pytest.fixture(scope="module")
+def url(vllm: str, tiny: tuple[Any, Path]) -> Iterator[str]:
+    loop = LoopThread("plain")
+    process = Plain(EngineConfig(str(tiny[1]), dtype="float32"))
+    try:
+        loop.submit(process.start(lambda error: None)).result(300)
+        yield process.http.url
+    finally:
+        loop.submit(process.stop()).result(60)
+        loop.stop()
+
+
+def call(url: str, path: str) -> None:
+    """What somebody else tells it."""
+
+    async def tell() -> None:
+        http = Http("vLLM", url)
+        assert (await http.call(path, {}, timeout_s=30)).ok
+        await http.close()
+
+    asyncio.run(tell())
+
+
+def test_attaching(url: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    options = {"url": url, "allowed_roots": str(tmp_path)}
+    call(url, "/pause?mode=keep")
+    paused = Driver(VLLMEngine, tiny[1], options=options)
+    with pytest.raises(RlctlError) as refused:
+        paused.start()
+    paused.stop()
+    assert (refused.value.reason, refused.value.field) == (Reason.ILLEGAL_STATE, "options.url")
+    call(url, "/resume")
+    driver = Driver(VLLMEngine, tiny[1], options=options)
+    try:
+        info = driver.start()
+        assert not info.fenced
+        assert not driver.engine.can_restart()
+        assert list(info.capabilities.transports) == [common.TRANSPORT_DISK]
+        assert not info.model_digest
+        why = refusal(driver, v.UpdateWeightsFromDistributedRequest(), update_id="u")
+        assert (why.reason, why.outcome) == (Reason.UNSUPPORTED, common.OUTCOME_SKIPPED)
+        assert "--worker-extension-cls" in why.message
+        assert refusal(driver, v.CheckWeightsRequest()).outcome == common.OUTCOME_SKIPPED
+        model = changed(tiny[0], seed=1)
+        model.save_pretrained(tmp_path / "saved")
+        driver.prepare("u")
+        request = v.UpdateWeightsFromDiskRequest(
+            model_path=str(tmp_path / "saved"), expected_digest=rlctl.model_digest(model)
+        )
+        driver.tell(request, update_id="u")
+        version = driver.commit("u", "from-disk", 2)
+        driver.tell(v.ContinueGenerationRequest())
+        generating = driver.begin(prompt(encode("4"), 8))
+        last = generating.result()[-1].samples[0]
+        assert generating.tokens == greedy(model, encode("4"), 8)
+        assert last.versions[0].version == version
+    finally:
+        driver.stop()
+    call(url, "/resume")  # it was not ours to end

@@ -1,0 +1,112 @@
+"""A trainer's publisher, a coordinator, a torch engine and a real vLLM server, as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_stage import changed, greedy
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.demo.tiny import encode
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    engines = [
+        EngineSpec("actor-0", str(tiny[1]), engine="torch", options=options),
+        EngineSpec("actor-1", str(tiny[1]), engine="vllm", options=options),
+    ]
+    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+        yield fleet
+
+
+def both_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
+    """The same greedy tokens, log probabilities within 1e-3, at the same version."""
+    prompt = encode("1+2=")
+    wanted = greedy(model, prompt, 8)
+    logprobs: dict[str, list[float]] = {}
+    while len(logprobs) < 2:  # a stage that was just admitted may not be known to the client yet
+        response = fleet.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True, return_logprob=True)
+        (sample,) = response.samples
+        assert list(sample.output_ids) == wanted
+        assert {span.version.label for span in sample.versions} == {version.label}
+        logprobs[response.slot] = [entry.logprob for entry in sample.output_logprobs]
+    assert logprobs["actor-0"] == pytest.approx(logprobs["actor-1"], abs=1e-3)
+
+
+def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    (model,) = fleet.status().models
+    assert model.latest.sequence == 1
+    assert model.model_digest == rlctl.model_digest(tiny[0])
+    both_generate_like(fleet, tiny[0], model.latest)
+
+
+def test_one_transaction_updates_both_kinds_of_engine(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    publisher = fleet.publisher("actor", trainer="test")
+    try:
+        for number in range(2):
+            model = changed(tiny[0], seed=number)
+            result = publisher.update(model, version=f"step-{number}")
+            assert result.model_digest == rlctl.model_digest(model)
+            stages = result.operation.stage_results
+            assert {stage.slot for stage in stages} == {"actor-0", "actor-1"}
+            assert {stage.verified for stage in stages} == {common.VERIFICATION_LEVEL_EXPECTED}
+            both_generate_like(fleet, model, result.version)
+    finally:
+        publisher.close()
+
+
+def test_from_disk(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    model = changed(tiny[0], seed=4)
+    model.save_pretrained(tmp_path / "saved")
+    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="disk")
+    assert operation.model_digest == rlctl.model_digest(model)
+    both_generate_like(fleet, model, operation.weight_version)
+
+
+def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
+    for mode in ("abort", "retract", "in_place", "drain"):
+        assert fleet.pause_generation(mode).state == OPERATION_STATE_OK
+        assert {stage.state for stage in fleet.status().stages} == {common.STAGE_STATE_PAUSED}
+        assert fleet.continue_generation().state == OPERATION_STATE_OK
+    with pytest.raises(RlctlError) as refused:
+        fleet.call(v.ReleaseMemoryRequest(), slots=["actor-1"])
+    assert refused.value.reason is Reason.UNSUPPORTED_BY_ALL
+    assert "--enable-sleep-mode" in refused.value.message
+
+
+def test_a_server_that_is_killed_comes_back_with_weights_that_no_disk_has(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    """The stage server starts it again, and the torch engine's weights heal it, without the trainer."""
+    model = changed(tiny[0], seed=77)
+    publisher = fleet.publisher("actor", trainer="survivor")
+    result = publisher.update(model, version="survives")
+    publisher.close()
+    before = stage_of(fleet.status(), "actor-1").incarnation
+    (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
+    os.kill(rank.server_info.pid, signal.SIGKILL)
+    for event in fleet.watch():
+        stages = [s for s in event.fleet.stages if s.registration.slot == "actor-1"]
+        if any(stage.incarnation > before and stage.routable for stage in stages):
+            break
+    after = stage_of(fleet.status(), "actor-1")
+    assert after.report.weight_version == result.version
+    assert after.report.model_digest == rlctl.model_digest(model)
+    both_generate_like(fleet, model, result.version)
+
+
+def stage_of(status: Any, slot: str) -> Any:
+    return next(stage for stage in status.stages if stage.registration.slot == slot)
