@@ -50,15 +50,21 @@ def summary(full_name: str) -> str:
 
 
 def rpc(service: str, method: str) -> tuple[str, dict[str, str]]:
-    """(what an RPC does, its answers to :data:`ANSWERS`) from its comment. ``service`` is without the package."""
-    prose, answers = [], {}
+    """(what an RPC does, its answers to :data:`ANSWERS`) from its comment. ``service`` is without the package.
+
+    An answer goes on until the next question.
+    """
+    prose: list[str] = []
+    answers: dict[str, list[str]] = {}
+    part = prose
     for line in comment(f"{PACKAGE}.{service}.{method}").splitlines():
         question, colon, answer = line.partition(": ")
         if colon and question in ANSWERS:
-            answers[question] = answer.strip()
-        elif line:
-            prose.append(line)
-    return " ".join(prose), answers
+            part = answers.setdefault(question, [])
+            line = answer
+        if line:
+            part.append(line.strip())
+    return " ".join(prose), {question: " ".join(lines) for question, lines in answers.items()}
 
 
 @functools.cache

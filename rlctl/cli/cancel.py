@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlctl.cli import results
+from rlctl.cli.get import whole_id
 from rlctl.cli.options import Command, pass_settings
 from rlctl.cli.output import show
 from rlctl.cli.session import bounded
@@ -20,6 +21,7 @@ def cancel(settings: Settings, operation_id: str) -> None:
     Targets that have not started do not; the others end as they would have. Prints the operation as it ended.
     """
     with bounded(settings) as fleet:
+        operation_id = whole_id(fleet, operation_id)
         if settings.dry_run:
             operation = fleet.operation(operation_id)
         else:

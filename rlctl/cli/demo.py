@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -44,15 +45,19 @@ def demo(steps: int, engine: str, seed: int, as_json: bool, plot: Path | None, s
 
     display = show.Display(as_json=as_json)
     settings = loop.Settings(seed=seed, steps=steps, engine=engine, sabotage=sabotage or "")
+    directory = Path(tempfile.mkdtemp(prefix="rlctl-demo-"))
+    keep = False
     try:
-        with tempfile.TemporaryDirectory(prefix="rlctl-demo-") as directory:
-            verdict = loop.run(settings, loop.Listener(display.note, display.step), Path(directory))
+        verdict = loop.run(settings, loop.Listener(display.note, display.step), directory)
     except RlctlError as error:
+        keep = True  # the error names a log in it
         display.close()
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {error}\n  Logs and checkpoint are kept in {directory}.", err=True)
         sys.exit(1)
     finally:
         display.close()
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
     display.end(verdict)
     if plot is not None:
         show.plot(display.steps, verdict, plot)

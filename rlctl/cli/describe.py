@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlctl.cli import results, roster, text
+from rlctl.cli.get import whole_id
 from rlctl.cli.options import Command, pass_settings
 from rlctl.cli.output import View, show
 from rlctl.cli.session import bounded
@@ -45,7 +46,7 @@ def describe_model(settings: Settings, name: str) -> None:
 def describe_operation(settings: Settings, operation_id: str) -> None:
     """Show everything about an operation: times, version, and the result of every rank."""
     with bounded(settings) as fleet:
-        operation = fleet.operation(operation_id)
+        operation = fleet.operation(whole_id(fleet, operation_id))
     show(settings, View(operation, lambda _: _tables(operation), lambda: [operation.operation_id], whole_ids=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,9 +14,13 @@ from rlctl.cli.session import bounded
 from rlctl.cli.settings import Settings
 from rlctl.cli.tables import Table
 from rlctl.cli.types import ParamType
+from rlctl.errors import Reason
 from rlctl.outcomes import acknowledged
 from rlctl.v1.results_pb2 import Operation, OperationState
 from rlctl.verbs import VERBS
+
+if TYPE_CHECKING:
+    from rlctl.client.fleet import Fleet
 
 OPERATION_VERBS = (
     *(verb.name for verb in VERBS.values() if verb.fleet and (verb.mutating or verb.reads_if)),
@@ -25,6 +29,8 @@ OPERATION_VERBS = (
 """Verbs that are on record; WeightUpdate is a trainer's."""
 
 STATES = ("running", "ok", "partial", "failed", "unknown", "cancelled")
+
+_ID_LENGTH, _END_LENGTH = 36, 4
 
 _model = click.option("--model", default="", metavar="NAME", help="Only this model.")
 
@@ -87,11 +93,30 @@ operations = _operations("operations")
 @click.argument("operation_id", metavar="ID")
 @pass_settings
 def get_operation(settings: Settings, operation_id: str) -> None:
-    """Show one operation as its verb printed it. Its id is the request_id of the call that made it."""
+    """Show one operation as its verb printed it. Its id is the request_id of the call that made it.
+
+    The end of an id is enough where no other one ends so.
+    """
     with bounded(settings) as fleet:
-        operation = fleet.operation(operation_id)
+        operation = fleet.operation(whole_id(fleet, operation_id))
     show(settings, results.view(operation))
     settings.say(results.summary(operation))
+
+
+def whole_id(fleet: Fleet, written: str) -> str:
+    """The operation's id: a list on a terminal shows the end only. Raises FIELD_INVALID when several end so.
+
+    What is no operation's end is returned as it is: the coordinator says what is wrong with it.
+    """
+    end = written.removeprefix("…")
+    if len(end) == _ID_LENGTH or len(end) < _END_LENGTH:
+        return written
+    ids = [each.operation_id for each in fleet.operations(page_size=1000) if each.operation_id.endswith(end)]
+    if len(ids) > 1:
+        raise Reason.FIELD_INVALID.error(
+            f"{len(ids)} operations end in {end!r}: {', '.join(ids)}", field="operation_id"
+        )
+    return ids[0] if ids else written
 
 
 def _operations_view(listed: Sequence[Operation]) -> View:

@@ -5,6 +5,7 @@ Commands are the entries of ``COMMANDS`` and the rows of the verb table.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gc
 import importlib
@@ -133,6 +134,19 @@ class Words(click.Group):
         if len(below) == 1 and below[0].words == words:
             return below[0].load()
         return Words(f"{words} ", name=cmd_name, help=_list_of(words, below))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, which knows no words to suggest: commands are found when they are used."""
+        word = args[0]
+        if word not in self._below() and not word.startswith("-") and not ctx.resilient_parsing:
+            near = [f"{self.prefix}{other}" for other in difflib.get_close_matches(word, self._below())]
+            # "checksum" is `weights checksum`.
+            near = near or [words for words in entries() if words.endswith(f" {word}")]
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            ctx.fail(f"No such command '{self.prefix}{word}'.{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Words with their one line, by section."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlctl.cli import state
 from rlctl.cli.output import View
-from rlctl.cli.settings import MACHINE_FORMATS, Settings
+from rlctl.cli.settings import ENDPOINT, MACHINE_FORMATS, Settings
 from rlctl.cli.tables import Table, facts
 from rlctl.errors import Reason
 from rlctl.launch.deployment import Deployment
@@ -86,7 +86,9 @@ def prepare(file: Path | None, given: Flags) -> Prepared:
     if running is not None and not running.alive:
         running = None
     models = tuple(dataclasses.replace(model, model_path=_absolute(model.model_path)) for model in topology.models)
-    topology = dataclasses.replace(topology, models=models)
+    # Where nobody says so it stays where it is.
+    listen = topology.listen or (running.deployment.get("listen", "") if running is not None else "") or ENDPOINT
+    topology = dataclasses.replace(topology, models=models, listen=listen)
     bind = ""
     if topology.interface:
         from rlctl.weights.interfaces import address_on

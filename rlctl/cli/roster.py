@@ -99,7 +99,8 @@ def models_table(fleet: Fleet, wide: bool) -> Table:
 def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
     if stage.routable or stage.not_routable == _state(stage):
-        return text.error(stage.quarantine)
+        # What the operator has said must be seen whatever the state: it holds when the state is over.
+        return "; ".join(filter(None, [text.error(stage.quarantine), "" if stage.enabled else "disabled"]))
     return stage.not_routable
 
 

@@ -175,7 +175,6 @@ def _refuse_used_port(listen: str) -> None:
 
 
 def _state_view(ready: FleetState) -> View:
-    logs = Path(ready.directory) / "logs"
     about = facts(
         [
             ("Fleet", ready.name),
@@ -188,7 +187,8 @@ def _state_view(ready: FleetState) -> View:
     processes = Table(
         ("PROCESS", "PID", "STATE", "LOG"),
         [
-            [name, str(pid), ready.engines.get(name, ""), str(logs / f"{name}.log")]
+            # Below the directory that "State" names: whole paths would be broken in the middle.
+            [name, str(pid), ready.engines.get(name, ""), f"logs/{name}.log"]
             for name, pid in ready.processes.items()
         ],
     )

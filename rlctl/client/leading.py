@@ -418,10 +418,10 @@ class Leading:
 
 def _worth_retrying(error: RlctlError) -> bool:
     """Whether a group failed, rather than a source or what was asked for."""
-    if isinstance(error, OperationFailed):
+    if isinstance(error, OperationFailed) and error.operation.stage_results:
         lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
         return any(result.outcome in lost for result in error.operation.stage_results)
-    return error.reason is Reason.GROUP_FAILED
+    return error.reason is Reason.GROUP_FAILED  # also of a write that was not let in, since another one had failed
 
 
 async def _nothing_to_ship(segments: Sequence[TensorSegment]) -> None:

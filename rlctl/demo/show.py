@@ -83,9 +83,10 @@ class Display:
 
 
 def _table(steps: Sequence[Step]) -> Table:
-    table = Table()
+    # Fits into 80 columns: heads of two lines, no frame.
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     for column in COLUMNS:
-        table.add_column(column, no_wrap=True)
+        table.add_column(column.replace(" ", "\n"), no_wrap=True, justify="right")
     for step in steps:
         table.add_row(*_cells(step), style="red" if step.problem else "")
     return table

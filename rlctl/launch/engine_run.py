@@ -18,6 +18,8 @@ from rlctl.launch.spec import EngineSpec, rank_arguments
 from rlctl.v1.fleet_pb2 import Stage
 
 START_S = 300.0
+LOAD_S = 1860.0
+"""More than a stage server gives its engine, so that the one that knows the cause ends first."""
 BACKOFF_AT_MOST_S = 60.0
 TELL_S = 1.0
 STEADY_S = 60.0
@@ -47,12 +49,14 @@ class Limits:
 
     Attributes:
         start_s: from the start of a process until it has announced itself.
+        load_s: from the start of rank 0 until its engine has loaded.
         heal_s: from then until the stage is routable.
         drain_s: for requests to end before an engine is stopped.
         backoff_s: before the first attempt after a failure; doubles.
     """
 
     start_s: float = START_S
+    load_s: float = LOAD_S
     heal_s: float = 300.0
     drain_s: float = 60.0
     backoff_s: float = 1.0
@@ -156,7 +160,7 @@ class EngineRun:
                     self._told = False
                     self._enter(Phase.HEALING)
                 else:
-                    self._limit(self._limits.start_s, "it did not load")
+                    self._limit(self._limits.load_s, "it did not load")
             case Phase.HEALING:
                 facts = self.leader.facts
                 if stage is not None and stage.routable and stage.registration.address == facts["address"]:

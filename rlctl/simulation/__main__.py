@@ -26,6 +26,13 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def _progress(text: str) -> None:
+    """What it is at, on a terminal; "" takes it away."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
 def main() -> int:
     """Run seeds until one breaks a promise; print what happened in it, and what of it is needed."""
     parser = argparse.ArgumentParser(prog="tools/simulate", description=__doc__)
@@ -46,6 +53,7 @@ def main() -> int:
     began = time.monotonic()
     for result in _results(seeds, off, arguments.jobs):
         done += 1
+        _progress(f"{done} of {len(seeds)} seeds" if done < len(seeds) and not result.violations else "")
         total.add(result.counts)
         if result.violations:
             failing += 1
@@ -75,6 +83,8 @@ def _results(seeds: range, off: frozenset[str], jobs: int) -> Iterator[Result]:
 
 
 def _explain(result: Result, off: frozenset[str], *, whole: bool) -> None:
+    if not whole:
+        _say(f"  running it up to {TRIALS} times more, for what of it is needed (--no-shrink does not)")
     needed = frozenset[str]() if whole else shrink(result, off, TRIALS)
     again = run(result.seed, off, dropped=needed, telling=True)
     _tell(again)

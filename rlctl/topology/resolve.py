@@ -23,7 +23,6 @@ from rlctl.topology.resolved import Group, Model, Topology
 from rlctl.topology.schema import FILE, Section, read
 
 GPUS_PER_NODE = 8
-LISTEN = "127.0.0.1:5080"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _SERVING = ("regular", "prefill", "decode", "encoder")
@@ -73,7 +72,7 @@ class _Resolver:
             source=self._problems.source,
             name=name,
             launcher=flags.launcher or fleet.get("launcher", "local"),
-            listen=flags.listen or fleet.get("listen", LISTEN),
+            listen=flags.listen or fleet.get("listen", ""),
             num_gpus=self._total(models),
             num_gpus_per_node=self._per_node,
             token_file=auth.get("token_file", ""),

@@ -87,7 +87,7 @@ class Topology:
         source: the file, or "command line".
         name: of the fleet on this machine.
         launcher: "local" or "ray".
-        listen: where the coordinator listens.
+        listen: where the coordinator listens; "" where nothing says so.
         num_gpus: of all groups, placeholders included.
         num_gpus_per_node: of a node.
         token_file: file with the bearer token, or "".

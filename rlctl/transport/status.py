@@ -20,6 +20,9 @@ MAX_VALUE = 500
 # Keys of ErrorInfo.metadata that carry the parts of an ErrorDetail.
 _FIELD, _NEXT_STEP = "field", "next_step"
 
+_NOT_GRPC = "Received http2 header with status"
+"""How gRPC begins to say that a web server or a proxy has answered."""
+
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) -> NoReturn:
     """End a call with the error."""
@@ -68,6 +71,9 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
             return Reason.CANCELLED.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Reason.MESSAGE_TOO_LARGE.error(details)
+        case grpc.StatusCode.UNIMPLEMENTED if details.startswith(_NOT_GRPC):
+            # A 404: nobody has taken the call, so it is not tried again.
+            return Reason.UNREACHABLE.error(f"what answers there is no gRPC server: {details}")
         case grpc.StatusCode.UNIMPLEMENTED:
             return Reason.VERB_UNKNOWN.error(details)
         case grpc.StatusCode.UNAUTHENTICATED:

@@ -10,8 +10,9 @@ import pytest
 from cli_helpers import Cli
 from rich.console import Console
 
-from rlctl.demo.judge import Judge, Step
+from rlctl.demo.judge import Judge, Step, Verdict
 from rlctl.demo.show import Display
+from rlctl.errors import Reason
 
 
 def step(number: int) -> Step:
@@ -33,12 +34,19 @@ def on_terminal(*, width: int, height: int, steps: int) -> tuple[str, str]:
 
 def test_a_low_terminal_shows_the_newest_steps_and_all_of_them_at_the_end() -> None:
     live, end = on_terminal(width=120, height=24, steps=40)
-    last_frame = live[live.rindex("rollout reward") :]
+    last_frame = live[live.rindex("version") :]
     assert "step-40" in last_frame
     assert "step-23" in last_frame
     assert "step-22" not in last_frame
     assert len(last_frame.splitlines()) < 24
     assert all(f"step-{number} " in end for number in range(1, 41))
+
+
+def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
+    _, end = on_terminal(width=80, height=24, steps=40)
+    assert "…" not in end
+    row = next(line for line in end.splitlines() if "step-40" in line)
+    assert row.split()[:2] == ["40", "step-40"]
 
 
 def test_the_verdict_names_its_measure_and_is_broken_between_words_only() -> None:
@@ -62,3 +70,29 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_runs(cli: Cli,
     ran = cli("demo", "--plot", str(tmp_path / "nowhere" / "plot.png"))
     assert ran.code == 2
     assert "nowhere/plot.png cannot be written" in ran.err
+
+
+def test_what_a_failed_demo_names_is_kept_and_the_rest_is_not(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from rlctl.demo import loop
+
+    def fail(settings: loop.Settings, listener: loop.Listener, directory: Path) -> Verdict:
+        log = directory / "actor-0.log"
+        log.write_text("why")
+        raise Reason.ENGINE_FAILED.error("actor-0 ended", next_step=f"See {log}.")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(loop, "run", fail)
+    ran = cli("demo")
+    (directory,) = tmp_path.glob("rlctl-demo-*")
+    assert ran.code == 1
+    assert f"See {directory / 'actor-0.log'}." in ran.err
+    assert (directory / "actor-0.log").read_text() == "why"
+
+    def interrupt(*_: object) -> Verdict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "run", interrupt)
+    assert cli("demo").code != 0
+    assert list(tmp_path.glob("rlctl-demo-*")) == [directory]

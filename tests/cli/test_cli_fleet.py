@@ -88,6 +88,25 @@ def test_an_operation_is_shown_as_its_verb_showed_it(rlctl: LiveFleet) -> None:
     assert rlctl("get", "operation", "0190-nope").code == 2
 
 
+def test_the_end_of_an_id_is_enough_as_lists_show_no_more(rlctl: LiveFleet) -> None:
+    rlctl("pause")
+    (operation_id,) = rlctl("get", "operations", "-o", "name").out.split()
+    for end in (operation_id[-12:], f"…{operation_id[-12:]}"):
+        assert rlctl("get", "operation", end, "-o", "name").out == f"{operation_id}\n"
+        assert f"Operation:  {operation_id}" in rlctl("describe", "operation", end).out
+        assert rlctl("cancel", end).code == 0
+    assert rlctl("get", "operation", operation_id[-3:]).code == 2, "too short to be meant"
+
+
+def test_an_end_that_several_ids_have_is_refused(rlctl: LiveFleet) -> None:
+    head, tail = "01a20121-d3de-759e-ac6", "-704327e98266"
+    for digit in "12":
+        assert rlctl("pause", "--request-id", f"{head}{digit}{tail}").code == 0
+    refused = rlctl("get", "operation", tail[1:])
+    assert refused.code == 2
+    assert f"2 operations end in '{tail[1:]}'" in refused.err
+
+
 def test_a_stage_is_described_with_ranks_and_capabilities(rlctl: LiveFleet) -> None:
     out = rlctl("describe", "stage", "b").out
     assert "Layout:           TP 2, PP 1, DP 1, EP 1" in out
@@ -114,6 +133,8 @@ def test_a_disabled_stage_is_not_routable_and_says_so(rlctl: LiveFleet) -> None:
     assert words(rlctl("get", "stages").out)[1][3] == "yes"
     assert rlctl("disable", "a").code == 0
     assert words(rlctl("get", "stages").out)[1][-1] == "disabled"
+    assert rlctl("pause").code == 0
+    assert words(rlctl("get", "stages").out)[1][-1] == "disabled", "it holds when the pause is over"
     assert rlctl("disable", "nope").code == 2
     assert rlctl("enable", "a", "b", "-o", "name").out == "a\nb\n"
 

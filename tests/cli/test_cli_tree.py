@@ -84,6 +84,21 @@ def test_unknown_words_are_usage_errors(cli: Cli) -> None:
     assert cli("pause", "--mode", "gently").code == 2
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("statu", "status"),
+        ("checksum", "weights checksum"),
+        ("weights updat", "weights update"),
+        ("get stage", "get stages"),
+    ],
+)
+def test_a_wrong_word_is_told_what_is_near(cli: Cli, typed: str, meant: str) -> None:
+    ran = cli(*typed.split())
+    assert ran.code == 2
+    assert f"No such command '{typed}'. Did you mean '{meant}'" in ran.err
+
+
 def test_next_steps_name_commands_that_exist() -> None:
     named = [words for reason in Reason for words in re.findall(r"`rlctl ([a-z ]+)`", reason.next_step)]
     assert named

@@ -102,6 +102,15 @@ def test_the_comment_of_every_rpc_answers_what_a_caller_asks(service: str, metho
     assert all(answers.values())
 
 
+def test_an_answer_of_several_lines_is_one_answer() -> None:
+    text, answers = descriptors.rpc("CoordinatorService", "LoadAdapter")
+    assert text.endswith("to all stages of the model.")
+    assert answers["Effect"].endswith(
+        "Refused while requests run with the adapter that it replaces, unless generation "
+        "is paused or abort_requests is set."
+    )
+
+
 @pytest.mark.parametrize("verb", OFFERED, ids=lambda verb: verb.name)
 def test_the_deadline_in_the_comment_is_that_of_the_table(verb: Verb) -> None:
     _, answers = descriptors.rpc("CoordinatorService", verb.name)

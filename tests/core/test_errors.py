@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
 from rlctl.transport import status
-from rlctl.v1.common_pb2 import ErrorDetail
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, ErrorDetail
 from rlctl.v1.results_pb2 import Operation
 
 
@@ -52,6 +52,19 @@ async def test_cause_and_next_step_are_two_sentences_and_come_apart_again() -> N
         "STAGE_NOT_SERVING: It is PAUSED. Ask another stage, or wait."
     )
     assert (await over_the_wire(error)).message == "actor-0 is PAUSED"
+
+
+def test_a_web_server_is_not_taken_for_a_coordinator_of_another_version() -> None:
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(),
+        details="Received http2 header with status: 404",
+    )
+    error = status.from_grpc(failed)
+    assert error.reason is Reason.UNREACHABLE
+    assert "no gRPC server" in error.message
+    assert error.outcome != OUTCOME_UNKNOWN, "it would be tried again until the time is up"
 
 
 async def test_the_status_code_is_the_exceptions() -> None:

@@ -12,6 +12,7 @@ from rlctl.launch import engine_run
 from rlctl.launch.devices import gpu_count
 from rlctl.launch.engine_run import EngineRun, Limits, Phase
 from rlctl.launch.spec import EngineSpec
+from rlctl.stage import server
 from rlctl.v1.fleet_pb2 import Stage
 
 
@@ -124,7 +125,7 @@ def test_rank_zero_is_started_when_its_followers_listen_and_serves_when_it_is_ro
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.LOADING, Phase.HEALING])
 def test_what_takes_too_long_fails_with_its_reason_and_log(phase: Phase, clock: Callable[[float], None]) -> None:
     children = Children()
-    run = started(children, [], Limits(start_s=10, heal_s=10))
+    run = started(children, [], Limits(start_s=10, load_s=10, heal_s=10))
     while run.phase is not phase:
         children.all[-1].announce()
         run.advance(None)
@@ -135,6 +136,11 @@ def test_what_takes_too_long_fails_with_its_reason_and_log(phase: Phase, clock: 
     assert run.error.reason is Reason.DEADLINE_EXCEEDED
     assert "/logs/a" in run.error.next_step
     assert all(child.returncode is not None for child in children.all)
+
+
+def test_who_knows_why_an_engine_does_not_load_gives_up_first() -> None:
+    """The engine's own limit (start_s of a server, 900 s) and the stage server's must be over before the launcher's."""
+    assert Limits().load_s > server.START_S > 900
 
 
 def test_an_engine_that_ends_is_tried_again_with_longer_and_longer_pauses(clock: Callable[[float], None]) -> None:

@@ -120,7 +120,8 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
             "actor-0": "unchanged", "actor-1": "add", "actor-2": "add", "ref-0": "unchanged", "reward-0": "unchanged",
         }  # fmt: skip
         before = load.done
-        grown = rlctl("up", str(file), "--listen", "127.0.0.1:0", "-o", "json")
+        # What is not said again stays: where the coordinator listens.
+        grown = rlctl("up", str(file), "-o", "json")
         assert grown.returncode == 0, grown.stderr
         assert load.done > before, "nothing was served meanwhile"
         stages = {stage.registration.slot: stage for stage in fleet.status("actor").stages}
