@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest, rolling
     from rlctl.embed import EmbeddedFleet, embedded
     from rlctl.errors import OperationFailed, Reason, RlctlError
+    from rlctl.rollout.admission import max_staleness
+    from rlctl.rollout.sample import RolloutFailed, RolloutSample
 
 _HOMES = {
     "AsyncPending": "rlctl.client.pending",
@@ -35,10 +37,13 @@ _HOMES = {
     "Publisher": "rlctl.client.publisher",
     "Reason": "rlctl.errors",
     "RlctlError": "rlctl.errors",
+    "RolloutFailed": "rlctl.rollout.sample",
+    "RolloutSample": "rlctl.rollout.sample",
     "UpdateResult": "rlctl.client.publisher",
     "aio": "rlctl.client.aio",
     "connect": "rlctl.client.fleet",
     "embedded": "rlctl.embed",
+    "max_staleness": "rlctl.rollout.admission",
     "model_digest": "rlctl.client.publisher",
     "publisher": "rlctl.client.fleet",
     "rolling": "rlctl.client.publisher",
@@ -55,11 +60,14 @@ __all__ = [
     "Publisher",
     "Reason",
     "RlctlError",
+    "RolloutFailed",
+    "RolloutSample",
     "UpdateResult",
     "__version__",
     "aio",
     "connect",
     "embedded",
+    "max_staleness",
     "model_digest",
     "publisher",
     "rolling",

@@ -25,6 +25,13 @@ import click
     type=click.IntRange(1),
     help="Tensor-parallel ranks of both engines (torch, sglang).  [default: 2 and 1; of servers 1]",
 )
+@click.option(
+    "--mode",
+    default="sync",
+    show_default=True,
+    type=click.Choice(["sync", "one-step-off", "async"]),
+    help="Generate, then train; train on the samples of the step before; or on whatever has finished.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per step, a last one with the verdict.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG of reward and pauses.")
@@ -34,7 +41,14 @@ import click
     help="Break one thing on purpose; the demo must notice and fail.",
 )
 def demo(
-    steps: int, engine: str, tp: int | None, seed: int, as_json: bool, plot: Path | None, sabotage: str | None
+    steps: int,
+    engine: str,
+    tp: int | None,
+    mode: str,
+    seed: int,
+    as_json: bool,
+    plot: Path | None,
+    sabotage: str | None,
 ) -> None:
     """Train a tiny model by GRPO through a fleet on this machine.
 
@@ -53,7 +67,7 @@ def demo(
     from rlctl.errors import RlctlError
 
     display = show.Display(as_json=as_json)
-    settings = loop.Settings(seed=seed, steps=steps, engine=engine, tp_size=tp or 0, sabotage=sabotage or "")
+    settings = loop.Settings(seed=seed, steps=steps, engine=engine, tp_size=tp or 0, sabotage=sabotage or "", mode=mode)
     directory = Path(tempfile.mkdtemp(prefix="rlctl-demo-"))
     keep = False
     try:

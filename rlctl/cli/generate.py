@@ -120,16 +120,16 @@ class _Notices(logging.Handler):
 
 @contextlib.contextmanager
 def _telling_what_it_waits_for(settings: Settings) -> Iterator[None]:
-    from rlctl.client import generation
+    from rlctl.client import dispatch
 
-    notices, level = _Notices(settings), generation.log.level
-    generation.log.addHandler(notices)
-    generation.log.setLevel(logging.INFO)
+    notices, level = _Notices(settings), dispatch.log.level
+    dispatch.log.addHandler(notices)
+    dispatch.log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        generation.log.setLevel(level)
-        generation.log.removeHandler(notices)
+        dispatch.log.setLevel(level)
+        dispatch.log.removeHandler(notices)
 
 
 def _print(settings: Settings, responses: Sequence[GenerateResponse]) -> None:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.connection import Connection
+from rlctl.client.dispatch import Lines
 from rlctl.client.engine import AsyncEngine
 from rlctl.client.generation import Generator, build_request
+from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
+from rlctl.rollout.admission import Admission
 from rlctl.transport.auth import load_token
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
@@ -59,6 +62,17 @@ class Generating(Sampling, total=False):
     timeout_s: float
 
 
+class Rollouts(TypedDict, total=False):
+    """The settings of :meth:`AsyncFleet.rollout`."""
+
+    policy: str
+    admission: str | Admission
+    resume: Resume
+    max_inflight_samples: int | None
+    retries: int
+    session_idle_s: float
+
+
 async def connect(address: str, *, token: str | None = None, timeout_s: float = CONNECT_S) -> AsyncFleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
@@ -78,7 +92,8 @@ class AsyncFleet(AsyncAdmin):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._generator = Generator(connection)
+        self._lines = Lines(connection)
+        self._generator = Generator(self._lines)
 
     async def __aenter__(self) -> Self:
         """Use it as a context manager to close it."""
@@ -92,7 +107,7 @@ class AsyncFleet(AsyncAdmin):
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._generator.close()
+        await self._lines.close()
         await self.connection.close()
 
     def publisher(self, model: str, **settings: Any) -> AsyncPublisher:
@@ -109,6 +124,18 @@ class AsyncFleet(AsyncAdmin):
         raise Reason.STAGE_NOT_FOUND.error(f"there is no stage {slot!r}", field="slot")
 
     # Generation.
+
+    def rollout(self, model: str, **settings: Unpack[Rollouts]) -> AsyncRollout:
+        """What generates samples of a model for a trainer, over pauses, updates and failures.
+
+        ``policy``: least_connections (default), round_robin, or consistent_hashing, which keeps a session at one stage
+        and forgets it after ``session_idle_s`` (600). ``admission``: at which versions tokens may be generated: latest
+        (default), max_staleness=VERSIONS, any. ``resume``: a sample that is cut by a pause or an abort goes on where it
+        was, at any admitted stage (continue, default), or is returned (return). ``max_inflight_samples`` bounds how
+        many are generated at a time, over all calls. ``retries``: failures of stages that a sample survives (4). Raises
+        FIELD_INVALID.
+        """
+        return AsyncRollout(self._lines, model, **settings)
 
     async def generate(
         self,

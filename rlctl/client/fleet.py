@@ -6,11 +6,12 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.engine import AsyncEngine
+from rlctl.client.rollout import AsyncRollout
 from rlctl.loops import LoopThread
 
 if TYPE_CHECKING:
@@ -142,11 +143,30 @@ class Fleet(_OnLoop[AsyncFleet]):
         """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
         return Engine(self.loop.call(self.aio.engine(slot)), self.loop)
 
+    def rollout(self, model: str, **settings: Unpack[aio.Rollouts]) -> Rollout:
+        """What generates samples of a model for a trainer; see :meth:`rlctl.client.aio.AsyncFleet.rollout`."""
+        return Rollout(self.aio.rollout(model, **settings), self.loop)
+
     def publisher(self, model: str, **settings: Any) -> Publisher:
         """What sends a model's weights from this process; see :class:`rlctl.client.publisher.Publisher`."""
         from rlctl.client.publisher import Publisher  # loads torch
 
         return Publisher(self.aio.publisher(model, **settings), self.loop)
+
+
+class Rollout(_OnLoop[AsyncRollout]):
+    """Samples of one model. See :class:`rlctl.client.rollout.AsyncRollout` for every method."""
+
+    generate = _blocking(AsyncRollout.generate)
+    generate_batch = _blocking(AsyncRollout.generate_batch)
+    generate_until = _blocking(AsyncRollout.generate_until)
+    resume = _blocking(AsyncRollout.resume)
+    finish_session = _blocking(AsyncRollout.finish_session)
+
+    @property
+    def latest(self) -> int:
+        """Sequence number of the model's latest version as the coordinator last told it; 0: not known yet."""
+        return self.aio.latest
 
 
 class Engine(_OnLoop[AsyncEngine]):

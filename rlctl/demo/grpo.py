@@ -29,6 +29,7 @@ class Rollout:
         prompt: token ids.
         output: token ids that were generated.
         logprobs: the engine's log probability of each output token, natural logarithm.
+        versions: sequence number of the version of each output token.
         reward: 0.0 or 1.0.
         group: samples of the same prompt share it.
     """
@@ -36,6 +37,7 @@ class Rollout:
     prompt: list[int]
     output: list[int]
     logprobs: list[float]
+    versions: list[int]
     reward: float
     group: int
 
@@ -46,6 +48,7 @@ class Trainer:
     def __init__(self, model: Any, *, learning_rate: float, seed: int) -> None:
         self.model = model
         self._random = random.Random(seed)
+        self._past: dict[int, dict[str, torch.Tensor]] = {}
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
 
     def supervise(self, steps: int, batch: int) -> float:
@@ -64,10 +67,35 @@ class Trainer:
             self._apply(loss)
         return float(loss.detach())
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        """Log probabilities of the output tokens under the present weights, (rollouts, longest output), 0 beyond."""
+    def remember(self, version: int, keep: int = 1) -> None:
+        """The present weights are this version's; those of the ``keep`` newest versions are kept."""
+        self._past[version] = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        for old in sorted(self._past)[:-keep]:
+            del self._past[old]
+
+    def mismatch(self, rollouts: Sequence[Rollout]) -> float:
+        """Largest |log probability of the engine − of the trainer| of a token under the weights of its version."""
+        versions, told, mask = (
+            _rows([getattr(r, name) if name else [1.0] * len(r.output) for r in rollouts])
+            for name in ("versions", "logprobs", "")
+        )
+        worst = 0.0
+        for version in sorted(set(versions[mask > 0].tolist())):
+            if version not in self._past:
+                return float("inf")  # a version that was never trained, or is not known
+            with torch.no_grad():
+                difference = (self.logprobs(rollouts, self._past[version]) - told).abs()
+            worst = max(worst, float(difference[(versions == version) & (mask > 0)].max()))
+        return worst
+
+    def logprobs(self, rollouts: Sequence[Rollout], weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Log probabilities of the output tokens, (rollouts, longest output), 0 beyond.
+
+        ``weights``: tensors by name, instead of the present ones.
+        """
         tokens, mask = _padded([r.prompt + r.output for r in rollouts])
-        logits = self.model(input_ids=tokens, attention_mask=mask).logits.float()
+        inputs = {"input_ids": tokens, "attention_mask": mask}
+        logits = torch.func.functional_call(self.model, weights or {}, (), inputs).logits.float()
         found = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
         longest = max(len(r.output) for r in rollouts)
         rows = []
@@ -78,14 +106,10 @@ class Trainer:
         return torch.stack(rows)
 
     def step(self, rollouts: Sequence[Rollout]) -> float:
-        """One GRPO step; returns the largest |log probability of the engine − of the trainer| before it."""
+        """One GRPO step; returns the :meth:`mismatch` before it."""
+        difference = self.mismatch(rollouts)
         new = self.logprobs(rollouts)
-        old = torch.zeros_like(new)
-        mask = torch.zeros_like(new)
-        for row, rollout in enumerate(rollouts):
-            old[row, : len(rollout.output)] = torch.tensor(rollout.logprobs)
-            mask[row, : len(rollout.output)] = 1.0
-        difference = float(((new.detach() - old).abs() * mask).max())
+        old, mask = _rows([r.logprobs for r in rollouts]), _rows([[1.0] * len(r.output) for r in rollouts])
         advantages = _advantages(rollouts)[:, None]
         ratio = torch.exp(new - old)
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
@@ -109,6 +133,12 @@ def _advantages(rollouts: Sequence[Rollout]) -> torch.Tensor:
         values = torch.tensor(rewards)
         statistics[group] = (values.mean(), values.std(unbiased=False) + 1e-4)
     return torch.stack([(torch.tensor(r.reward) - statistics[r.group][0]) / statistics[r.group][1] for r in rollouts])
+
+
+def _rows(values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """(rollouts, longest output), 0 beyond."""
+    longest = max(map(len, values))
+    return torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in values])
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

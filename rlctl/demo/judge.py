@@ -19,13 +19,16 @@ class Step:
     Attributes:
         version: label that the fleet serves after it.
         reward: mean over the step's rollouts, sampled at temperature 1.
-        tokens_per_s: generated tokens over the time of the rollout.
+        tokens_per_s: generated tokens over the time of the rollout; of the whole step where both go on together.
         pause_ms: from the first engine's pause to the last one's resume; whole, as the coordinator's clock counts them.
         transfer_ms: from the first tensor to the last byte sent.
-        max_logprob_diff: largest |log probability of the engine − of the trainer| over the rollouts.
+        max_logprob_diff: largest |log probability of the engine − of the trainer| over the rollouts, each token under
+            the weights of the version that the engine says it is of.
         digests: model digest that each engine reports afterwards, by slot.
         expected: model digest of the trainer's weights.
         verified: level at which the update was verified, by slot.
+        staleness: versions that the oldest token trained on was behind.
+        dropped: prompts whose samples had become too old to be trained on, so far.
         problem: why the step failed, or "".
     """
 
@@ -39,6 +42,8 @@ class Step:
     digests: dict[str, str] = field(default_factory=dict)
     expected: str = ""
     verified: dict[str, str] = field(default_factory=dict)
+    staleness: int = 0
+    dropped: int = 0
     problem: str = ""
 
     def json(self) -> dict[str, Any]:
@@ -54,7 +59,9 @@ class Step:
 class Judge:
     """Looks at each step as it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_staleness: int = 0) -> None:
+        """``max_staleness``: versions that the samples may be behind."""
+        self._max_staleness = max_staleness
         self.steps: list[Step] = []
 
     def look(self, step: Step) -> str:
@@ -73,6 +80,8 @@ class Judge:
             return "the trainer's weights did not change"
         if not step.max_logprob_diff < MISMATCH:
             return f"log probabilities differ by {step.max_logprob_diff:.2g}, above {MISMATCH:g}"
+        if step.staleness > self._max_staleness:
+            return f"samples were {step.staleness} versions behind, above {self._max_staleness}"
         return ""
 
     def verdict(self, first: float, last: float) -> Verdict:
@@ -85,6 +94,7 @@ class Judge:
             reward_last=last,
             checksums_equal=bool(self.steps) and all(step.checksums_equal for step in self.steps),
             max_logprob_diff=max((step.max_logprob_diff for step in self.steps), default=0.0),
+            max_staleness=max((step.staleness for step in self.steps), default=0),
             steps=len(self.steps),
             problem=problems[0] if problems else "",
         )
@@ -98,6 +108,7 @@ class Verdict:
     reward_last: float
     checksums_equal: bool
     max_logprob_diff: float
+    max_staleness: int
     steps: int
     problem: str
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from rlctl.client.aio import Sampling
 from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher, model_digest
+from rlctl.client.rollout import Asking
 from rlctl.demo import tiny
 from rlctl.demo.grpo import Rollout, Trainer
 from rlctl.demo.judge import Judge, Step, Verdict
+from rlctl.demo.production import MAX_STALENESS, Production, staleness
 from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
 from rlctl.errors import RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
@@ -56,6 +57,7 @@ class Settings:
     engine: str = "torch"
     tp_size: int = 0
     sabotage: str = ""
+    mode: str = "sync"
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,17 @@ class _Loop:
         self._publisher: Publisher = fleet.publisher("actor", trainer="rlctl demo")
         self._random = random.Random(settings.seed + 1)
         self._sequence = 1
+        trainer.remember(self._sequence)
+        self._production = Production(
+            fleet.rollout("actor"),
+            settings.mode,
+            settings.prompts,
+            lambda count: draw(self._random, count),
+            self._asking(),
+        )
 
     def run(self) -> Verdict:
-        judge = Judge()
+        judge = Judge(MAX_STALENESS[self._settings.mode])
         first = self._evaluate()
         self._listener.note(f"greedy reward on all {len(EVERY)} sums before GRPO: {first:.2f}")
         for number in range(1, self._settings.steps + 1):
@@ -123,14 +133,15 @@ class _Loop:
             self._listener.step(step)
             if problem:
                 return judge.verdict(first, first)
+        self._production.close()
         last = self._evaluate()
         self._publisher.close()
         return judge.verdict(first, last)
 
     def _one(self, step: Step) -> None:
         started = time.perf_counter()
-        rollouts = self._roll_out(step.step)
-        step.tokens_per_s = sum(len(r.output) for r in rollouts) / (time.perf_counter() - started)
+        rollouts = self._roll_out(step)
+        waited = time.perf_counter()
         step.reward = sum(r.reward for r in rollouts) / len(rollouts)
         step.max_logprob_diff = self._trainer.step(rollouts)
         step.expected = model_digest(self._trainer.model)
@@ -140,37 +151,38 @@ class _Loop:
             step.pause_ms = update.pause_s * 1e3
             step.transfer_ms = update.transfer_s * 1e3
             self._sequence = update.version.sequence
+            self._trainer.remember(self._sequence, keep=MAX_STALENESS[self._settings.mode] + 1)
             step.verified = {
                 result.slot: VerificationLevel.Name(result.verified).removeprefix("VERIFICATION_LEVEL_").lower()
                 for result in update.operation.stage_results
             }
+        ended = waited if self._settings.mode == "sync" else time.perf_counter()
+        step.tokens_per_s = sum(len(r.output) for r in rollouts) / (ended - started)
         checked = self._fleet.check_weights()
         step.digests = {result.slot: result.rank_results[0].check.model_digest for result in checked.stage_results}
 
-    def _roll_out(self, step: int) -> list[Rollout]:
-        sampling: Sampling = {"n": self._settings.samples, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
-        if self._settings.engine != "sglang":
+    def _asking(self) -> Asking:
+        asking: Asking = {"n": self._settings.samples, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
+        if self._settings.engine == "torch":
             # SGLang draws by seeds only where it can make inference deterministic, which is not on a CPU.
-            sampling["seed"] = self._settings.seed * 1_000_003 + step * 1_009
-        problems = draw(self._random, self._settings.prompts)
-        prompts = [tiny.encode(problem.prompt) for problem in problems]
-        responses = self._fleet.generate_batch(
-            prompts,
-            model="actor",
-            return_logprob=True,
-            min_version_seq=self._sequence,
-            **sampling,
-        )
+            asking["seed"] = self._settings.seed * 1_000_003
+        return asking
+
+    def _roll_out(self, step: Step) -> list[Rollout]:
+        groups = self._production.batch(self._sequence)
+        step.staleness = max(staleness(samples, self._sequence) for _, samples in groups)
+        step.dropped = self._production.dropped
         return [
             Rollout(
-                prompt=prompt,
-                output=list(sample.output_ids),
-                logprobs=[token.logprob for token in sample.output_logprobs],
+                prompt=list(sample.prompt_ids),
+                output=sample.output_ids,
+                logprobs=sample.logprobs,
+                versions=[version.sequence if version else 0 for version in sample.versions],
                 reward=problem.reward(sample.text),
-                group=group,
+                group=number,
             )
-            for group, (problem, prompt, response) in enumerate(zip(problems, prompts, responses, strict=True))
-            for sample in response.samples
+            for number, (problem, samples) in enumerate(groups)
+            for sample in samples
         ]
 
     def _evaluate(self) -> float:

@@ -58,6 +58,9 @@ Fault = Callable[["FakeEngine", str, Call], Awaitable[None]]
 FAULTS: dict[tuple[str, int], Fault] = {}
 """Faults by (model path, rank); tests add and remove them."""
 
+TEXT_ID = 1_000_000
+"""Any text is this one token."""
+
 _STEPS: dict[str, Steps] = {}
 _ids = itertools.count(1)
 
@@ -469,13 +472,15 @@ class FakeEngine(Engine):
         return self.adapter_weights[name]
 
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
-        """Number the tokens, at the set pace."""
+        """Number the tokens, at the set pace: from 0 after a text, from the last id on after token ids."""
         rid = request.rid or f"fake-{next(_ids)}"
         if request.adapter:
             if request.adapter not in self.adapters:
                 raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.adapter!r} is loaded", field="adapter")
             self._with_adapter[rid] = request.adapter
         ended = self._running[rid] = asyncio.Event()
+        ids = request.input_ids.ids
+        first = ids[-1] + 1 if ids else 0
         params = request.sampling_params
         wanted = params.max_new_tokens if params.HasField("max_new_tokens") else 128
         try:
@@ -488,7 +493,14 @@ class FakeEngine(Engine):
                 elif count == wanted:
                     kind = rollout.FINISH_TYPE_LENGTH
                 adapter = self.adapters.get(request.adapter, verbs.Adapter()).version
-                yield self._part(rid, count, kind, adapter)
+                part = self._part(rid, count, kind, adapter, first + count)
+                if request.return_logprob:
+                    part.samples[0].output_logprobs.extend(
+                        rollout.TokenLogprob(token_id=token, logprob=-1.0) for token in part.samples[0].output_ids
+                    )
+                if request.HasField("text") and not count:
+                    part.prompt_ids.append(TEXT_ID)
+                yield part
                 if kind:
                     return
                 await asyncio.sleep(self._pace)
@@ -498,13 +510,15 @@ class FakeEngine(Engine):
             if not self._running:
                 self._idle.set()
 
-    def _part(self, rid: str, count: int, kind: rollout.FinishType.ValueType, adapter: str) -> rollout.GenerateResponse:
+    def _part(
+        self, rid: str, count: int, kind: rollout.FinishType.ValueType, adapter: str, token: int
+    ) -> rollout.GenerateResponse:
         sample = rollout.Sample(index=0, completion_tokens=count + (not kind))
         if kind:
             sample.finish_reason.type = kind
         else:
-            sample.output_ids.append(count)
-            sample.text = f"{count} "
+            sample.output_ids.append(token)
+            sample.text = f"{token} "
             sample.versions.add(version=self._version, start=count, end=count + 1, adapter_version=adapter)
         return rollout.GenerateResponse(rid=rid, prompt_tokens=1, samples=[sample])
 

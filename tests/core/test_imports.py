@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-_SHARED = ["v1", "errors", "verbs", "checks", "outcomes", "sampling", "times", "version", "fingerprints"]
+_SHARED = ["v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "times", "version", "fingerprints"]
 BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
 
@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/coordinator": PORTS | {"rlctl.control", "rlctl.transport"},
     "rlctl/transport": PORTS | {"rlctl.control"},
     "rlctl/simulation": PORTS | {"rlctl.control", "rlctl.worker", "rlctl.stage", "rlctl.coordinator"},
-    "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.loops"},
+    "rlctl/rollout": BASE,
+    "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.rollout", "rlctl.loops"},
     "engines/rlctl_servers": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_sglang": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
@@ -56,7 +57,9 @@ CORES = [
     "rlctl/coordinator/verification.py",
     "rlctl/coordinator/verifying.py",
     "rlctl/coordinator/versions.py",
+    "rlctl/rollout",
     "rlctl/checks.py",
+    "rlctl/merging.py",
     "rlctl/outcomes.py",
     "rlctl/engine.py",
     "rlctl/verbs.py",

@@ -30,6 +30,7 @@ def test_good_steps_and_a_rise_pass() -> None:
         ({"max_logprob_diff": 1e-4}, "log probabilities differ"),
         ({"max_logprob_diff": float("nan")}, "log probabilities differ"),
         ({"problem": "DIGEST_MISMATCH: x"}, "DIGEST_MISMATCH"),
+        ({"staleness": 1}, "samples were 1 versions behind, above 0"),
     ],
 )
 def test_a_broken_promise_is_named(changes: dict[str, object], named: str) -> None:

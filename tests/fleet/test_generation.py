@@ -13,7 +13,7 @@ from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.engine import Call
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.stage.generation import merge
+from rlctl.merging import merge
 from rlctl.testing.fake_engine import FAULTS, FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually

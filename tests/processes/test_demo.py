@@ -42,6 +42,13 @@ def test_the_demo_passes_and_plots(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("mode", "staleness"), [("one-step-off", {1}), ("async", {1, 2, 3, 4})])
+def test_samples_made_beside_training_are_of_the_versions_that_they_say(mode: str, staleness: set[int]) -> None:
+    code, objects, stderr = run("--steps", "8", "--mode", mode)
+    check_passed(code, objects, stderr, steps=8)
+    assert objects[-1]["max_staleness"] in staleness, "and some were behind, or nothing was shown"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_demo_passes_with_other_seeds(seed: int) -> None:

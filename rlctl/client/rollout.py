@@ -1,0 +1,361 @@
+"""Samples for a trainer: version-aware, continued over pauses and failures, straight from the stages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack
+
+import grpc.aio
+
+from rlctl.client.dispatch import Attempt, Dispatch, Lines
+from rlctl.client.generation import build_request
+from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unsupported
+from rlctl.rollout.admission import Admission, parse
+from rlctl.rollout.policies import policy as policy_of
+from rlctl.rollout.progress import Progress, begin, check_continuable
+from rlctl.rollout.router import FAULTS, Router, Wanted
+from rlctl.rollout.sample import RolloutFailed, RolloutSample
+from rlctl.transport.status import from_grpc
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest
+
+TIMEOUT_S = 600.0
+
+STOP_S = 2.0
+"""How long a sample that is stopped may take to end at its engine, which then says what else belongs to it."""
+
+RETRIES = 4
+"""Failures of stages that one sample survives: one that brings down whoever takes it meets no more of them."""
+
+Prompt = str | Sequence[int]
+Resume = Literal["continue", "return"]
+
+
+class Asking(TypedDict, total=False):
+    """What the methods of :class:`AsyncRollout` take beside prompts, and the fields of SamplingParams."""
+
+    n: int
+    session_id: str
+    adapter: str
+    min_version: int
+    return_logprob: bool
+    top_logprobs_num: int
+    engine_fields: Mapping[str, Any]
+    timeout_s: float
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    no_stop_trim: bool
+    seed: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+
+
+class _Job:
+    """One sample under way.
+
+    Attributes:
+        running: stub and id of the request that runs now.
+        stopped: the caller wants no more of it.
+    """
+
+    def __init__(self, sample: RolloutSample) -> None:
+        self.sample = sample
+        self.progress = Progress(sample)
+        self.running: tuple[Any, str] | None = None
+        self.stopped = False
+
+
+class AsyncRollout:
+    """Generates samples of one model; made by ``fleet.rollout``. For one event loop."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        model: str,
+        *,
+        policy: str = "least_connections",
+        admission: str | Admission = "latest",
+        resume: Resume = "continue",
+        max_inflight_samples: int | None = None,
+        retries: int = RETRIES,
+        session_idle_s: float = 600.0,
+    ) -> None:
+        """See :meth:`rlctl.client.aio.AsyncFleet.rollout`. Raises FIELD_INVALID."""
+        if resume not in ("continue", "return"):
+            raise Reason.FIELD_INVALID.error(f"resume is {resume!r}; it must be continue or return", field="resume")
+        if max_inflight_samples is not None and max_inflight_samples < 1:
+            raise Reason.FIELD_INVALID.error(
+                f"max_inflight_samples is {max_inflight_samples}; it must be 1 or more", field="max_inflight_samples"
+            )
+        if retries < 0:
+            raise Reason.FIELD_INVALID.error(f"retries is {retries}; it must be 0 or more", field="retries")
+        self.model = model
+        self.admission = parse(admission)
+        self._resume = resume
+        self._retries = retries
+        self._most = max_inflight_samples
+        self._places = None if max_inflight_samples is None else asyncio.Semaphore(max_inflight_samples)
+        self._lines = lines
+        self._router = Router(policy_of(policy, session_idle_s=session_idle_s))
+        self._dispatch = Dispatch(lines, self._router)
+
+    @property
+    def latest(self) -> int:
+        """Sequence number of the model's latest version as the coordinator last told it; 0: not known yet."""
+        model = self._lines.view.model(self.model)
+        return 0 if model is None else model.latest.sequence
+
+    async def generate(self, prompt: Prompt, **asking: Unpack[Asking]) -> list[RolloutSample]:
+        """The ``n`` samples of one prompt, in order. Each is a request of its own, wherever there is room.
+
+        ``prompt`` is text or token ids. ``min_version``: least sequence number, beside the admission. ``session_id``
+        keeps the turns of a conversation at one stage (policy consistent_hashing); a sample without one gets its own.
+        Log probabilities come with it unless ``return_logprob`` is false. Waits for a stage, also while an update is in
+        progress, no longer than ``timeout_s`` (600).
+
+        Raises what a stage refuses with, or :class:`rlctl.rollout.sample.RolloutFailed`, which carries the samples,
+        when some could not be finished. With resume="return" those are returned, cut, their ``error`` saying why.
+        """
+        return (await self.generate_batch([prompt], **asking))[0]
+
+    async def generate_batch(self, prompts: Sequence[Prompt], **asking: Unpack[Asking]) -> list[list[RolloutSample]]:
+        """:meth:`generate` for every prompt, side by side; the samples of each, in the prompts' order."""
+        timeout_s = asking.get("timeout_s", TIMEOUT_S)
+        jobs = self._jobs(prompts, asking)
+        samples = await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs))
+        self._refuse_failed(samples)
+        n = len(samples) // max(len(prompts), 1)
+        return [samples[start : start + n] for start in range(0, len(samples), n or 1)]
+
+    async def resume(
+        self, samples: Sequence[RolloutSample], *, timeout_s: float = TIMEOUT_S, min_version: int = 0
+    ) -> list[RolloutSample]:
+        """Go on with samples that were cut, from the tokens that they have; finished ones are returned as they are.
+
+        Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot go on from their tokens.
+        """
+        jobs = [_again(sample, min_version) for sample in samples if not sample.finished]
+        done = iter(await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs)))
+        results = [sample if sample.finished else next(done) for sample in samples]
+        self._refuse_failed(results)
+        return results
+
+    async def generate_until(
+        self, count: int, prompts: Sequence[Prompt | RolloutSample], **asking: Unpack[Asking]
+    ) -> tuple[list[RolloutSample], list[RolloutSample]]:
+        """Generate until ``count`` samples have finished, then stop the others: (finished, the rest, to be resumed).
+
+        ``prompts`` may contain samples that an earlier call cut: they go on. The rest keep tokens, log probabilities
+        and versions; some have none yet. More than ``count`` may have finished. No step waits for the longest samples.
+        Source: Zhou et al., "APRIL: Active Partial Rollouts in Reinforcement Learning", 2025.
+
+        Raises as :meth:`generate`; RolloutFailed when fewer than ``count`` could be finished.
+        """
+        timeout_s = asking.get("timeout_s", TIMEOUT_S)
+        fresh = [prompt for prompt in prompts if not isinstance(prompt, RolloutSample)]
+        cut = [sample for sample in prompts if isinstance(sample, RolloutSample)]
+        jobs = [_again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
+        if not 1 <= count <= len(jobs):
+            raise Reason.FIELD_INVALID.error(f"count is {count}; it must be from 1 to {len(jobs)}", field="count")
+        tasks = {asyncio.create_task(self._run(job, _deadline(timeout_s), timeout_s)): job for job in jobs}
+        running = set(tasks)
+        try:
+            finished = 0
+            while running and finished < count:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    finished += task.result().finished
+                    _refuse_request(task.result())
+            await self._stop([tasks[task] for task in running])
+            if running:
+                await asyncio.wait(running, timeout=STOP_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        samples = [
+            job.progress.result(self.latest) if task.cancelled() else task.result() for task, job in tasks.items()
+        ]
+        ended = [sample for sample in samples if sample.finished]
+        rest = [sample for sample in samples if not sample.finished]
+        if len(ended) < count:
+            cause = next((sample.error for sample in rest if sample.error), None)
+            raise RolloutFailed(cause or Reason.CANCELLED.error("they were aborted"), samples)
+        return ended, rest
+
+    async def finish_session(self, session_id: str) -> None:
+        """The session sends nothing more; without this it is forgotten once it was idle for long enough."""
+        self._router.finish(session_id)
+
+    # One sample.
+
+    def _jobs(self, prompts: Sequence[Prompt], asking: Asking) -> list[_Job]:
+        settings: dict[str, Any] = dict(asking)
+        settings.pop("timeout_s", None)
+        n, session = settings.pop("n", 1), settings.pop("session_id", "")
+        if n < 1:
+            raise Reason.FIELD_INVALID.error(f"n is {n}; it must be 1 or more", field="sampling_params.n")
+        fields = {
+            "model": self.model,
+            "adapter": settings.pop("adapter", ""),
+            "min_version_seq": settings.pop("min_version", 0),
+            "return_logprob": settings.pop("return_logprob", True),
+            "top_logprobs_num": settings.pop("top_logprobs_num", 0),
+            "engine_fields": settings.pop("engine_fields", None),
+        }
+        jobs: list[_Job] = []
+        for number, prompt in enumerate(prompts):
+            request, group = build_request(prompt, settings, **fields), uuid.uuid4().hex
+            if self._resume == "continue":
+                check_continuable(request.sampling_params)
+            samples = (begin(request, prompt=number, index=i, group=group, session_id=session) for i in range(n))
+            jobs += map(_Job, samples)
+        return jobs
+
+    async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:
+        """The sample as it ended, why it was cut inside."""
+        error: RlctlError | None = None
+        try:
+            async with self._place(deadline, timeout_s):
+                error = await self._attempts(job, deadline, timeout_s)
+        except RlctlError as failure:
+            error = failure
+        finally:
+            if job.sample.own_session:
+                self._router.finish(job.sample.session_id)
+        return job.progress.result(self.latest, error)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, deadline: float, timeout_s: float) -> AsyncIterator[None]:
+        """One of the places that ``max_inflight_samples`` leaves, once the fleet is known."""
+        taken = False
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._lines.view.known()
+                if self._places is not None:
+                    taken = await self._places.acquire()
+        except TimeoutError:
+            what = "the coordinator told nothing of the fleet"
+            if self.latest:
+                what = f"there was no place among max_inflight_samples={self._most}"
+            raise Reason.DEADLINE_EXCEEDED.error(f"{what} within {timeout_s:g} s") from None
+        try:
+            yield
+        finally:
+            if taken and self._places is not None:
+                self._places.release()
+
+    async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
+        """Try until the sample has ended, or may not be tried again; returns why."""
+        progress, faults = job.progress, 0
+        while not job.stopped:
+            async with self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
+                had = progress.tokens
+                request = progress.attempt(attempt.floor)
+                failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
+                if progress.finished or job.stopped:
+                    return None
+                if failure is None and progress.ended:
+                    if self._resume == "return":
+                        return None
+                    if progress.tokens == had:
+                        attempt.failed(Reason.STAGE_NOT_SERVING.error("it aborts what it takes"))
+                    continue
+                failure = failure or Reason.ENGINE_FAILED.error("the stream ended before the sample")
+                if progress.full(failure):
+                    return None
+                if not attempt.failed(failure):
+                    return failure
+                faults += failure.reason in FAULTS
+                if faults > self._retries:
+                    return failure
+        return None
+
+    def _wanted(self, job: _Job) -> Wanted:
+        request = job.sample.request
+        floor = self.admission.floor(self._lines.view.model(self.model), request.min_version_seq)
+        return Wanted(self.model, adapter=request.adapter, floor=floor, session=job.sample.session_id)
+
+    async def _stream(
+        self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float
+    ) -> RlctlError | None:
+        """Take in what a stage generates; returns why it did not go on to an end, or None."""
+        left = max(deadline - asyncio.get_running_loop().time(), 0.0)
+        call = attempt.stub.GenerateStream(request, timeout=left, metadata=self._lines.metadata)
+        gone = Reason.UNREACHABLE.error(f"{attempt.stage.registration.slot} is gone, says the coordinator")
+        lost: list[RlctlError] = []
+
+        def lose() -> None:
+            lost.append(gone)
+            call.cancel()
+
+        job.running = attempt.stub, request.rid
+        try:
+            with self._lines.view.on_loss(attempt.stage, lose):
+                async for response in call:
+                    attempt.answered()
+                    job.progress.take(response)
+                    if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
+                        return None  # at a stop that the engine has not seen
+        except grpc.aio.AioRpcError as error:
+            return lost[0] if lost else from_grpc(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not lost or (task is not None and task.cancelling()):
+                raise
+            return gone
+        finally:
+            job.running = None
+            call.cancel()
+        return None
+
+    async def _stop(self, jobs: Sequence[_Job]) -> None:
+        """End samples at their engines, which then say what else belongs to them."""
+        calls = []
+        for job in jobs:
+            job.stopped = True
+            if job.running is not None:
+                stub, rid = job.running
+                calls.append(stub.Abort(AbortRequest(rids=[rid]), timeout=STOP_S, metadata=self._lines.metadata))
+        for call in calls:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # its stage is gone: what is had is had
+                await call
+
+    def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
+        failed = [sample.error for sample in samples if sample.error is not None]
+        for sample in samples:
+            _refuse_request(sample)
+        if not failed or self._resume == "return":
+            return
+        if not any(sample.output_ids for sample in samples):
+            raise failed[0]
+        raise RolloutFailed(failed[0], samples)
+
+
+def _refuse_request(sample: RolloutSample) -> None:
+    """Raise what is wrong with the request itself: nothing is lost with it."""
+    if isinstance(sample.error, InvalidRequest | NotFound | Unsupported) and not sample.output_ids:
+        raise sample.error
+
+
+def _again(sample: RolloutSample, min_version: int) -> _Job:
+    request = GenerateRequest()
+    request.CopyFrom(sample.request)
+    request.min_version_seq = max(request.min_version_seq, min_version)
+    return _Job(dataclasses.replace(sample, request=request, error=None))
+
+
+def _deadline(timeout_s: float) -> float:
+    return asyncio.get_running_loop().time() + timeout_s

@@ -1,0 +1,97 @@
+"""The fleet as the coordinator last told it, watched while somebody generates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlctl.client.connection import Connection
+from rlctl.errors import RlctlError
+from rlctl.v1.common_pb2 import STAGE_STATE_UNREACHABLE
+from rlctl.v1.coordinator_pb2 import WatchFleetRequest
+from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Stage
+
+AGAIN_S = 0.02
+
+
+class FleetView:
+    """Stages and models. On one event loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._stages: dict[str, Stage] = {}
+        self._models: dict[str, Model] | None = None
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage, in slot order."""
+        return [stage for _, stage in sorted(self._stages.items())]
+
+    def model(self, name: str) -> Model | None:
+        """A model, if it is known."""
+        return (self._models or {}).get(name)
+
+    def lacks(self, model: str) -> bool:
+        """Whether the coordinator has told of its models, and this was not among them."""
+        return bool(model) and self._models is not None and model not in self._models
+
+    async def changed(self) -> None:
+        """Wait for news."""
+        self._watch_now()
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def known(self) -> None:
+        """Wait until the coordinator has told of the fleet for the first time."""
+        self._watch_now()
+        while self._models is None:
+            await self.changed()
+
+    @contextmanager
+    def on_loss(self, stage: Stage, call: Callable[[], object]) -> Iterator[None]:
+        """Call it when, within the block, the stage's process is gone as far as the coordinator can tell.
+
+        A connection to a machine that is gone says nothing for as long as a keepalive takes.
+        """
+        key = object()
+        watched = self._on_loss.setdefault(stage.registration.slot, {})
+        watched[key] = (stage.incarnation, call)
+        try:
+            yield
+        finally:
+            del watched[key]
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    def _watch_now(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for event in self._connection.stream("WatchFleet", WatchFleetRequest()):
+                    self._take(event)
+            except RlctlError:
+                pass  # the coordinator is away: stages that hold their lease go on serving
+            await asyncio.sleep(AGAIN_S)
+
+    def _take(self, event: FleetEvent) -> None:
+        if event.kind == FLEET_EVENT_KIND_SNAPSHOT:
+            self._stages.clear()
+            self._models = {}
+        self._models = {**(self._models or {}), **{known.name: known for known in event.fleet.models}}
+        for stage in event.fleet.stages:
+            self._stages[stage.registration.slot] = stage
+            for incarnation, call in list(self._on_loss.get(stage.registration.slot, {}).values()):
+                if stage.incarnation != incarnation or stage.state == STAGE_STATE_UNREACHABLE:
+                    call()
+        self._changed.set()

@@ -1,0 +1,82 @@
+"""Which stages are left alone for a while because they refused or failed what was sent to them.
+
+A stage that refuses is between two states that the watched fleet has not told of yet; one that fails is likely to fail
+the next request too. Either way requests keep away for a time that doubles, after which one of them tries, then another
+one after as long again, until one is taken. So requests that wait never become a storm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+REFUSED_S = (0.02, 0.5)
+"""After a refusal: for so long at first, at most."""
+
+FAILED_S = (0.1, 10.0)
+"""After a failure."""
+
+
+@dataclass
+class _Held:
+    incarnation: int
+    revision: int | None  # None: until it restarts, whatever it reports
+    since: float
+    pause_s: float
+    until: float
+
+    def is_of(self, incarnation: int, revision: int) -> bool:
+        return self.incarnation == incarnation and self.revision in (None, revision)
+
+
+class Health:
+    """What became of the requests to each stage lately."""
+
+    def __init__(self, jitter: Callable[[], float] = random.random) -> None:
+        """``jitter`` gives numbers in [0, 1): clients of one fleet do not come back at one moment."""
+        self._held: dict[str, _Held] = {}
+        self._jitter = jitter
+
+    def usable(self, slot: str, incarnation: int, revision: int, now: float) -> bool:
+        """Whether a request may go there. What a stage did before it restarted, or changed its report, is forgotten."""
+        held = self._held.get(slot)
+        if held is not None and not held.is_of(incarnation, revision):
+            del self._held[slot]
+            held = None
+        return held is None or now >= held.until
+
+    def trying(self, slot: str, now: float) -> None:
+        """A request goes there: to one that is held, the next one only after as long again."""
+        if slot in self._held:
+            self._held[slot].until = now + self._held[slot].pause_s
+
+    def answered(self, slot: str) -> None:
+        """A request was taken."""
+        self._held.pop(slot, None)
+
+    def refused(self, slot: str, incarnation: int, revision: int, sent: float, now: float) -> None:
+        """A request, sent then, was refused because of the stage's state."""
+        self._hold(slot, incarnation, revision, sent, now, REFUSED_S)
+
+    def failed(self, slot: str, incarnation: int, sent: float, now: float) -> None:
+        """A request, sent then, met a failure of the stage, or did not reach it."""
+        self._hold(slot, incarnation, None, sent, now, FAILED_S)
+
+    def again_s(self, now: float) -> float:
+        """How long until another stage may be usable; infinite when none is held."""
+        waits = (held.until - now for held in self._held.values() if held.until > now)
+        return min(waits, default=float("inf"))
+
+    def _hold(
+        self, slot: str, incarnation: int, revision: int | None, sent: float, now: float, bounds: tuple[float, float]
+    ) -> None:
+        first, most = bounds
+        before = self._held.get(slot)
+        if before is None or (before.incarnation, before.revision) != (incarnation, revision):
+            pause_s = first
+        elif sent < before.since:
+            return  # sent before the stage was held: one event, however many requests met it
+        else:
+            pause_s = min(2 * before.pause_s, most)
+        self._held[slot] = _Held(incarnation, revision, now, pause_s, now + pause_s * (1 + self._jitter() / 4))
