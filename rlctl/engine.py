@@ -20,7 +20,8 @@ it out. An engine of one rank may ignore both and act at once.
 
 Ranks of its own. An engine that is a server with rank processes of its own is listed in the entry point group
 ``rlctl.engines.own_ranks`` too. No followers are started for it: one object speaks for all of its ranks, and what it
-answers once is filed for each of them with evidence ENGINE. It says by itself which ranks answered for themselves.
+answers once is filed for each of them with evidence ENGINE. It says by itself which ranks answered for themselves. An
+adapter is loaded, for all that it says, when every rank has said so to it: nothing else proves that.
 
 Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
 :class:`rlctl.weights.loading.LoadHooks`: ``prepare_load`` before the first tensor of an update, ``finalize_load`` after

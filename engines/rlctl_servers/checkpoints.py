@@ -84,6 +84,10 @@ class Checkpoints:
                 f"the server has loaded {path}, not {self._model_path}", field="model_path"
             )
 
+    def resolve(self, path: str, *, field: str) -> str:
+        """Where a path leads; its files are to be read. Raises PATH_NOT_ALLOWED."""
+        return self._roots.resolve_checkpoint(path, field=field)
+
     def open(self, path: str, load_format: str, target_modules: object = ()) -> Checkpoint:
         """A checkpoint that the server can be told to load; the caller closes it.
 
@@ -97,7 +101,7 @@ class Checkpoints:
             raise Reason.UNSUPPORTED.error(
                 f"{self._product} loads checkpoints whole", field="target_modules", outcome=OUTCOME_SKIPPED
             )
-        checkpoint = open_checkpoint(self._roots.resolve_checkpoint(path, field="model_path"))
+        checkpoint = open_checkpoint(self.resolve(path, field="model_path"))
         try:
             compare(checkpoint.metas, self.reference, what=f"the checkpoint {path}")
             self._compare_configs(path, checkpoint.config)

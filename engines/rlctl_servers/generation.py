@@ -55,11 +55,13 @@ class _Running:
 
     Attributes:
         engine_rids: ids of its samples at the server.
+        adapter: name of its adapter, or "".
         heard: those that the server has said something of.
     """
 
-    def __init__(self, engine_rids: Sequence[str]) -> None:
+    def __init__(self, engine_rids: Sequence[str], adapter: str) -> None:
         self.engine_rids = engine_rids
+        self.adapter = adapter
         self.heard: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
@@ -97,13 +99,18 @@ class Requests:
         with self._lock:
             return sum(len(running.engine_rids) for running in self._running.values())
 
+    def using(self, adapter: str) -> list[str]:
+        """Ids of the requests that have not ended and name this adapter."""
+        with self._lock:
+            return [rid for rid, running in self._running.items() if running.adapter == adapter]
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
         """See :meth:`rlctl.engine.Engine.generate`."""
         rid = request.rid or uuid.uuid4().hex
         # Ids of one width: SGLang ends requests by the beginnings of their ids.
         engine_rids = [uuid.uuid4().hex for _ in range(request.sampling_params.n or 1)]
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
-        running = _Running(engine_rids)
+        running = _Running(engine_rids, request.adapter)
         with self._lock:
             if rid in self._running:
                 raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")

@@ -47,7 +47,7 @@ class Answer:
         if isinstance(body, dict) and isinstance(body.get("error"), dict):
             body = body["error"]
         if isinstance(body, dict):
-            body = body.get("message") or body.get("error") or body
+            body = body.get("message") or body.get("error_message") or body.get("error") or body
         return str(body).strip() or f"HTTP {self.status}"
 
 

@@ -64,6 +64,10 @@ class ServerProcess(abc.ABC):
         """File descriptors that it gets from this process."""
         return ()
 
+    def redacted(self, line: str) -> str:
+        """A line of its log as others may read it. From a thread of its own."""
+        return line
+
     def settled(self) -> None:  # noqa: B027
         """It is ready: what it needed only to start can go."""
 
@@ -147,7 +151,7 @@ class ServerProcess(abc.ABC):
         assert popen is not None
         assert popen.stdout is not None
         for raw in popen.stdout:
-            line = raw.decode(errors="replace").rstrip()
+            line = self.redacted(raw.decode(errors="replace").rstrip())
             self._tail.append(line)
             print(f"{name}: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
         popen.wait()

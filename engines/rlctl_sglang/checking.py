@@ -53,12 +53,13 @@ class Checker:
             raise Reason.UNSUPPORTED.error(
                 f"SGLang's checker is not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
             )
-        if request.per_tensor:
-            raise Reason.UNSUPPORTED.error(
-                "SGLang's checksums of single tensors are no digests of theirs", field="per_tensor"
-            )
-        if request.expected_digest and self._readback is None:
-            raise Reason.UNSUPPORTED.error("the model digest of this server cannot be had", field="expected_digest")
+        for field in ("per_tensor", "fingerprints", "expected_digest"):
+            if not getattr(request, field):
+                continue
+            if self._readback is None:
+                raise Reason.UNSUPPORTED.error("what this server holds cannot be read", field=field)
+            if request.skip_tensors:
+                raise Reason.UNSUPPORTED.error("what is read are all tensors", field="skip_tensors")
         if action == CHECK_ACTION_RESET_TENSORS:
             # Whatever comes of it, something may have been scrambled.
             await self._control.must(
@@ -67,9 +68,10 @@ class Checker:
         body = {"action": "checksum", "skip_tensor_list": list(request.skip_tensors) or None}
         told = await self._control.ask("/weights_checker", body, call=call)
         wants = request.model_digest if request.HasField("model_digest") else True
-        found = Found("", ())
-        if self._readback is not None and (request.expected_digest or (wants and not request.skip_tensors)):
-            found = await self._readback.digest(call)
+        wants |= bool(request.expected_digest or request.fingerprints or request.per_tensor)
+        found = Found("", {}, ())
+        if self._readback is not None and wants and not request.skip_tensors:
+            found = await self._readback.digest(call, request.fingerprints)
         digest = found.digest
         if request.expected_digest and digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
@@ -80,14 +82,17 @@ class Checker:
         ranks = told.get("ranks") or []
         if len(ranks) != len(self._workers):
             raise Reason.ANSWER_INVALID.error(f"SGLang's checker told of {len(ranks)} ranks, not {len(self._workers)}")
-        return [self._result(action, rank, found) for rank in ranks]
+        results = [self._result(action, rank, found) for rank in ranks]
+        if request.per_tensor and self._readback is not None:
+            results[0].check.model_tensors.extend(self._readback.listed(found))  # this process has hashed them all
+        return results
 
     def _result(self, action: CheckAction.ValueType, told: dict[str, object], found: Found) -> RankResult:
         checksums, places = told.get("checksums"), told.get("parallelism_info")
         assert isinstance(checksums, dict)
         assert isinstance(places, list)
         number = int(places[0].get("rank", 0))
-        return RankResult(
+        result = RankResult(
             coordinates=next(worker for worker in self._workers if worker.rank == number),
             outcome=OUTCOME_APPLIED,
             evidence=EVIDENCE_RANK,
@@ -99,3 +104,6 @@ class Checker:
                 inconsistent=found.inconsistent,
             ),
         )
+        if found.differences:
+            result.check.difference.CopyFrom(found.differences[number])
+        return result

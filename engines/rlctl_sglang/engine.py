@@ -22,14 +22,23 @@ from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_UNSPECIFIED,
+)
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.weights.tensors import to_proto
 from rlctl_sglang import facts as facts_
 from rlctl_sglang import memory
+from rlctl_sglang.adapters import Adapters, LoraLimits
 from rlctl_sglang.checking import Checker
 from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
+from rlctl_sglang.lora_table import LoraTable
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.probing import Prober
 from rlctl_sglang.readback import readback_of
@@ -95,17 +104,22 @@ class SGLangEngine(Engine):
         self._updates = Updates(self._control, self._state, self._checkpoints, facts)
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
         limits = facts.limits(self._checkpoints.config)
+        table = LoraTable()
         native = Native(
             self._server.http,
             limits,
             self._stamps,
+            table,
             incremental=facts.incremental,
             stopped=lambda: self._state.stopped,
         )
         self._requests = Requests(native)
+        lora = LoraLimits.of(facts.info)
+        self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, lora)
         # Others' requests would be answered while a probe makes the server go on.
         prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
+        self._workers = layout.workers
         self._checker = Checker(self._control, readback, prober, layout.workers)
         self._loaded = loaded
         self._ready = True
@@ -214,6 +228,13 @@ class SGLangEngine(Engine):
         call.accept()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+            self._check("LoadAdapter")
+            if self._updates.open:
+                raise Reason.UPDATE_IN_PROGRESS.error("an update of the base weights is open")
+            return await self._adapters.prepare(request, call)
+        if self._adapters.open:
+            raise Reason.UPDATE_IN_PROGRESS.error("an update of an adapter is open")
         self._updates.refuse(request, call)
         if not self._state.stopped:
             await self._settle(call, abort=request.abort_all_requests)
@@ -285,16 +306,23 @@ class SGLangEngine(Engine):
         if self._state.session:
             self._state.refuse_writing(self._requests.active)
         call.accept()
+        if self._adapters.open:
+            return await self._adapters.commit(call)
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
         report = await self._updates.commit(label, call)
         self._stamps.label = label
+        if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
+            await self._adapters.drop_all()
         return report
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
         """Drop the update."""
         self._check("AbortUpdate")
         call.accept()
+        if self._adapters.open:
+            await self._adapters.abort(call)
+            return
         # SGLang ends a session between requests only, and waits for those that run.
         held = self._state.session and not self._state.stopped
         if held:
@@ -311,7 +339,33 @@ class SGLangEngine(Engine):
         """Digest what every rank holds, or compute a probe."""
         self._check("CheckWeights")
         call.accept()
+        if request.adapter:
+            report = self._adapters.check(request)
+            return [
+                RankResult(coordinates=worker, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_ENGINE, check=report)
+                for worker in self._workers
+            ]
         return await self._checker.check(request, call)
+
+    # Adapters.
+
+    async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
+        """Read an adapter into the open adapter update."""
+        self._check("LoadAdapter")
+        call.accept()
+        return await self._adapters.load(request, call)
+
+    async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
+        """Forget an adapter."""
+        self._check("UnloadAdapter")
+        self._refuse_during_update()
+        call.accept()
+        return await self._adapters.unload(request, call)
+
+    async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
+        """The adapters that serve."""
+        self._check("ListAdapters")
+        return self._adapters.listed
 
     async def inspect_checkpoint(
         self, request: verbs_pb2.InspectCheckpointRequest, call: Call
@@ -393,7 +447,7 @@ class SGLangEngine(Engine):
         return list(self._checkpoints.reference) if self._readback is None else self._readback.order
 
     def _refuse_during_update(self) -> None:
-        if self._updates.open:
+        if self._updates.open or self._adapters.open:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
 
     async def _settle(self, call: Call, *, abort: bool) -> None:

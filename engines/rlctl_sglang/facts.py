@@ -35,6 +35,7 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "UpdateWeightsFromTensor": (*_SESSION_ROUTES, "/update_weights_from_tensor"),
     "DestroyWeightsUpdateGroup": ("/destroy_weights_update_group",),
     "CheckWeights": ("/weights_checker",),
+    "LoadAdapter": ("/load_lora_adapter", "/unload_lora_adapter"),
 }
 """Routes that a verb needs: versions of SGLang differ."""
 
@@ -42,6 +43,7 @@ _BY_GROUP = (
     *("InitWeightsUpdateGroup", "UpdateWeightsFromDistributed", "DestroyWeightsUpdateGroup"),
     "UpdateWeightsFromTensor",
 )
+_ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
 _SECRET = ("key", "password", "token", "secret")
 _PLAIN = (str, int, float, bool)
 
@@ -218,6 +220,10 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
+    if not info.get("enable_lora"):
+        unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
+    elif dp_size > 1:
+        unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
     exports = launched and facts.cpu and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
     return Facts(info, unsupported, exports)
 

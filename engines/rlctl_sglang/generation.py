@@ -21,6 +21,7 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     TokenLogprob,
 )
+from rlctl_sglang.lora_table import LoraTable
 from rlctl_sglang.requests import Limits, bodies
 
 ABORT_CALL_S = 10.0
@@ -38,9 +39,17 @@ class Native:
     product = "SGLang"
 
     def __init__(
-        self, http: Http, limits: Limits, stamps: Stamps, *, incremental: bool, stopped: Callable[[], bool]
+        self,
+        http: Http,
+        limits: Limits,
+        stamps: Stamps,
+        adapters: LoraTable,
+        *,
+        incremental: bool,
+        stopped: Callable[[], bool],
     ) -> None:
         """``stopped``: whether the server is paused, or is about to be."""
+        self.adapters = adapters
         self.http = http
         self.stamps = stamps
         self.incremental = incremental
@@ -56,7 +65,9 @@ class Native:
         return heard or not self._stopped()
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[_Reading]:
-        """The samples of a request. Raises as :func:`rlctl_sglang.requests.bodies` does."""
+        """The samples of a request. Raises ADAPTER_NOT_FOUND, and as :func:`rlctl_sglang.requests.bodies` does."""
+        if request.adapter:
+            self.adapters.find(request.adapter, "adapter")
         made = bodies(request, engine_rids, self._limits)
         return [_Reading(self, index, request, body) for index, body in enumerate(made)]
 
@@ -88,6 +99,7 @@ class _Reading:
         self._head = index == 0
         self._tokens = 0
         self._text = 0
+        self._adapter_version = ""
 
     @property
     def tokens(self) -> int:
@@ -97,9 +109,12 @@ class _Reading:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """SGLang's stream of it."""
         try:
-            async with aclosing(self._native.http.stream("/generate", self._body)) as stream:
-                async for told in stream:
-                    yield told
+            with self._native.adapters.using(self._request.adapter) as held:
+                if held is not None:
+                    self._body["lora_path"], self._adapter_version = held.name, held.info.version
+                async with aclosing(self._native.http.stream("/generate", self._body)) as stream:
+                    async for told in stream:
+                        yield told
         except RlctlError as error:
             raise _typed(error) from error
 
@@ -142,6 +157,8 @@ class _Reading:
             sample.finish_reason.CopyFrom(_finish(finish))
             self._stamps.spans(sample, meta.get("weight_versions") or ())
             self._stamps.kv_of(sample)
+            for span in sample.versions:
+                span.adapter_version = self._adapter_version
         return sample
 
     def _keep(self, meta: dict[str, Any], new: int) -> None:

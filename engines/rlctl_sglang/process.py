@@ -53,6 +53,12 @@ class SGLangProcess(ServerProcess):
         arguments += ["--host", "127.0.0.1", "--port", str(self._port.getsockname()[1])]
         return ["-m", "sglang.launch_server", *arguments]
 
+    def redacted(self, line: str) -> str:
+        """Without its keys: SGLang writes all of its arguments into its log."""
+        for name, key in self._keys.items():
+            line = line.replace(key, f"<{name}>")
+        return line
+
     def environment(self) -> Mapping[str, str]:
         """What SGLang needs around it."""
         return {**_environment(self._config), "TMPDIR": str(self.scratch.path)}

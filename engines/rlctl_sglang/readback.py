@@ -21,9 +21,10 @@ from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import Shape, TensorDifference, TensorDigest
 from rlctl.weights.checkpoint import Checkpoint, open_checkpoint
-from rlctl.weights.digest import ModelDigest
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensors import TensorMeta, dtype_name
+from rlctl_sglang.comparing import Comparing
 from rlctl_sglang.exporting import Exporter
 from rlctl_sglang.parameters import Joining, Parameter, find_out
 
@@ -33,8 +34,10 @@ MOST_AS_NUMBERS = 4_000_000
 MOST = 1_000_000_000
 """Largest model that is read back at all, in elements: nothing is served meanwhile, some seconds for each 4 GB."""
 
-Take = Callable[[str, torch.Tensor], None]
-"""Takes a full tensor in, in any thread; raises to end the reading."""
+Take = Callable[[str, torch.Tensor, Sequence[tuple[Parameter, torch.Tensor]]], None]
+"""Takes a full tensor in, in any thread, with the parameter that it is in as every rank holds it, where that is known;
+raises to end the reading.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,15 @@ class Found:
 
     Attributes:
         digest: the model digest, hex.
+        digests: each full tensor's, by checkpoint name.
         inconsistent: tensors of which several ranks hold the same part, and not the same bytes.
+        differences: how the tensors differ from what was expected, as each rank is to say it; empty: nothing was.
     """
 
     digest: str
+    digests: Mapping[str, str]
     inconsistent: Sequence[str]
+    differences: Sequence[TensorDifference] = ()
 
 
 class Readback:
@@ -58,6 +65,7 @@ class Readback:
         self._control = control
         self._reference = reference
         self._exporter = Exporter(control, ranks) if ranks else None
+        self._ranks = max(len(ranks), 1)
         pieces = [piece.name for parameter in ranks[0] for piece in parameter.pieces] if ranks else sorted(reference)
         # A rank may hold nothing of a tensor.
         self._order = list(dict.fromkeys([*pieces, *reference]))
@@ -74,22 +82,31 @@ class Readback:
         """
         if self._exporter is None:
             for name in self._order:
-                await asyncio.to_thread(take, name, await self._numbers(self._reference[name], call))
+                await asyncio.to_thread(take, name, await self._numbers(self._reference[name], call), ())
             return ()
         joining = Joining(self._reference)
 
         def join(parts: Sequence[tuple[Parameter, torch.Tensor]]) -> None:
             for name, tensor in joining.join(parts).items():
-                take(name, tensor)
+                take(name, tensor, parts)
 
         await self._exporter.export(join, call)
         return sorted(joining.inconsistent)
 
-    async def digest(self, call: Call) -> Found:
-        """The model digest. Raises as :meth:`read`."""
-        digest = ModelDigest()
-        inconsistent = await self.read(digest.add, call)
-        return Found(digest.digest(), inconsistent)
+    async def digest(self, call: Call, expected: bytes = b"") -> Found:
+        """The model digest; ``expected``: fingerprints that the tensors are compared with. Raises as :meth:`read`."""
+        comparing = Comparing(self._reference, expected)
+        inconsistent = await self.read(comparing.take, call)
+        differences = [comparing.difference(rank) for rank in range(self._ranks)] if expected else ()
+        return Found(comparing.digest, comparing.digests, inconsistent, differences)
+
+    def listed(self, found: Found) -> list[TensorDigest]:
+        """The digests of all tensors as a report lists them."""
+        return [
+            TensorDigest(name=name, dtype=dtype_name(meta.dtype), shape=Shape(dims=meta.shape), sha256=sha256)
+            for name, sha256 in sorted(found.digests.items())
+            if (meta := self._reference[name])
+        ]
 
     async def _numbers(self, meta: TensorMeta, call: Call) -> torch.Tensor:
         rows = max(meta.shape[0], 1) if meta.shape else 1

@@ -48,12 +48,10 @@ class Limits:
 
 
 def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
-    """One body for each sample, under these ids.
+    """One body for each sample, under these ids, its adapter left out.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
-    if request.adapter:
-        raise Reason.UNSUPPORTED.error("adapters are not driven through this engine yet", field="adapter")
     prompt, length = _prompt(request, limits)
     sampling = _sampling(request, limits, length)
     body: dict[str, Any] = {

@@ -89,7 +89,7 @@ class Source:
         if group is None:
             raise Reason.GROUP_NOT_FOUND.error(f"no group {request.group_name!r} stands", field="group_name")
         held: dict[str, torch.Tensor] = {}
-        inconsistent = await self._readback.read(held.__setitem__, call)
+        inconsistent = await self._readback.read(lambda name, tensor, _: held.update({name: tensor}), call)
         if inconsistent:
             raise Reason.WEIGHTS_DIRTY.error(f"the ranks hold different bytes of {', '.join(inconsistent[:5])}")
         for meta in metas:

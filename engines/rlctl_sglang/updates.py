@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rlctl_servers.checkpoints import Checkpoints, digest_of
@@ -70,6 +70,27 @@ class OpenUpdate:
     loading_s: float = 0.0
 
 
+class HasUpdateId(Protocol):
+    """An update that is open."""
+
+    update_id: str
+
+
+Open = TypeVar("Open", bound=HasUpdateId)
+
+
+def opened(update: Open | None, call: Call) -> Open:
+    """The open update, when the call belongs to it. Raises UPDATE_NOT_FOUND, UPDATE_FENCED."""
+    if update is None:
+        raise Reason.UPDATE_NOT_FOUND.error(f"update {call.update_id or '(none)'} is not open at this engine")
+    if update.update_id != call.update_id:
+        raise Reason.UPDATE_FENCED.error(
+            f"update {update.update_id} is open, the command belongs to {call.update_id or 'none'}",
+            field="header.fence.update_id",
+        )
+    return update
+
+
 class Updates:
     """The weight updates of one server; one verb at a time.
 
@@ -123,7 +144,7 @@ class Updates:
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> WeightsReport:
         """Take buckets in over groups. Refuses before the first byte what SGLang would fail on, or ignore."""
-        update = self._open(call)
+        update = opened(self._update, call)
         self._selector(request.options.selector, "options.selector")
         if request.load_format not in ("", FLATTENED):
             raise Reason.UNSUPPORTED.error(
@@ -164,7 +185,7 @@ class Updates:
         They are read as :mod:`rlctl.weights.segment_reader` reads them, nothing of them is unpickled; their lease need
         not last longer than the copying.
         """
-        update = self._open(call)
+        update = opened(self._update, call)
         selector = self._selector(request.options.selector, "options.selector")
         self._refuse_format(request)
         told = [segments.from_proto(message, f"segments[{i}]") for i, message in enumerate(request.segments)]
@@ -205,7 +226,7 @@ class Updates:
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> WeightsReport:
         """Load a checkpoint that was found to fit."""
-        update = self._open(call)
+        update = opened(self._update, call)
         selector = self._selector(request.options.selector, "options.selector")
         if selector != "all" and self._facts.draft:
             raise Reason.UNSUPPORTED.error("from disk SGLang loads both models", field="options.selector")
@@ -220,7 +241,7 @@ class Updates:
 
     async def commit(self, label: str, call: Call) -> WeightsReport:
         """Close the update; SGLang's own label for the version comes last. Refuses when a tensor was not written."""
-        update = self._open(call)
+        update = opened(self._update, call)
         missing = sorted(self._reference.keys() - update.written) if update.full else []
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -240,7 +261,7 @@ class Updates:
     async def abort(self, call: Call) -> None:
         """Close the update; what it wrote stays. Confirms when none is open."""
         if self._update is not None:
-            self._open(call)
+            opened(self._update, call)
             if self._state.session:
                 await self._end(call)
             self._update = None
@@ -325,16 +346,6 @@ class Updates:
             update.written.add(meta.name)
             update.report.tensors += 1
             update.report.bytes_received += meta.nbytes
-
-    def _open(self, call: Call) -> OpenUpdate:
-        if self._update is None:
-            raise Reason.UPDATE_NOT_FOUND.error(f"update {call.update_id or '(none)'} is not open at this engine")
-        if self._update.update_id != call.update_id:
-            raise Reason.UPDATE_FENCED.error(
-                f"update {self._update.update_id} is open, the command belongs to {call.update_id or 'none'}",
-                field="header.fence.update_id",
-            )
-        return self._update
 
     async def _begin(self, update: OpenUpdate, call: Call) -> None:
         if not self._state.session:

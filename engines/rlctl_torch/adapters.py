@@ -80,7 +80,7 @@ class Adapters:
         told = Adapter()
         told.CopyFrom(info)
         told.lora_rank = config.lora_rank
-        pairs = [lora.names_of(module) for module in self._modules(config, field)]
+        pairs = [lora.names_of(module) for module in lora.targets(config, self._layers, field=field)]
         return LoraAdapter(told, lora.scale_of(config), ShardMap(shards, together=pairs))
 
     def wire(self, config: AdapterConfig, dtype: torch.dtype, field: str) -> dict[str, TensorMeta]:
@@ -159,27 +159,18 @@ class Adapters:
         else:
             layer.register_forward_hook(lambda _, inputs, out: add(inputs[0], out))
 
-    def _modules(self, config: AdapterConfig, field: str) -> list[str]:
-        lora.check(config, field=field)
-        return lora.targets(config, self._layers, field=field)
-
     def _expected(self, config: AdapterConfig, field: str) -> tuple[dict[str, TensorMeta], dict[str, Slice]]:
         """Names and shapes of the adapter's tensors, and which part of each this rank holds."""
-        expected: dict[str, TensorMeta] = {}
+        found: dict[str, TensorMeta] = {}
         slices: dict[str, Slice] = {}
-        for module in self._modules(config, field):
-            weight = self._model.shards.shards[self._weights[module]]
-            outputs, inputs = weight.meta.shape
-            if config.lora_rank > max(inputs, outputs):
-                raise Reason.FIELD_INVALID.error(
-                    f"rank {config.lora_rank} is larger than layer {module}, {inputs} to {outputs}", field=field
-                )
-            a, b = lora.metas_of(module, config.lora_rank, inputs, outputs, torch.float32)
-            expected |= {a.name: a, b.name: b}
-            cut = weight.slice
+        weights = {module: self._model.shards.shards[self._weights[module]] for module in self._layers}
+        sizes = {module: (weight.meta.shape[0], weight.meta.shape[1]) for module, weight in weights.items()}
+        for module, (a, b) in lora.expected(config, sizes, field=field).items():
+            found |= {a.name: a, b.name: b}
+            cut = weights[module].slice
             slices[a.name] = cut if cut.dim == 1 else Slice()
             slices[b.name] = cut if cut.dim == 0 else Slice()
-        return expected, slices
+        return found, slices
 
 
 def _weights(model: Model) -> dict[str, str]:

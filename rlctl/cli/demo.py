@@ -21,6 +21,11 @@ import click
     help="What generates; sglang, vllm: two real servers of it (tools/engines install NAME).",
 )
 @click.option(
+    "--tp",
+    type=click.IntRange(1),
+    help="Tensor-parallel ranks of both engines (torch, sglang).  [default: 2 and 1; of servers 1]",
+)
+@click.option(
     "--mode",
     default="sync",
     show_default=True,
@@ -35,7 +40,16 @@ import click
     type=click.Choice(["skip-sync", "stale-engine", "drop-tensor", "wrong-rank"]),
     help="Break one thing on purpose; the demo must notice and fail.",
 )
-def demo(steps: int, engine: str, mode: str, seed: int, as_json: bool, plot: Path | None, sabotage: str | None) -> None:
+def demo(
+    steps: int,
+    engine: str,
+    tp: int | None,
+    mode: str,
+    seed: int,
+    as_json: bool,
+    plot: Path | None,
+    sabotage: str | None,
+) -> None:
     """Train a tiny model by GRPO through a fleet on this machine.
 
     Makes a small Llama, starts a coordinator, an engine with two tensor-parallel ranks and one with a single rank (or
@@ -47,11 +61,13 @@ def demo(steps: int, engine: str, mode: str, seed: int, as_json: bool, plot: Pat
         raise click.BadParameter(f"{plot} cannot be written", param_hint="--plot")
     if engine != "torch" and sabotage not in (None, "skip-sync"):
         raise click.BadParameter(f"{sabotage} breaks the torch engine only", param_hint="--sabotage")
+    if engine == "vllm" and tp not in (None, 1):
+        raise click.BadParameter("of vLLM the demo starts servers of one rank only", param_hint="--tp")
     from rlctl.demo import loop, show
     from rlctl.errors import RlctlError
 
     display = show.Display(as_json=as_json)
-    settings = loop.Settings(seed=seed, steps=steps, engine=engine, sabotage=sabotage or "", mode=mode)
+    settings = loop.Settings(seed=seed, steps=steps, engine=engine, tp_size=tp or 0, sabotage=sabotage or "", mode=mode)
     directory = Path(tempfile.mkdtemp(prefix="rlctl-demo-"))
     keep = False
     try:

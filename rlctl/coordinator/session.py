@@ -327,7 +327,12 @@ class Session:
         VERIFICATION_UNREACHABLE when nothing is left that a target could be verified by.
         """
         return verification.levels(
-            self.record.request.options, self.targets, self._transports, expected, staged=self.staged
+            self.record.request.options,
+            self.targets,
+            self._transports,
+            expected,
+            staged=self.staged,
+            adapter=self.adapter is not None,
         )
 
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:

@@ -126,8 +126,10 @@ def levels(
     expected: Expected,
     *,
     staged: bool = False,
+    adapter: bool = False,
 ) -> dict[str, Level]:
-    """At which level each target is verified, by slot. AUTO takes the highest that it reaches.
+    """At which level each target is verified, by slot. AUTO takes the highest that it reaches. ``adapter``: it is one,
+    which an engine that answers for its ranks says to be loaded when every rank has.
 
     Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
     VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by.
@@ -140,6 +142,8 @@ def levels(
     chosen = {}
     for slot in targets:
         obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        if adapter:
+            obstacles[VERIFICATION_LEVEL_NONE] = ""
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
             raise _unreachable(slot, wanted, obstacles, staged=staged)

@@ -33,7 +33,7 @@ _ENGINE_SABOTAGE = {
 SKIPPED_STEP = 2
 
 _LAYOUTS = {"torch": (2, 1), "sglang": (1, 1), "vllm": (1, 1)}
-"""Tensor-parallel sizes of the engines. Of another server with several ranks the weights cannot be read back."""
+"""Tensor-parallel sizes of the two engines, where nothing else is asked for."""
 
 _OPTIONS = {
     "torch": {"max_running": "256", "max_total_tokens": "8192"},
@@ -45,7 +45,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How much of what."""
+    """How much of what; ``tp_size``: tensor-parallel size of both engines, 0 for what is usual."""
 
     seed: int = 0
     warmup_steps: int = 40
@@ -55,6 +55,7 @@ class Settings:
     warmup_learning_rate: float = 2e-3
     learning_rate: float = 1e-4
     engine: str = "torch"
+    tp_size: int = 0
     sabotage: str = ""
     mode: str = "sync"
 
@@ -85,6 +86,7 @@ def run(settings: Settings, listener: Listener, directory: Path) -> Verdict:
 
 
 def _engines(settings: Settings, checkpoint: Path) -> list[EngineSpec]:
+    sizes = (settings.tp_size,) * 2 if settings.tp_size else _LAYOUTS[settings.engine]
     slot, value = _ENGINE_SABOTAGE.get(settings.sabotage, ("", ""))
     return [
         EngineSpec(
@@ -95,7 +97,7 @@ def _engines(settings: Settings, checkpoint: Path) -> list[EngineSpec]:
             options=_OPTIONS[settings.engine],
             environment={"RLCTL_TORCH_SABOTAGE": value} if name == slot else {},
         )
-        for name, tp_size in zip(("actor-0", "actor-1"), _LAYOUTS[settings.engine], strict=True)
+        for name, tp_size in zip(("actor-0", "actor-1"), sizes, strict=True)
     ]
 
 

@@ -115,6 +115,26 @@ def metas_of(module: str, rank: int, inputs: int, outputs: int, dtype: torch.dty
     return TensorMeta(a, dtype, (rank, inputs)), TensorMeta(b, dtype, (outputs, rank))
 
 
+def expected(
+    config: AdapterConfig, layers: Mapping[str, tuple[int, int]], *, field: str
+) -> dict[str, tuple[TensorMeta, TensorMeta]]:
+    """The two matrices of every module that an adapter adds to, in float32, by module.
+
+    ``layers``: size of each linear layer that it could add to, as (outputs, inputs), by module. Raises as
+    :func:`check` and :func:`targets` do, and FIELD_INVALID for a rank that is larger than a layer.
+    """
+    check(config, field=field)
+    found = {}
+    for module in targets(config, layers, field=field):
+        outputs, inputs = layers[module]
+        if config.lora_rank > max(inputs, outputs):
+            raise Reason.FIELD_INVALID.error(
+                f"rank {config.lora_rank} is larger than layer {module}, {inputs} to {outputs}", field=field
+            )
+        found[module] = metas_of(module, config.lora_rank, inputs, outputs, torch.float32)
+    return found
+
+
 def open_adapter(path: str, *, field: str = "path") -> tuple[AdapterConfig, Checkpoint]:
     """Open an adapter's directory and check everything but its tensors' names; no tensor is read.
 

@@ -72,6 +72,17 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_runs(cli: Cli,
     assert "nowhere/plot.png cannot be written" in ran.err
 
 
+def test_several_ranks_are_for_engines_that_the_demo_can_verify_with_them(cli: Cli) -> None:
+    from rlctl.demo import loop
+
+    sizes = [spec.tp_size for spec in loop._engines(loop.Settings(engine="sglang", tp_size=2), Path("checkpoint"))]
+    assert sizes == [2, 2]
+    assert [spec.tp_size for spec in loop._engines(loop.Settings(), Path("checkpoint"))] == [2, 1]
+    ran = cli("demo", "--engine", "vllm", "--tp", "2")
+    assert ran.code == 2
+    assert "servers of one rank only" in ran.err
+
+
 def test_what_a_failed_demo_names_is_kept_and_the_rest_is_not(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from loras import CONFIG, lora, merged_says, save
 
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
@@ -22,7 +19,6 @@ from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
-CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
 PROMPT = "12+34="
 
 
@@ -30,34 +26,6 @@ PROMPT = "12+34="
 def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
-
-
-def lora(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Matrices for a model."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in CONFIG["target_modules"]:
-            a = torch.randn(2, module.in_features, generator=generator)
-            b = torch.randn(module.out_features, 2, generator=generator)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = a * 0.2
-            tensors[f"base_model.model.{name}.lora_B.weight"] = b * 0.2
-    return tensors
-
-
-def expected(model: Any, tensors: dict[str, torch.Tensor], count: int = 8) -> list[int]:
-    """What the merged model says after the prompt."""
-    merged = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, a in tensors.items():
-            if ".lora_A." in name:
-                module = merged.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-                module.weight += 2 * tensors[name.replace(".lora_A.", ".lora_B.")] @ a
-        tokens = encode(PROMPT)
-        start = len(tokens)
-        for _ in range(count):
-            tokens.append(int(merged(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[start:]
 
 
 def generated(fleet: Fleet, adapter: str) -> list[tuple[list[int], set[str]]]:
@@ -78,11 +46,8 @@ def test_the_command_line_loads_lists_generates_and_unloads(
     torch_fleet: LocalFleet, fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     tensors = lora(tiny[0], seed=1)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(CONFIG))
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     before = fleet.status().models[0]
-    path = str(tmp_path / "adapter")
+    path = save(tmp_path / "adapter", tensors)
     loaded = rlctl(torch_fleet, "adapters", "load", "--name", "math", "--path", path, "--version", "a-1")
     assert loaded.returncode == 0, loaded.stderr
     assert "LoadAdapter OK: 2 of 2 stages confirmed" in loaded.stderr
@@ -92,8 +57,8 @@ def test_the_command_line_loads_lists_generates_and_unloads(
     said = rlctl(torch_fleet, "generate", PROMPT, "--adapter", "math", "--temperature", "0", "--max-new-tokens", "2")
     assert said.returncode == 0, said.stderr
     assert "+a-1" in said.stderr
-    assert generated(fleet, "math") == [(expected(tiny[0], tensors), {"a-1"})] * 2
-    assert generated(fleet, "") == [(expected(tiny[0], {}), {""})] * 2
+    assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {"a-1"})] * 2
+    assert generated(fleet, "") == [(merged_says(tiny[0], PROMPT, {}), {""})] * 2
     after = fleet.status().models[0]
     assert (after.latest, after.model_digest) == (before.latest, before.model_digest)
     unloaded = rlctl(torch_fleet, "adapters", "unload", "--name", "math")
@@ -114,7 +79,7 @@ def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], 
         assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
         assert [(a.name, a.version) for a in result.operation.adapters] == [("math", version)]
         assert result.version == before.latest, "the base weights stay"
-        assert generated(fleet, "math") == [(expected(tiny[0], tensors), {version})] * 2
+        assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {version})] * 2
     missing = dict(list(tensors.items())[1:])
     with pytest.raises(RlctlError) as caught:
         publisher.update(missing.items(), version="short", adapter="math", adapter_config=CONFIG)
@@ -122,7 +87,7 @@ def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], 
     with pytest.raises(RlctlError) as caught:
         publisher.update(tensors.items(), version="dora", adapter="math", adapter_config={**CONFIG, "use_dora": True})
     assert caught.value.reason is Reason.UNSUPPORTED
-    assert generated(fleet, "math") == [(expected(tiny[0], tensors), {version})] * 2, "as it was"
+    assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {version})] * 2, "as it was"
     assert all(stage.routable for stage in fleet.status().stages)
     publisher.close()
 
@@ -133,7 +98,7 @@ def test_a_base_update_keeps_or_drops_what_is_loaded(fleet: Fleet, tiny: tuple[A
     publisher.update(tensors.items(), version="kept", adapter="math", adapter_config=CONFIG)
     kept = publisher.update(tiny[0], version="base-1")
     assert [adapter.version for adapter in kept.operation.adapters] == ["kept"]
-    assert generated(fleet, "math") == [(expected(tiny[0], tensors), {"kept"})] * 2
+    assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {"kept"})] * 2
     dropped = publisher.update(tiny[0], version="base-2", adapters="drop")
     assert (list(dropped.operation.adapters), list(dropped.operation.dropped_adapters)) == ([], ["math"])
     with pytest.raises(RlctlError) as caught:

@@ -7,7 +7,8 @@ torchvision  the wheel's compiled part belongs to a CUDA build of torch; the ope
              for are declared, without a body, just before it is imported (beside a CPU build only).
 sgl_kernel   the package of that name beside this file.
 
-And one of SGLang's own modules is amended: its groups for handing weights on are bound to a GPU, which there is not.
+And some of SGLang's own modules are amended: its groups for handing weights on are bound to a GPU, which there is not,
+and its adapters are prepared in pinned memory, which there is only beside a GPU.
 """
 
 from __future__ import annotations
@@ -91,8 +92,29 @@ def _without_device(module: types.ModuleType) -> None:
     module.init_custom_process_group = lambda *given, device_id=None, **named: make(*given, **named)  # noqa: ARG005
 
 
+class _Unpinned:
+    """torch, for a module that asks it for pinned memory: it gets other memory."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._torch, name)
+        if name not in ("arange", "empty", "tensor", "zeros"):
+            return found
+        return lambda *given, pin_memory=False, **named: found(*given, **named)  # noqa: ARG005
+
+
+def _without_pinning(module: types.ModuleType) -> None:
+    """Nothing of the module's lies in pinned memory."""
+    module.torch.Tensor.pin_memory = lambda tensor: tensor
+    module.torch = _Unpinned(module.torch)
+
+
 _AMENDMENTS = {
     "sglang.srt.model_executor.model_runner_components.weight_exporter": _without_device,
+    "sglang.srt.lora.layers": _without_pinning,
+    "sglang.srt.lora.backend.torch_backend": _without_pinning,
     sabotage.MODULE: sabotage.amend,
 }
 

@@ -1,0 +1,78 @@
+"""Which adapter a sample gets, what SGLang calls it, and which parts of fused layers an adapter may have."""
+
+from __future__ import annotations
+
+import pytest
+from rlctl_sglang.adapters import LAYERS, LoraLimits, _refuse_parts
+from rlctl_sglang.lora_table import Held, LoraTable
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import Adapter
+
+
+def held(table: LoraTable, name: str, version: str) -> Held:
+    info = Adapter(name=name, version=version)
+    return Held(table.new_name(info), info, tensors=2, nbytes=8)
+
+
+def test_a_name_is_used_for_one_load_only() -> None:
+    table = LoraTable()
+    names = [held(table, "math", "1").name for _ in range(3)]
+    assert len(set(names)) == 3
+    assert all(name.startswith("math@1") for name in names)
+
+
+def test_a_sample_keeps_what_it_began_with() -> None:
+    table = LoraTable()
+    one, two = held(table, "math", "1"), held(table, "math", "2")
+    assert table.put(one) is None
+    with table.using("math") as mine:
+        assert mine is one
+        assert table.put(two) is one
+        assert (table.users(one.name), table.users(two.name)) == (1, 0)
+        with table.using("math") as other:
+            assert other is two
+    assert table.users(one.name) == 0
+    assert table.drop("math") is two
+    with pytest.raises(RlctlError) as unknown, table.using("math"):
+        pass
+    assert unknown.value.reason is Reason.ADAPTER_NOT_FOUND
+    with table.using("") as none:
+        assert none is None
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        (["q_proj", "v_proj"], True),
+        (["q_proj", "k_proj", "v_proj", "gate_proj"], True),
+        (["o_proj", "down_proj"], True),
+        (["q_proj"], False),
+        (["k_proj", "v_proj"], False),
+        (["up_proj"], False),
+    ],
+)
+def test_parts_of_fused_layers(words: list[str], *, fits: bool) -> None:
+    modules = [f"model.layers.{number}.{word}" for number in range(2) for word in words]
+    if fits:
+        _refuse_parts(modules)
+        return
+    with pytest.raises(RlctlError) as refused:
+        _refuse_parts(modules)
+    assert refused.value.reason is Reason.UNSUPPORTED
+
+
+def test_parts_that_differ_between_layers_are_refused() -> None:
+    with pytest.raises(RlctlError) as refused:
+        _refuse_parts([*(f"model.layers.0.{word}" for word in ("q_proj", "v_proj")), *ALL_OF_ONE])
+    assert refused.value.reason is Reason.UNSUPPORTED
+
+
+ALL_OF_ONE = [f"model.layers.1.{word}" for word in ("q_proj", "k_proj", "v_proj")]
+
+
+def test_what_the_server_was_started_for() -> None:
+    limits = LoraLimits.of({"max_lora_rank": 8, "lora_target_modules": ["q_proj", "lm_head"], "max_loaded_loras": 3})
+    assert (limits.rank, set(limits.targets), limits.most) == (8, {"q_proj"}, 3)
+    every = LoraLimits.of({"max_lora_rank": 8, "lora_target_modules": ["all"], "lora_paths": ["a"]})
+    assert (set(every.targets), every.most) == (set(LAYERS), 0)
