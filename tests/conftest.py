@@ -8,9 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from grpc import aio as grpc_aio
 
 from rlctl.testing import fake_engine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
+
+grpc_aio.init_grpc_aio()  # never taken down: a server that a failed test left would be waited for until the end of time
 
 
 @pytest.fixture
