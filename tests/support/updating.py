@@ -148,6 +148,8 @@ async def from_disk(fleet: InProcessFleet, path: str, label: str = "") -> Operat
 async def restart(fleet: InProcessFleet, slot: str) -> None:
     """What fills a slot ends, and starts from its launch checkpoint."""
     await fleet.stages.pop(slot).stop()
+    for rank in [key for key in fleet.workers if key[0] == slot]:
+        await fleet.workers.pop(rank).stop()
     await fleet.start_stage(next(spec for spec in fleet.specs if spec.slot == slot))
 
 
