@@ -141,7 +141,7 @@ class Words(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, which knows no words to suggest: commands are found when they are used."""
         word = args[0]
-        if word not in self._below() and not word.startswith("-") and not ctx.resilient_parsing:
+        if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
             near = [f"{self.prefix}{other}" for other in difflib.get_close_matches(word, self._below())]
             # "checksum" is `weights checksum`.
             near = near or [words for words in entries() if words.endswith(f" {word}")]

@@ -141,13 +141,13 @@ def test_any_argument_of_sglang_is_a_flag(cli: Cli) -> None:
     given = options(
         cli,
         *("--sglang-mem-fraction-static", "0.8", "--sglang-enable-metrics", "--sglang-context-length=4096"),
-        *("--rollout-num-gpus", "1", "--sglang-cuda-graph-bs", "1", "2", "--sglang-random-seed", "-1"),
+        *("--rollout-num-gpus", "1", "--sglang-cuda-graph-bs-decode", "1", "2", "--sglang-random-seed", "-1"),
     )
     assert given == {
         "mem_fraction_static": "0.8",
         "enable_metrics": "true",
         "context_length": "4096",
-        "cuda_graph_bs": '["1", "2"]',
+        "cuda_graph_bs_decode": '["1", "2"]',
         "random_seed": "-1",
     }
 
