@@ -117,7 +117,7 @@ def test_a_server_ends_in_order_though_its_engine_is_inside_torch() -> None:
     script = """
 import os, signal, threading
 import torch
-from rlctl.cli.serve import _serve
+from rlctl.cli.serve import serve
 
 torch.set_num_threads(1)
 
@@ -134,7 +134,7 @@ async def start():
 async def stop():
     print("stopped")
 
-_serve(start, "INFO", False)
+serve(start, "INFO", False)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
