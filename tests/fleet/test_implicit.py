@@ -296,6 +296,8 @@ async def test_half_of_an_update_is_never_served(fleet: InProcessFleet, monkeypa
     await form(fleet)
     await pause(fleet)
     await write(fleet, "w1")
+    [running] = fleet.server.coordinator.operations.newest_first("WeightUpdate", 0)
+    await running.ended.wait()
     await eventually(lambda: states(fleet) == [DIRTY, DIRTY])
     [update] = await operations(fleet, "WeightUpdate")
     assert update.error.reason == "LEASE_EXPIRED"
