@@ -78,9 +78,9 @@ class Fields:
     @overload
     def take(self, name: str, kind: type[T]) -> T: ...
     @overload
-    def take(self, name: str, kind: type[T], default: T) -> T: ...
-    @overload
     def take(self, name: str, kind: type[T], default: None) -> T | None: ...
+    @overload
+    def take(self, name: str, kind: type[T], default: T) -> T: ...
 
     def take(self, name: str, kind: Any, default: Any = _MISSING) -> Any:
         """A field, or its default where it is absent or null; it is required without one.
@@ -110,7 +110,7 @@ class Fields:
 
     def take_fields(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
         """An object within."""
-        value = self.take(name, dict, default)  # type: ignore[arg-type]
+        value = self.take(name, dict, default)
         return Fields(dict(value or {}), f"{self._where}{name}.")
 
     def accept(self, *names: str) -> None:

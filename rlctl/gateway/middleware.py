@@ -48,5 +48,9 @@ def load(path: str) -> Callable[..., Middleware]:
 def around(handler: Handler, middlewares: Sequence[Middleware]) -> Handler:
     """The handler inside of the middlewares, the first outermost."""
     for middleware in reversed(middlewares):
-        handler = functools.partial(middleware, handler=handler)
+        handler = _inside(middleware, handler)
     return handler
+
+
+def _inside(middleware: Middleware, handler: Handler) -> Handler:
+    return lambda call: middleware(call, handler)

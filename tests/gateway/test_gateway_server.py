@@ -169,9 +169,11 @@ async def test_a_stop_lets_requests_end(fleet: InProcessFleet, make_gateway: Cal
 
 async def test_middleware_by_its_path(fleet: InProcessFleet, make_gateway: Callable[..., Any]) -> None:
     paths = ("test_gateway_server:Stamp", "test_gateway_server.Stamp")
-    async with make_gateway(fleet, middleware_paths=paths) as (_, http):
-        async with http.post("/echo", json={"number": 1}) as response:
-            assert response.headers["X-Stamp"] == "yes"
+    async with (
+        make_gateway(fleet, middleware_paths=paths) as (_, http),
+        http.post("/echo", json={"number": 1}) as response,
+    ):
+        assert response.headers["X-Stamp"] == "yes"
     for wrong in ("nowhere:Class", "test_gateway_server:Missing", "x", "test_gateway_server:TOKEN"):
         with pytest.raises(RlctlError) as caught:
             async with make_gateway(fleet, middleware_paths=(wrong,)):

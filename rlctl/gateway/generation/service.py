@@ -57,9 +57,7 @@ class Generation:
         if name in known:
             return name
         if name:
-            raise Reason.MODEL_NOT_FOUND.error(
-                f"there is no model {name!r}; there are: {_listed(known)}", field="model"
-            )
+            raise Reason.MODEL_NOT_FOUND.error(f"there is no model {name!r}, but {_listed(known)}", field="model")
         if len(known) != 1:
             raise Reason.FIELD_REQUIRED.error(
                 f"name one of the models: {_listed(known)}",
