@@ -34,6 +34,7 @@ from rlctl.cli.types import DURATION
     type=click.Choice(["return", "continue"]),
     help="Samples that a pause or an abort cuts: given to the caller, or gone on with.",
 )
+@click.option("--tokenizer", default="", metavar="DIRECTORY", help="For chats.  [default: the models' checkpoints]")
 @click.option(
     "--request-timeout", default="10m", show_default=True, type=DURATION, help="Most time of one request, waiting too."
 )
@@ -61,6 +62,7 @@ def gateway(
     policy: str,
     admission: str,
     resume: Any,
+    tokenizer: str,
     request_timeout: float,
     max_inflight: int,
     middleware_paths: tuple[str, ...],
@@ -91,6 +93,7 @@ def gateway(
             resume=resume,
             timeout_s=request_timeout,
             max_inflight=max_inflight,
+            tokenizer=tokenizer,
         ),
         drain_s=drain,
     )
