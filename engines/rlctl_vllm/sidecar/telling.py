@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlctl_servers.requests import logprob_start
+
 from rlctl.errors import Reason
 from rlctl_vllm.generation import id_in, id_of, most_likely, refused
-from rlctl_vllm.requests import logprob_start, scores_only
+from rlctl_vllm.requests import scores_only
 from rlctl_vllm.sidecar.asking import Asked
 
 TOKENS = "/inference/v1/generate"
