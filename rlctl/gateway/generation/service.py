@@ -102,6 +102,8 @@ class Generation:
         finally:
             self.inflight -= 1
         if ended.error is not None and not ended.output_ids:
+            if ended.error.reason is Reason.PROMPT_TOO_LONG:
+                ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
             raise ended.error
         return ended
 
