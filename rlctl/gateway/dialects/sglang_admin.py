@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.dialect import Reply, Scope
-from rlctl.gateway.dialects.sglang_words import refused, saying_success, status_of
+from rlctl.gateway.dialects.sglang_words import saying_success, status_of
 from rlctl.gateway.table import Asked, Field, Row
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -354,5 +354,3 @@ ROWS = (
     Row("GET", "/health_generate", health, "GetFleet", scope=Scope.OPEN, answers=_HEALTH, note="as /health"),
     Row("GET", "/ready", ready, "GetFleet", scope=Scope.OPEN, answers=_HEALTH),
 )  # fmt: skip
-
-__all__ = ["ROWS", "refused"]
