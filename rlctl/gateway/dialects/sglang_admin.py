@@ -115,7 +115,8 @@ def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> d
     [size] = [len(result.rank_results) for result in results if result.slot == slot]
     place = rank.coordinates
     return {
-        "checksums": {tensor.name: tensor.sha256 for tensor in rank.check.tensors},
+        # Of the rank's own tensors or, where the engine gives none, of its share of the full ones.
+        "checksums": {tensor.name: tensor.sha256 for tensor in rank.check.tensors or rank.check.model_tensors},
         "per_gpu_checksum": rank.check.rank_digest,
         "parallelism_info": [
             {
