@@ -219,6 +219,7 @@ class Attempts:
             deadline=self._clock.now() + timeout_s,
             on_result=took,
             aside=aside,
+            again=False,  # the others would wait for it meanwhile
         )
         await asyncio.gather(*leaving)
 
