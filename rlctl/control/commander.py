@@ -77,7 +77,7 @@ class Commander:
         on_lost: Callable[[Sequence[Issued]], None] = _fail_all,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """``on_lost`` gets the commands that are without an answer when the link ends, in the order of their sending."""
+        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending."""
         self._link = link
         self._clock = clock
         self._on_report = on_report
@@ -105,9 +105,7 @@ class Commander:
             raise from_detail(attached.error)
         return attached
 
-    def issue(
-        self, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool = True
-    ) -> Issued:
+    def issue(self, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool = True) -> Issued:
         """Send a command; ``deadline`` is on the clock's ``now``. Never blocks; failures are in the result.
 
         An id that is still without an answer on this link is not sent again: both wait for the same answer.

@@ -375,6 +375,8 @@ class Coordinator:
         slot = self.roster.slot(request.slot)
         if request.boot_id and request.boot_id != slot.record.registration.boot_id:
             raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
+        if not request.force:
+            self.updates.refuse_target(slot)
         await self.roster.change([slot], lambda record: setattr(record, "retired", True))
         if slot.commander is not None:
             await slot.commander.close()

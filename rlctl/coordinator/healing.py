@@ -54,7 +54,6 @@ from rlctl.v1.verbs_pb2 import (
 log = logging.getLogger(__name__)
 
 HEAL_S = 300.0
-JOIN_S = 30.0
 OWNER = "healing"
 
 AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
@@ -197,7 +196,11 @@ class Healer:
 
     def is_open(self, update_id: str) -> bool:
         """Whether a heal of this id is running."""
-        return any(running.session.update_id == update_id for running in self._running.values())
+        return any(session.update_id == update_id for session in self.sessions())
+
+    def sessions(self) -> list[Session]:
+        """Those of the heals that run."""
+        return [running.session for running in self._running.values()]
 
     async def make_way(self, model: str) -> None:
         """End a heal of this model: an update is about to begin, and reaches its stage too."""
@@ -355,6 +358,7 @@ class Healer:
         await self._roster.quarantine({slot: unverified.detail()})
         slot.restoring = True
         self._peers.grant(slot)
+        session.reference = next(iter(self._at_version(session.model, session.targets)), None)
         if isinstance(source, Slot):
             self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
         else:

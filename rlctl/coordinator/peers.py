@@ -59,7 +59,7 @@ class Peers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._grants = itertools.count(1)
-        self._unanswered = Unanswered()
+        self._unanswered = Unanswered(lease_s + DRIFT_S)
         self._connecting = asyncio.Semaphore(CONNECTING)
         self.succeeded = asyncio.Event()
         """Set once the journal is another's."""

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from rlctl.control.commander import Commander, Issued
 from rlctl.coordinator.roster import Slot
 
-AGAIN_WITHIN_S = 10.0
-"""How long a stage's next link is waited for before what became of a command is said to be UNKNOWN."""
-
 
 class Unanswered:
     """By stage, in the order in which they were sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, within_s: float) -> None:
+        """``within_s``: how long a stage's next link is waited for before what became of a command is UNKNOWN."""
+        self._within_s = within_s
         self._kept: dict[Slot, list[Issued]] = {}
 
     def keep(self, slot: Slot, lost: Sequence[Issued]) -> None:
@@ -30,7 +29,7 @@ class Unanswered:
                 issued.fail()
                 continue
             self._kept.setdefault(slot, []).append(issued)
-            asyncio.get_running_loop().call_later(AGAIN_WITHIN_S, self._end, slot, issued)
+            asyncio.get_running_loop().call_later(self._within_s, self._end, slot, issued)
 
     def ask(self, slot: Slot, commander: Commander) -> None:
         """A link to the same incarnation stands."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from updating import begin, commit, digest, join, restart, unreachable, version_of, weights, write
 
-from rlctl.coordinator import unanswered
 from rlctl.engine import Call
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
@@ -79,17 +80,17 @@ async def test_an_answer_that_was_lost_with_its_link_is_learned(fleet: InProcess
 
 
 async def test_what_becomes_of_it_stays_unknown_when_the_stage_does_not_come_back(
-    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+    make_fleet: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(unanswered, "AGAIN_WITHIN_S", 0.5)
-    held = Held(fleet, "pause_generation")
-    pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
-    await held.begun.wait()
-    async with unreachable(fleet, "a"):
-        operation = await pausing
-        assert operation.state == OPERATION_STATE_UNKNOWN
-        assert [result.error.reason for result in operation.stage_results] == ["LINK_LOST", "CANCELLED"]
-    held.may_end.set()
+    async with make_fleet(a=1, b=2, lease_s=0.5) as fleet:
+        held = Held(fleet, "pause_generation")
+        pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
+        await held.begun.wait()
+        async with unreachable(fleet, "a"):
+            operation = await pausing
+            assert operation.state == OPERATION_STATE_UNKNOWN
+            assert [result.error.reason for result in operation.stage_results] == ["LINK_LOST", "CANCELLED"]
+        held.may_end.set()
 
 
 async def test_its_deadline_is_the_command_s_own(fleet: InProcessFleet) -> None:
