@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from rlctl.control.commander import Commander, Issued
@@ -31,6 +32,7 @@ class Rank:
     def __init__(self) -> None:
         self.carried_out: list[str] = []
         self.withdrawn: list[str] = []
+        self.strangers: list[object] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -38,6 +40,9 @@ class Rank:
         if attach.fleet_epoch == 13:
             return Attached(error=Reason.EPOCH_FENCED.error("over").detail())
         return Attached(report=StageReport(incarnation=attach.incarnation))
+
+    def obeys(self, link: object) -> bool:
+        return link not in self.strangers
 
     def grant(self, grant: ServingGrant) -> None:
         self.lease = grant.lease.seconds
@@ -217,6 +222,18 @@ async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
     with pytest.raises(RlctlError, match="over") as caught:
         await commander.attach(Attach(fleet_epoch=13))
     assert caught.value.reason is Reason.EPOCH_FENCED
+
+
+async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None:
+    commander = wire.connect()
+    wire.rank.strangers.append(wire.far)
+    commander.grant(ServingGrant(lease=Duration(seconds=7)))
+    result = await answer(commander.issue("c", "o", packed(), soon()))
+    assert (result.rank.outcome, result.rank.error.reason) == (OUTCOME_REJECTED, "EPOCH_FENCED")
+    assert wire.rank.carried_out == []
+    assert not hasattr(wire.rank, "lease")
+    # It was not recorded either: the commander that is accepted is obeyed under the same id.
+    assert (await answer(wire.connect().issue("c", "o", packed(), soon()))).rank.outcome == OUTCOME_APPLIED
 
 
 async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:

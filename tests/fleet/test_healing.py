@@ -269,3 +269,26 @@ async def test_a_heal_from_a_peer_waits_for_nobody_when_one_side_cannot_join(
         assert operation.error.message.endswith("there is no way to the store")
         assert len(waited) == (at == "the rendezvous")
         assert fleet.stage("b").routable
+
+
+async def test_a_coordinator_stops_although_a_heal_does_not_give_way(
+    fleet: InProcessFleet, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await dirty(fleet)
+    reading, going_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk" and engine.config.tp_size == 1:
+            reading.set()
+            await going_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest(slots=["a"])))
+    await reading.wait()
+    monkeypatch.setattr("rlctl.coordinator.healing.MAKE_WAY_S", 0.05)
+    stopping = asyncio.ensure_future(fleet.server.coordinator.stop())
+    await asyncio.sleep(0.2)
+    going_on.set()
+    await stopping
+    assert (await healing).error.reason == "CANCELLED"
