@@ -64,6 +64,18 @@ def taken(name: str) -> RlctlError:
     )
 
 
+def refuse_fixed(wanted: Deployment, running: Deployment) -> RlctlError | None:
+    """The error where something is wanted otherwise that cannot change."""
+    found = wanted.fixed(running)
+    if not found:
+        return None
+    return Reason.FIELD_CONFLICT.error(
+        "\n  ".join(f"{key}: {why}" for key, why in found),
+        field=found[0][0],
+        next_step=f"`rlctl down --name {wanted.name}` first.",
+    )
+
+
 class _Supervisor:
     """Holds a fleet."""
 
@@ -87,6 +99,8 @@ class _Supervisor:
             insecure=wanted.insecure,
             on_progress=self._say,
             limits=wanted.limits,
+            launcher=wanted.launcher_of(directory / "logs", settings.token),
+            reserved=wanted.reserved,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
@@ -116,20 +130,13 @@ class _Supervisor:
     def _apply(self, request: Request) -> None:
         """Bring the fleet to what is wanted now. An engine that fails is tried again; the rest is left alone."""
         wanted = request.deployment
-        fixed = [name for name in ("listen", "insecure") if getattr(wanted, name) != getattr(self._wanted, name)]
-        if fixed:
-            request.failed(
-                Reason.FIELD_CONFLICT.error(
-                    f"{fixed[0]} of a fleet that runs cannot change: it is {getattr(self._wanted, fixed[0])!r}",
-                    field=f"fleet.{fixed[0]}",
-                    next_step=f"`rlctl down --name {wanted.name}` first.",
-                )
-            )
+        if refused := refuse_fixed(wanted, self._wanted):
+            request.failed(refused)
             return
         self._wanted, self._asking = wanted, request
         try:
             self._fleet.limits = wanted.limits
-            self._fleet.want(wanted.engines)
+            self._fleet.want(wanted.engines, wanted.reserved)
             self._fleet.settle()
         except RlctlError as error:
             self._say(f"Warning: {error}")

@@ -106,6 +106,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
         click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes.  [default: local]"),
+        click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or that here]"),
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE",
             help="Setting of every engine, below the file's.  [repeatable]",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.processes import STOP_S, end
-from rlctl.launch.spec import EngineSpec, rank_arguments
+from rlctl.launch.spec import EngineSpec
 from rlctl.v1.fleet_pb2 import Stage
 
 START_S = 300.0
@@ -98,7 +98,7 @@ class EngineRun:
         self._enter(Phase.STARTING)
         try:
             for rank in spec.followers:
-                self._launch(rank, rank_arguments(spec, rank, self._coordinator))
+                self._launch(rank)
         except RlctlError as error:
             self._fail(error)
             return
@@ -148,7 +148,7 @@ class EngineRun:
                     followers = [process.facts["address"] for process in self.processes]
                     self._enter(Phase.LOADING)
                     try:
-                        self._launch(0, rank_arguments(self.spec, 0, self._coordinator, followers))
+                        self._launch(0, followers)
                     except RlctlError as error:
                         self._fail(error)
                     else:
@@ -197,12 +197,8 @@ class EngineRun:
         """After a failure: seconds until it is tried again."""
         return max(0.0, self._again_at - time.monotonic())
 
-    def _launch(self, rank: int, arguments: Sequence[str]) -> None:
-        spec = self.spec
-        process = self._launcher.launch(
-            spec.process(rank), arguments, spec.environment, gpus=spec.gpus, cpus=spec.cpus(rank)
-        )
-        self.processes.append(process)
+    def _launch(self, rank: int, followers: Sequence[str] = ()) -> None:
+        self.processes.append(self._launcher.launch(self.spec, rank, self._coordinator, followers))
 
     def _ended(self) -> Launched | None:
         return next((process for process in self.processes if process.returncode is not None), None)

@@ -21,7 +21,7 @@ from rlctl.launch.engine_run import START_S, EngineRun, Limits, Phase
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import STOP_S, stop_all
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.spec import EngineSpec, Reservation
 from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -55,11 +55,13 @@ class LocalFleet:
         module: str = "rlctl",
         limits: Limits | None = None,
         launcher: Launcher | None = None,
+        reserved: Sequence[Reservation] = (),
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None.
 
         ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
-        it must do what that does, and may do more. ``launcher``: where they run; None: on this machine.
+        it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
+        coordinator runs in any case. ``reserved``: room that is kept free.
         """
         self.engines = _placed(engines)
         self.address = ""
@@ -72,7 +74,9 @@ class LocalFleet:
         self._say = on_progress
         self.limits = limits or Limits(heal_s=READY_S)
         logs = self.directory / "logs"
-        self._launcher: Launcher = launcher or LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._launcher: Launcher = launcher or self._local
+        self._reserved = tuple(reserved)
         self._client: Fleet | None = None
         self._disabled: set[str] = set()
         """Slots that were disabled to be drained, so that whatever fills them next is enabled again."""
@@ -104,6 +108,7 @@ class LocalFleet:
             (self.directory / "logs").mkdir(parents=True, exist_ok=True)
             self._start_coordinator(self._listen)
             self._say(f"coordinator at {self.address}")
+            self._launcher.reserve(self._reserved)
             self.settle()
         except BaseException as error:
             self._tell_of_interrupt(error)
@@ -123,6 +128,7 @@ class LocalFleet:
             )
         self.runs.clear()
         self.coordinator = None
+        self._launcher.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -157,8 +163,12 @@ class LocalFleet:
 
     # What is wanted, and the way there.
 
-    def want(self, engines: Sequence[EngineSpec]) -> None:
-        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone."""
+    def want(self, engines: Sequence[EngineSpec], reserved: Sequence[Reservation] = ()) -> None:
+        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone.
+
+        Raises PLACE_UNAVAILABLE where there is no room for what is to be kept free.
+        """
+        self._launcher.reserve(reserved)
         self.engines = _placed(engines)
         for spec in self.engines:
             run = self.runs.get(spec.slot)
@@ -258,7 +268,7 @@ class LocalFleet:
 
     def _start_coordinator(self, listen: str) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.directory / "journal.db")]
-        self.coordinator = self._launcher.launch("coordinator", arguments, {}, gpus=(), cpus=0)
+        self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
 
     def _refuse_failed(self) -> None:

@@ -82,6 +82,15 @@ class Process:
             raise self.failure()
         return self.facts
 
+    def until_announced(self) -> dict[str, str]:
+        """Wait until it has announced itself, and return what; {} when it ended before."""
+        self._announced.wait()
+        return self.facts
+
+    def until_ended(self) -> int:
+        """Wait until it has ended; how."""
+        return self._popen.wait()
+
     def failure(self) -> RlctlError:
         """Why it ended, from the end of its log."""
         with contextlib.suppress(OSError):

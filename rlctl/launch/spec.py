@@ -90,6 +90,21 @@ class EngineSpec:
         return cls(**{**data, "gpus": tuple(data.get("gpus", ()))})
 
 
+@dataclass(frozen=True)
+class Reservation:
+    """Room that a placeholder keeps free.
+
+    Attributes:
+        name: what its slots would begin with.
+        ranks: how many GPUs; on a CPU, ranks.
+        device: "cpu" or "cuda".
+    """
+
+    name: str
+    ranks: int
+    device: str
+
+
 def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> list[str]:
     """Arguments of ``rlctl`` for the process of one rank; rank 0 is told where the others are."""
     device = spec.device

@@ -35,6 +35,7 @@ class Flags:
         listen: ``--listen``.
         name: ``--name``.
         launcher: ``--launcher``.
+        address: ``--address``, of a Ray cluster.
         insecure: ``--insecure``.
     """
 
@@ -54,6 +55,7 @@ class Flags:
     listen: str | None = None
     name: str | None = None
     launcher: str | None = None
+    address: str | None = None
     insecure: bool = False
 
 

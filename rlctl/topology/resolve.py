@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlctl.engine import KnownOptions
+from rlctl.launch.engine_run import LOAD_S
 from rlctl.topology.document import Node
 from rlctl.topology.flags import COMMAND_LINE, Flags, exclusions
 from rlctl.topology.problems import Problems, did_you_mean
@@ -63,7 +64,14 @@ class _Resolver:
         auth: Section = fleet.get("auth") or Section("", 0)
         network: Section = fleet.get("network") or Section("", 0)
         restart: Section = fleet.get("restart") or Section("", 0)
+        ray: Section = fleet.get("ray") or Section("", 0)
+        launcher = flags.launcher or fleet.get("launcher", "local")
+        if flags.address and launcher != "ray":
+            self._problems.add(0, "--address", "it is a Ray cluster's, and needs --launcher ray", source=COMMAND_LINE)
+        if launcher == "ray" and "advertise" in network.lines:
+            self._complain(network, "advertise", "launcher ray has several nodes, and each has its own address")
         self._an_address(fleet, "listen")
+        self._an_address(ray, "address")
         models = self._models()
         name = flags.name or fleet.get("name", "default")
         if not _NAME.fullmatch(name):
@@ -71,17 +79,19 @@ class _Resolver:
         return Topology(
             source=self._problems.source,
             name=name,
-            launcher=flags.launcher or fleet.get("launcher", "local"),
+            launcher=launcher,
+            cluster=flags.address or ray.get("address", ""),
             listen=flags.listen or fleet.get("listen", ""),
             num_gpus=self._total(models),
             num_gpus_per_node=self._per_node,
             token_file=auth.get("token_file", ""),
-            insecure=flags.insecure or auth.get("insecure", False),
+            insecure=True if flags.insecure else auth.get("insecure"),
             interface=self._interface(network),
             advertise=network.get("advertise", ""),
             restart=restart.get("policy", "on-failure") == "on-failure",
             backoff_s=restart.get("backoff_s", 1.0),
             heal_timeout_s=fleet.get("heal_timeout_s", 300.0),
+            load_timeout_s=fleet.get("load_timeout_s", LOAD_S),
             drain_timeout_s=fleet.get("drain_timeout_s", 60.0),
             models=tuple(models),
         )

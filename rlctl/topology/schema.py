@@ -107,6 +107,9 @@ FLEET = (
     Key("engine", "string", "Engine plug-in of models that name none.", "torch; sglang under `sglang:`"),
     Key("device", "string", "What the ranks compute on; auto: cuda where there are GPUs.", "auto", choices=DEVICES),
     Key("launcher", "string", "What starts the processes.", "local", choices=LAUNCHERS),
+    Key("ray", "section", "Of launcher ray.", of=(
+        Key("address", "string", "Address of the cluster, HOST:PORT.", "RAY_ADDRESS, or the cluster that runs here"),
+    )),
     Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
     Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
     Key("auth", "section", "Who may call.", of=(
@@ -123,6 +126,8 @@ FLEET = (
     )),
     Key("heal_timeout_s", "number", "Seconds that a new engine may take to be brought to the published version.",
         "300", least=1),
+    Key("load_timeout_s", "number", "Seconds that an engine may take to load, from the start of its rank 0.", "1860",
+        least=1),
     Key("drain_timeout_s", "number", "Seconds that requests have to end before their engine is removed.", "60",
         least=0),
 )  # fmt: skip

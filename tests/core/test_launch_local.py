@@ -29,8 +29,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
 
 def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    first = launcher.launch("a", [], {}, gpus=(), cpus=1)
-    unbound = launcher.launch("b", [], {"OMP_NUM_THREADS": "7"}, gpus=(), cpus=0)
+    first = launcher.start("a", [], {}, cpus=1)
+    unbound = launcher.start("b", [], {"OMP_NUM_THREADS": "7"}, cpus=0)
     try:
         assert launcher._cores == {cores[0]: first}
         facts = first.announced(20)
@@ -39,12 +39,12 @@ def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None
         assert unbound.announced(20)["threads"] == "7"
         assert os.sched_getaffinity(unbound.pid) == set(cores)
         with pytest.raises(InvalidRequest, match=f"{len(cores) - 1} of {len(cores)} are free"):
-            launcher.launch("c", [], {}, gpus=(), cpus=len(cores))
+            launcher.start("c", [], {}, cpus=len(cores))
     finally:
         for process in (first, unbound):
             process.kill()
             process.wait()
-    again = launcher.launch("d", [], {}, gpus=(), cpus=len(cores))
+    again = launcher.start("d", [], {}, cpus=len(cores))
     again.kill()
     again.wait()
 

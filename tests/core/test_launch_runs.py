@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.launch import engine_run
 from rlctl.launch.devices import gpu_count
 from rlctl.launch.engine_run import EngineRun, Limits, Phase
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
 from rlctl.stage import server
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -55,11 +55,15 @@ class Children:
     def __init__(self) -> None:
         self.all: list[Child] = []
 
-    def launch(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, gpus: Sequence[int], cpus: int
-    ) -> Child:
-        self.all.append(Child(name, arguments))
+    def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Child:
+        self.all.append(Child(spec.process(rank), rank_arguments(spec, rank, coordinator, followers)))
         return self.all[-1]
+
+    def reserve(self, places: Sequence[Reservation]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
