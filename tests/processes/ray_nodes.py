@@ -1,7 +1,7 @@
 """A Ray cluster on this machine, in a process of its own: nodes at 127.0.0.2, 127.0.0.3, ..., on loopback addresses.
 
-Prints its address as a line of JSON. A line ``lose ADDRESS`` on its standard input kills that node, ``add ADDRESS CORES``
-starts one, and the end of it ends all.
+Prints its address as a line of JSON. A line ``lose ADDRESS`` on its standard input kills that node, ``add ADDRESS
+CORES`` starts one, and the end of it ends all.
 """
 
 from __future__ import annotations

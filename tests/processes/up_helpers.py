@@ -1,7 +1,8 @@
-"""What tests of ``rlctl up`` share: the command, what the supervisor has written down, requests that go on meanwhile."""
+"""What tests of ``rlctl up`` share: the command, what the supervisor has written, requests that go on meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from rlctl.cli import state
 from rlctl.client.fleet import Fleet
 from rlctl.errors import RlctlError
+from rlctl.v1.fleet_pb2 import Stage
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
 WAIT_S = 60.0
@@ -32,6 +34,16 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
+
+
+def when(fleet: Fleet, condition: Callable[[dict[str, Stage]], object]) -> dict[str, Stage]:
+    """The stages by slot, as soon as they are so; looked at whenever something changes."""
+    with contextlib.closing(fleet.watch()) as events:
+        for _ in events:
+            now = {stage.registration.slot: stage for stage in fleet.status().stages}
+            if condition(now):
+                return now
+    raise AssertionError("the coordinator ended the watch")
 
 
 def known(name: str) -> state.FleetState:
