@@ -82,7 +82,9 @@ class Prepared:
         ]
 
     def refuse(self) -> None:
-        """Raise UNSUPPORTED, or TOPOLOGY_INVALID for what this machine lacks, with every reason."""
+        """Raise UNSUPPORTED, TOPOLOGY_INVALID for what this machine lacks, or FIELD_CONFLICT for what cannot change in
+        the fleet that is up; each with every reason.
+        """
         if found := support.unsupported(self.plan):
             lines = "\n  ".join(map(str, found))
             raise Reason.UNSUPPORTED.error(
@@ -90,6 +92,8 @@ class Prepared:
             )
         if found := support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))):
             raise invalid(found)
+        if self.deployed is not None and (refused := self.deployment.refusal(self.deployed)):
+            raise refused
 
 
 def prepare(file: Path | None, given: Flags) -> Prepared:

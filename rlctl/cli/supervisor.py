@@ -64,18 +64,6 @@ def taken(name: str) -> RlctlError:
     )
 
 
-def refuse_fixed(wanted: Deployment, running: Deployment) -> RlctlError | None:
-    """The error where something is wanted otherwise that cannot change."""
-    found = wanted.fixed(running)
-    if not found:
-        return None
-    return Reason.FIELD_CONFLICT.error(
-        "\n  ".join(f"{key}: {why}" for key, why in found),
-        field=found[0][0],
-        next_step=f"`rlctl down --name {wanted.name}` first.",
-    )
-
-
 class _Supervisor:
     """Holds a fleet."""
 
@@ -130,7 +118,7 @@ class _Supervisor:
     def _apply(self, request: Request) -> None:
         """Bring the fleet to what is wanted now. An engine that fails is tried again; the rest is left alone."""
         wanted = request.deployment
-        if refused := refuse_fixed(wanted, self._wanted):
+        if refused := wanted.refusal(self._wanted):
             request.failed(refused)
             return
         self._wanted, self._asking = wanted, request

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlctl.errors import Reason, RlctlError
 from rlctl.launch.engine_run import Limits
 from rlctl.launch.launcher import Launcher
 from rlctl.launch.spec import EngineSpec, Reservation
@@ -73,6 +74,17 @@ class Deployment:
             for name, key in keys.items()
             if getattr(self, name) != getattr(running, name)
         ]
+
+    def refusal(self, running: Deployment) -> RlctlError | None:
+        """The error with everything that is :meth:`fixed`, if anything is."""
+        found = self.fixed(running)
+        if not found:
+            return None
+        return Reason.FIELD_CONFLICT.error(
+            "\n  ".join(f"{key}: {why}" for key, why in found),
+            field=found[0][0],
+            next_step=f"`rlctl down --name {self.name}` first.",
+        )
 
     @property
     def data(self) -> dict[str, Any]:

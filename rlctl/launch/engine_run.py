@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
-from rlctl.launch.processes import STOP_S, end
+from rlctl.launch.processes import STOP_S, end, last_line
 from rlctl.launch.spec import EngineSpec
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -22,6 +22,8 @@ LOAD_S = 1860.0
 """More than a stage server gives its engine, so that the one that knows the cause ends first."""
 BACKOFF_AT_MOST_S = 60.0
 TELL_S = 1.0
+REMIND_S = 10.0
+"""After so long in a phase people are told that it goes on, then after twice, four times ... as long."""
 STEADY_S = 60.0
 """An engine that was ready for so long has its back-off forgotten."""
 
@@ -89,6 +91,7 @@ class EngineRun:
         self._again_at = 0.0
         self._quiet_looks = 0
         self._told = False
+        self._remind_s = REMIND_S
 
     # What it is told.
 
@@ -96,6 +99,8 @@ class EngineRun:
         """Start its processes: the followers, or rank 0 where there are none."""
         spec = self.spec
         self._enter(Phase.STARTING)
+        if spec.followers:
+            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {spec.ranks} ranks beside rank 0)")
         try:
             for rank in spec.followers:
                 self._launch(rank)
@@ -154,12 +159,14 @@ class EngineRun:
                     else:
                         self._say(f"{self.spec.slot}: {_loading(self.spec)}")
                 else:
+                    self._remind("starting")
                     self._limit(self._limits.start_s, "its followers did not come up")
             case Phase.LOADING:
                 if self.leader.serves:
                     self._told = False
                     self._enter(Phase.HEALING)
                 else:
+                    self._remind("loading")
                     self._limit(self._limits.load_s, "it did not load")
             case Phase.HEALING:
                 facts = self.leader.facts
@@ -171,6 +178,7 @@ class EngineRun:
                     if not self._told and time.monotonic() - self._since > TELL_S:
                         self._say(f"{self.spec.slot}: loaded, healing ({why})")
                         self._told = True
+                    self._remind(f"healing ({why})")
                     self._limit(self._limits.heal_s, f"it is not routable: {why}")
             case Phase.READY:
                 if time.monotonic() - self._since > STEADY_S:
@@ -202,6 +210,16 @@ class EngineRun:
 
     def _ended(self) -> Launched | None:
         return next((process for process in self.processes if process.returncode is not None), None)
+
+    def _remind(self, what: str) -> None:
+        """Say that it goes on, and what the process that it waits for has logged last."""
+        since_s = time.monotonic() - self._since
+        if since_s < self._remind_s:
+            return
+        self._remind_s *= 2
+        waiting = next((process for process in self.processes if not process.serves), self.processes[-1])
+        said = last_line(waiting.log)
+        self._say(f"{self.spec.slot}: still {what} after {since_s:.0f} s" + (f"; its log says: {said}" if said else ""))
 
     def _limit(self, limit_s: float, why: str) -> None:
         if time.monotonic() - self._since > limit_s:
@@ -236,6 +254,7 @@ class EngineRun:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._since = time.monotonic()
+        self._remind_s = REMIND_S
 
 
 def _loading(spec: EngineSpec) -> str:

@@ -142,6 +142,23 @@ def test_what_takes_too_long_fails_with_its_reason_and_log(phase: Phase, clock: 
     assert all(child.returncode is not None for child in children.all)
 
 
+def test_people_are_told_that_an_engine_still_loads_and_what_its_log_says(
+    clock: Callable[[float], None], tmp_path: Path
+) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    assert said == ["a: starting (1 of its 2 ranks beside rank 0)"]
+    children.all[0].announce()
+    run.advance(None)
+    children.all[1].log = tmp_path / "a.log"
+    children.all[1].log.write_text("one\nshard 3 of 7\n\n")
+    said.clear()
+    for _ in range(45):
+        clock(1)
+        run.advance(None)
+    assert said == [f"a: still loading after {after} s; its log says: shard 3 of 7" for after in (10, 20, 40)]
+
+
 def test_who_knows_why_an_engine_does_not_load_gives_up_first() -> None:
     """The engine's own limit (start_s of a server, 900 s) and the stage server's must be over before the launcher's."""
     assert Limits().load_s > server.START_S > 900
