@@ -70,6 +70,7 @@ class Prepared:
             interface=topology.interface,
             per_node=topology.num_gpus_per_node,
             reserved=self.plan.placeholders,
+            gateways=self.plan.gateways,
         )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:

@@ -91,6 +91,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--router-policy", type=click.Choice(POLICIES), help="How gateways pick an engine."),
         click.option(
+            "--gateways", metavar="HOST", help="Give every model that names none an HTTP gateway on this host.",
+        ),
+        click.option(
             "--sglang-*", "sglang_", metavar="[VALUE]", expose_value=False, multiple=True,
             help="Argument of SGLang by its name, for every SGLang engine, below the file's.",
         ),

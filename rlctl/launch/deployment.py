@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.engine_run import Limits
 from rlctl.launch.launcher import Launcher
-from rlctl.launch.spec import EngineSpec, Reservation
+from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
 
 _FIXED = {
     "listen": "fleet.listen",
@@ -39,6 +39,7 @@ class Deployment:
         interface: interface or network that servers on other nodes bind to, or "".
         per_node: ranks of an engine that go on one node.
         reserved: room that placeholders keep free.
+        gateways: HTTP gateways.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Deployment:
     interface: str = ""
     per_node: int = 8
     reserved: tuple[Reservation, ...] = ()
+    gateways: tuple[GatewaySpec, ...] = ()
 
     def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
         """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""
@@ -96,4 +98,6 @@ class Deployment:
         """From :attr:`data`."""
         engines = tuple(EngineSpec.of(spec) for spec in data["engines"])
         reserved = tuple(Reservation(**place) for place in data.get("reserved", ()))
-        return cls(**{**data, "engines": engines, "limits": Limits(**data["limits"]), "reserved": reserved})
+        gateways = tuple(GatewaySpec(**gateway) for gateway in data.get("gateways", ()))
+        limits = Limits(**data["limits"])
+        return cls(**{**data, "engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways})

@@ -91,6 +91,31 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class GatewaySpec:
+    """An HTTP gateway in front of one model.
+
+    Attributes:
+        model: the model; one gateway each.
+        listen: HOST:PORT; port 0 takes any.
+        policy: how it picks an engine; "": its own default.
+    """
+
+    model: str
+    listen: str
+    policy: str = ""
+
+    @property
+    def process(self) -> str:
+        """Name of its process."""
+        return f"gateway-{self.model}"
+
+    def arguments(self, coordinator: str, listen: str) -> list[str]:
+        """Arguments of ``rlctl``; ``listen``: the one of the spec, or what became of it."""
+        policy = ["--policy", self.policy] if self.policy else []
+        return ["gateway", "--coordinator", coordinator, "--model", self.model, "--listen", listen, *policy]
+
+
+@dataclass(frozen=True)
 class Reservation:
     """Room that a placeholder keeps free.
 

@@ -35,6 +35,7 @@ class Flags:
         listen: ``--listen``.
         name: ``--name``.
         launcher: ``--launcher``.
+        gateways: ``--gateways``.
         address: ``--address``, of a Ray cluster.
         insecure: ``--insecure``.
     """
@@ -55,6 +56,7 @@ class Flags:
     listen: str | None = None
     name: str | None = None
     launcher: str | None = None
+    gateways: str | None = None
     address: str | None = None
     insecure: bool = False
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
+from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
 from rlctl.topology.resolve import slot_stem
 from rlctl.topology.resolved import Group, Model, Topology
 
@@ -118,6 +118,13 @@ class Plan:
     def specs(self) -> list[EngineSpec]:
         """What a launcher is to keep running."""
         return [engine.spec for engine in self.engines]
+
+    @property
+    def gateways(self) -> tuple[GatewaySpec, ...]:
+        """HTTP gateways, of models that have one."""
+        return tuple(
+            GatewaySpec(model.name, model.gateway, model.router_policy) for model in self.models if model.gateway
+        )
 
     @property
     def nodes(self) -> int:

@@ -156,11 +156,15 @@ class _Resolver:
             router_policy=self._flags.router_policy
             or model.get("router_policy")
             or self._fleet.get("router_policy", ""),
-            gateway=model.get("gateway", ""),
+            gateway=model.get("gateway") or self._default_gateway(),
             groups=tuple(groups),
             line=model.line,
             path=model.path,
         )
+
+    def _default_gateway(self) -> str:
+        host: str = self._flags.gateways or self._fleet.get("gateways", "")
+        return f"[{host}]:0" if ":" in host else f"{host}:0" if host else ""
 
     def _default_engine(self) -> str:
         default = "sglang" if self._slime else "torch"

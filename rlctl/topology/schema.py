@@ -96,7 +96,8 @@ MODEL = (
     Key("environment", "settings", "Environment variables of its processes.", "{}"),
     Key("weight_version", "string", "Label of its first version, the checkpoint.", "initial"),
     Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
-    Key("gateway", "string", "HOST:PORT of its HTTP gateway."),
+    Key("gateway", "string", "HOST:PORT of its HTTP gateway; port 0 takes any.",
+        "none, or one where the fleet's gateways are"),
 )  # fmt: skip
 FLEET = (
     Key("name", "string", "Name of the fleet on this machine.", "default"),
@@ -112,6 +113,7 @@ FLEET = (
     )),
     Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
     Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
+    Key("gateways", "string", "Host on which every model that names no gateway has one, on a free port.", "none"),
     Key("auth", "section", "Who may call.", of=(
         Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
         Key("insecure", "boolean", "Bind where other hosts can reach it though there is no token.", "false"),

@@ -9,15 +9,18 @@ from rlctl.topology.plan import Plan
 from rlctl.topology.problems import Problem
 from rlctl.topology.resolved import Group, Model
 
+GATEWAY_POLICIES = ("consistent_hashing", "round_robin")
+"""Those of slime's names that ``rlctl gateway`` has."""
+
 
 def unsupported(plan: Plan) -> list[Problem]:
     """What cannot be run, whatever the machine."""
     topology = plan.topology
     found = []
     for model in topology.models:
-        if model.gateway:
-            why = "there is no gateway in this version; clients pick their engine themselves"
-            found.append(Problem(topology.source, model.line, f"{model.path}.gateway", why))
+        if model.gateway and model.router_policy and model.router_policy not in GATEWAY_POLICIES:
+            why = f"the gateway has no policy {model.router_policy!r}; there are: {', '.join(GATEWAY_POLICIES)}"
+            found.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
         for group in model.groups:
             found += [Problem(topology.source, group.line, group.path, why) for why in _of_group(plan, model, group)]
     return found
