@@ -17,7 +17,6 @@ from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import stop_all
 from rlctl.launch.spec import GatewaySpec
 
-
 LEAVE_S = 60.0
 """For what a gateway has begun, once it is not wanted any more."""
 
