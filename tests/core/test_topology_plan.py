@@ -202,7 +202,10 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
     [
         (model(PD), "prefill engines cannot be run yet"),
         (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
-        (model(REGULAR, "name: a\ngateway: 127.0.0.1:1"), "no gateway in this version"),
+        (
+            model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter_policy: cache_aware"),
+            "the gateway has no policy 'cache_aware'; there are: consistent_hashing, round_robin",
+        ),
         (
             "fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4)),
             "engine sglang starts no server over several nodes",

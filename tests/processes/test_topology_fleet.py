@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl, until
 
 from rlctl.client.fleet import connect
+from rlctl.compat.slime import get_model_url, set_model_routers
+from rlctl.errors import NotFound
 
 pytestmark = pytest.mark.processes
 
@@ -77,12 +81,14 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
 def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[..., Path]:
     """Writes a file for two fake engines: ``fleet_of_fakes(pace=0.01)``."""
 
-    def write(engines: int = 2, **overrides: object) -> Path:
+    def write(engines: int = 2, gateways: str = "", **overrides: object) -> Path:
         file = tmp_path / "fakes.yaml"
         group = {"worker_type": "regular", "num_gpus": engines, "overrides": overrides}
         model = {"name": "actor", "engine": "fake", "model_path": checkpoint("one"), "server_groups": [group]}
         restart = {"backoff_s": 0.1}
         fleet = {"name": "fakes", "listen": "127.0.0.1:0", "restart": restart, "hf_checkpoint": checkpoint("one")}
+        if gateways:
+            fleet["gateways"] = gateways
         file.write_text(json.dumps({"fleet": fleet, "models": [model]}))  # JSON is YAML
         return file
 
@@ -155,3 +161,35 @@ def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(
     refused = rlctl("up", str(file), "--listen", "127.0.0.1:1")
     assert refused.returncode == 2
     assert "FIELD_CONFLICT" in refused.stderr
+
+
+def asked(url: str) -> dict[str, Any]:
+    body = json.dumps({"text": "1+2=", "sampling_params": {"max_new_tokens": 4}}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)  # type: ignore[no-any-return]
+
+
+def test_a_model_has_a_gateway_that_slimes_code_finds_and_that_is_kept_at_its_address(
+    fleet_of_fakes: Callable[..., Path],
+) -> None:
+    up = rlctl("up", str(fleet_of_fakes(gateways="127.0.0.1")), "--detach")
+    assert up.returncode == 0, up.stderr
+    args = argparse.Namespace()
+    set_model_routers(args, "fakes")
+    url = get_model_url(args, "actor", "/generate")
+    assert asked(url)["meta_info"]["completion_tokens"] == 4
+    with pytest.raises(NotFound, match=r"no model 'critic' has a gateway; there are: actor"):
+        get_model_url(args, "critic")
+
+    before = known("fakes").processes["gateway-actor"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: known("fakes").processes.get("gateway-actor") not in (None, before), "it was not started again")
+    until(lambda: known("fakes").gateways, "it does not answer again")
+    assert asked(url)["meta_info"]["completion_tokens"] == 4
+
+    without = rlctl("up", str(fleet_of_fakes()))
+    assert without.returncode == 0, without.stderr
+    assert "gateway-actor: stopped" in without.stderr
+    assert known("fakes").gateways == {}
+    assert not psutil.pid_exists(before)
