@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl, when
+from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, when
 
 from rlctl.client.fleet import Fleet, connect
 from rlctl.v1.fleet_pb2 import Stage
@@ -89,7 +89,7 @@ def test_the_same_file_on_a_cluster(cluster: Nodes, up: list[str], tiny: tuple[A
     text = text.replace("fleet:\n", "fleet:\n  restart: {backoff_s: 0.1}\n", 1)
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
-    started = rlctl("up", str(file), *up, "--detach", "--listen", "127.0.0.2:0")
+    started = rlctl_command("up", str(file), *up, "--detach", "--listen", "127.0.0.2:0")
     assert started.returncode == 0, started.stderr
     first = json.loads(started.stdout)
     assert first["engines"] == {"actor-0": "ready", "ref-0": "ready", "reward-0": "ready"}
@@ -105,7 +105,7 @@ def test_the_same_file_on_a_cluster(cluster: Nodes, up: list[str], tiny: tuple[A
                 parameter.data.mul_(0.999)
             load.least = publisher.update(model, version="step-1", pause="retract").version.sequence
             done = load.done
-            grown = rlctl("up", str(file), *up)
+            grown = rlctl_command("up", str(file), *up)
             assert grown.returncode == 0, grown.stderr
             assert load.done > done, "nothing was served meanwhile"
             load.least = publisher.update(model, version="step-2", pause="retract").version.sequence
@@ -139,7 +139,7 @@ def test_the_same_file_on_a_cluster(cluster: Nodes, up: list[str], tiny: tuple[A
         publisher.close()
         cluster(f"add {lost} 8")
     running = [psutil.Process(pid) for pid in known("multi-model").processes.values()]
-    assert rlctl("down", "--name", "multi-model").returncode == 0
+    assert rlctl_command("down", "--name", "multi-model").returncode == 0
     assert psutil.wait_procs(running, timeout=WAIT_S)[1] == []
 
 
@@ -157,7 +157,7 @@ def test_an_engine_larger_than_a_node_has_ranks_on_several_and_nothing_outlives_
 ) -> None:
     group = "      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}\n"
     file = fleet_of(tmp_path, tiny[1], "num_gpus_per_node: 1", group)
-    started = rlctl("up", str(file), *up, "--detach")
+    started = rlctl_command("up", str(file), *up, "--detach")
     assert started.returncode == 0, started.stderr
     with connect(known("small").endpoint) as fleet:
         ranks = stages(fleet)["actor-0"].registration.layout.workers
@@ -181,7 +181,7 @@ def test_an_engine_larger_than_a_node_has_ranks_on_several_and_nothing_outlives_
 def test_what_has_no_room_is_refused_with_what_there_is(
     up: list[str], tiny: tuple[Any, Path], tmp_path: Path, groups: str, words: str
 ) -> None:
-    refused = rlctl("up", str(fleet_of(tmp_path, tiny[1], "num_gpus_per_node: 16", groups)), *up)
+    refused = rlctl_command("up", str(fleet_of(tmp_path, tiny[1], "num_gpus_per_node: 16", groups)), *up)
     assert refused.returncode != 0
     assert "PLACE_UNAVAILABLE" in refused.stderr
     assert words in refused.stderr
@@ -190,6 +190,6 @@ def test_what_has_no_room_is_refused_with_what_there_is(
 
 def test_a_cluster_that_is_not_there_is_told(tiny: tuple[Any, Path], tmp_path: Path) -> None:
     file = fleet_of(tmp_path, tiny[1], "ray: {address: '127.0.0.1:1'}", "      - {worker_type: regular, num_gpus: 1}\n")
-    refused = rlctl("up", str(file))
+    refused = rlctl_command("up", str(file))
     assert refused.returncode == 5
     assert "no Ray cluster answers at 127.0.0.1:1" in refused.stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl, until
+from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until
 
 from rlctl.client.fleet import connect
 from rlctl.compat.slime import get_model_url, set_model_routers
@@ -35,7 +35,7 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
     text = EXAMPLE.read_text().replace("/tmp/tiny", str(checkpoint))
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
-    up = rlctl("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json")
+    up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json")
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
     assert first["engines"] == {"actor-0": "ready", "ref-0": "ready", "reward-0": "ready"}
@@ -49,13 +49,13 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
         load.least = publisher.update(model, version="step-1", pause="retract").version.sequence
         assert not load.wrong
 
-        plan = json.loads(rlctl("plan", str(file), "--listen", "127.0.0.1:0", "-o", "json").stdout)
+        plan = json.loads(rlctl_command("plan", str(file), "--listen", "127.0.0.1:0", "-o", "json").stdout)
         assert {change["slot"]: change["action"] for change in plan["changes"]} == {
             "actor-0": "unchanged", "actor-1": "add", "actor-2": "add", "ref-0": "unchanged", "reward-0": "unchanged",
         }  # fmt: skip
         before = load.done
         # What is not said again stays: where the coordinator listens.
-        grown = rlctl("up", str(file), "-o", "json")
+        grown = rlctl_command("up", str(file), "-o", "json")
         assert grown.returncode == 0, grown.stderr
         assert load.done > before, "nothing was served meanwhile"
         stages = {stage.registration.slot: stage for stage in fleet.status("actor").stages}
@@ -66,7 +66,7 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
         load.least = publisher.update(model, version="step-2", pause="retract").version.sequence
 
         file.write_text(text)
-        shrunk = rlctl("up", str(file), "--listen", "127.0.0.1:0", "-o", "json", "--yes")
+        shrunk = rlctl_command("up", str(file), "--listen", "127.0.0.1:0", "-o", "json", "--yes")
         assert shrunk.returncode == 0, shrunk.stderr
         assert [stage.registration.slot for stage in fleet.status("actor").stages] == ["actor-0"]
         publisher.close()
@@ -74,7 +74,7 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
     last = json.loads(shrunk.stdout)
     assert {slot: pid for slot, pid in last["processes"].items() if not slot.startswith("actor")} == frozen
     assert last["processes"]["actor-0"] == first["processes"]["actor-0"]
-    assert rlctl("down", "--name", "multi-model").returncode == 0
+    assert rlctl_command("down", "--name", "multi-model").returncode == 0
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
 
 
 def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of_fakes: Callable[..., Path]) -> None:
-    up = rlctl("up", str(fleet_of_fakes()), "--detach", "-o", "json")
+    up = rlctl_command("up", str(fleet_of_fakes()), "--detach", "-o", "json")
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
     os.kill(first["processes"]["actor-1"], signal.SIGKILL)
@@ -124,11 +124,11 @@ def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of
 
 
 def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[..., Path]) -> None:
-    assert rlctl("up", str(fleet_of_fakes()), "--detach").returncode == 0
+    assert rlctl_command("up", str(fleet_of_fakes()), "--detach").returncode == 0
     first = known("fakes")
     with connect(first.endpoint) as fleet, Load(fleet, "actor") as load:
         until(lambda: load.done, "nothing was generated")
-        changed = rlctl("up", str(fleet_of_fakes(pace=0.002)))
+        changed = rlctl_command("up", str(fleet_of_fakes(pace=0.002)))
         assert changed.returncode == 0, changed.stderr
         assert "actor-0: restart (options)" in changed.stderr
     assert load.wrong == []
@@ -138,7 +138,7 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
     assert order in (["actor-0"] * 3 + ["actor-1"] * 3, ["actor-1"] * 3 + ["actor-0"] * 3)
     now = known("fakes")
     assert now.processes["actor-0"] != first.processes["actor-0"]
-    again = rlctl("up", str(fleet_of_fakes(pace=0.002)))
+    again = rlctl_command("up", str(fleet_of_fakes(pace=0.002)))
     assert "0 engines changed" in again.stderr
     assert known("fakes").processes == now.processes
 
@@ -147,18 +147,18 @@ def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(
     fleet_of_fakes: Callable[..., Path], checkpoint: Callable[[str], str]
 ) -> None:
     file = fleet_of_fakes()
-    assert rlctl("up", str(file), "--detach").returncode == 0
+    assert rlctl_command("up", str(file), "--detach").returncode == 0
     before = known("fakes")
     grown = str(fleet_of_fakes(engines=3))
     (Path(checkpoint("one")) / "weights.txt").unlink()
-    failed = rlctl("up", grown)
+    failed = rlctl_command("up", grown)
     assert failed.returncode == 1
     assert "actor-2 ended with 2: CHECKPOINT_NOT_FOUND" in failed.stderr
     assert "logs/actor-2.log" in failed.stderr
     assert known("fakes").processes["actor-0"] == before.processes["actor-0"]
     checkpoint("one")
     until(lambda: known("fakes").engines.get("actor-2") == "ready", "it was not tried again")
-    refused = rlctl("up", str(file), "--listen", "127.0.0.1:1")
+    refused = rlctl_command("up", str(file), "--listen", "127.0.0.1:1")
     assert refused.returncode == 2
     assert "FIELD_CONFLICT" in refused.stderr
 
@@ -173,7 +173,7 @@ def asked(url: str) -> dict[str, Any]:
 def test_a_model_has_a_gateway_that_slimes_code_finds_and_that_is_kept_at_its_address(
     fleet_of_fakes: Callable[..., Path],
 ) -> None:
-    up = rlctl("up", str(fleet_of_fakes(gateways="127.0.0.1")), "--detach")
+    up = rlctl_command("up", str(fleet_of_fakes(gateways="127.0.0.1")), "--detach")
     assert up.returncode == 0, up.stderr
     args = argparse.Namespace()
     set_model_routers(args, "fakes")
@@ -188,7 +188,7 @@ def test_a_model_has_a_gateway_that_slimes_code_finds_and_that_is_kept_at_its_ad
     until(lambda: known("fakes").gateways, "it does not answer again")
     assert asked(url)["meta_info"]["completion_tokens"] == 4
 
-    without = rlctl("up", str(fleet_of_fakes()))
+    without = rlctl_command("up", str(fleet_of_fakes()))
     assert without.returncode == 0, without.stderr
     assert "gateway-actor: stopped" in without.stderr
     assert known("fakes").gateways == {}

@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
 WAIT_S = 60.0
 
 
-def rlctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+def rlctl_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rlctl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
 
