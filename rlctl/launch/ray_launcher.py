@@ -26,7 +26,6 @@ from rlctl.v1.common_pb2 import ErrorDetail
 # concerns an engine is told by its failure.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 try:
     import ray

@@ -9,9 +9,10 @@ import pytest
 
 from rlctl.engine import KnownOptions
 from rlctl.topology import document
+from rlctl.topology.context import Engines
 from rlctl.topology.flags import COMMAND_LINE, Flags, document_of
 from rlctl.topology.problems import Problems
-from rlctl.topology.resolve import Engines, resolve
+from rlctl.topology.resolve import resolve
 from rlctl.topology.resolved import Topology
 
 NAMES = frozenset({"mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size"})
