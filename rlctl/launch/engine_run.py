@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.processes import STOP_S, end, last_line
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.v1.fleet_pb2 import Stage
 
 START_S = 300.0
-LOAD_S = 1860.0
-"""More than a stage server gives its engine, so that the one that knows the cause ends first."""
 BACKOFF_AT_MOST_S = 60.0
 TELL_S = 1.0
 REMIND_S = 10.0

@@ -9,7 +9,7 @@ that ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
@@ -41,7 +41,7 @@ class Server:
     coordinator: str
     followers: tuple[str, ...]
     flags: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     interface: str
     log: Path
     module: str = "rlctl"

@@ -173,6 +173,8 @@ class RayProcess:
         return {name: amount / (1 if alone else placement.ranks) for name, amount in placement.need.items()}
 
     def _over(self, code: int, error: RlctlError) -> None:
+        if self._returncode is not None:
+            return
         self._returncode = code
         self._error = error
         if self._actor is not None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from rlctl.engine import brings_ranks
 
+LOAD_S = 1860.0
+"""Longest time for an engine to load: more than a stage server gives it, so that who knows the cause ends first."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rlctl.launch.engine_run import LOAD_S
+from rlctl.launch.spec import LOAD_S
 from rlctl.topology.context import Context, Engines
 from rlctl.topology.document import Node
 from rlctl.topology.flags import COMMAND_LINE, Flags, exclusions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None
     again = launcher.start("d", [], {}, cpus=len(cores))
     again.kill()
     again.wait()
+
+
+def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:
+    program = """
+import signal, time
+from rlctl import process
+process.ENDS_S = 0.1
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+process.end_with_parent()
+time.sleep(60)
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, timeout=20, check=False).returncode
+        == 1
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="addresses of interfaces are asked as Linux is")

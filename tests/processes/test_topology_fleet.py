@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until
+from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until, when
 
 from rlctl.client.fleet import connect
 from rlctl.compat.slime import get_model_url, set_model_routers
@@ -101,19 +101,14 @@ def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of
     first = json.loads(up.stdout)
     os.kill(first["processes"]["actor-1"], signal.SIGKILL)
     with connect(first["endpoint"]) as fleet:
-
-        def back() -> bool:
-            now = known("fakes")
-            stages = {stage.registration.slot: stage for stage in fleet.status().stages}
-            again = now.processes.get("actor-1") not in (None, first["processes"]["actor-1"])
-            return again and now.engines["actor-1"] == "ready" and stages["actor-1"].incarnation == 2
-
-        until(back, "the engine did not come back")
+        when(fleet, lambda now: "actor-1" in now and now["actor-1"].incarnation == 2 and now["actor-1"].routable)
+        until(lambda: known("fakes").engines["actor-1"] == "ready", "the supervisor has not seen it")
+        assert known("fakes").processes["actor-1"] != first["processes"]["actor-1"]
         assert known("fakes").processes["actor-0"] == first["processes"]["actor-0"]
     os.kill(first["processes"]["coordinator"], signal.SIGKILL)
     until(lambda: known("fakes").processes["coordinator"] != first["processes"]["coordinator"], "no new coordinator")
     with connect(first["endpoint"]) as fleet:
-        until(lambda: sum(stage.routable for stage in fleet.status().stages) == 2, "the fleet did not go on")
+        when(fleet, lambda now: sum(stage.routable for stage in now.values()) == 2)
         assert fleet.status().header.fleet_epoch == 2
 
     supervisor = psutil.Process(known("fakes").pid)
