@@ -178,6 +178,9 @@ class Observer:
             self.broken("I1", f"{host.name} {doing} version {sequence} while {servable} may be served")
             return
         published = self._sim.published.get((host.model, sequence))
+        if published is None and held and self._sim.nameless.intersection(held[0].values()):
+            # Nobody was told its sequence when it began: whoever serves it first says what all must hold.
+            published = self._sim.published[host.model, sequence] = dict(held[0])
         for rank, weights in enumerate(held):
             if weights != published:
                 now, right = ",".join(sorted(weights.values())), ",".join(sorted((published or {}).values()))
