@@ -21,7 +21,7 @@ def unsupported(plan: Plan) -> list[Problem]:
         )
     for model in topology.models:
         if model.gateway:
-            why = "there is no gateway in this version; clients pick their engine themselves"
+            why = f"`up` starts no gateway yet: run `rlctl gateway --model {model.name} --listen {model.gateway}`"
             found.append(Problem(topology.source, model.line, f"{model.path}.gateway", why))
         for group in model.groups:
             found += [Problem(topology.source, group.line, group.path, why) for why in _of_group(plan, model, group)]

@@ -202,7 +202,7 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
     [
         (model(PD), "prefill engines cannot be run yet"),
         (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
-        (model(REGULAR, "name: a\ngateway: 127.0.0.1:1"), "no gateway in this version"),
+        (model(REGULAR, "name: a\ngateway: 127.0.0.1:1"), "starts no gateway yet"),
         ("fleet: {launcher: ray}\n" + model(REGULAR), "no launcher 'ray' in this version"),
     ],
 )

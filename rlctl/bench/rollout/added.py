@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlctl import loops
 from rlctl.bench.figures import Reading, Setting
 from rlctl.bench.rollout import clients
 from rlctl.bench.rollout.ways import BODY, running
@@ -15,12 +14,12 @@ def sdk(setting: Setting) -> Reading:
     ways = setting.shared(running)
     count = 50 if setting.quick else 1000
     sides = {
-        "sdk": lambda: loops.run(clients.sdk(ways.coordinator, count, 1)),
-        "bare": lambda: loops.run(clients.bare(ways.stage, count, 1, stream=True)),
-        "unary": lambda: loops.run(clients.bare(ways.stage, count, 1, stream=False)),
-        "router": lambda: loops.run(post_all(ways.router, BODY, count, 1)),
-        "direct": lambda: loops.run(post_all(ways.direct, BODY, count, 1)),
-        "gateway": lambda: loops.run(post_all(ways.gateway, BODY, count, 1)),
+        "sdk": lambda: clients.run(setting, clients.sdk(ways.coordinator, count, 1)),
+        "bare": lambda: clients.run(setting, clients.bare(ways.stage, count, 1, stream=True)),
+        "unary": lambda: clients.run(setting, clients.bare(ways.stage, count, 1, stream=False)),
+        "router": lambda: clients.run(setting, post_all(ways.router, BODY, count, 1)),
+        "direct": lambda: clients.run(setting, post_all(ways.direct, BODY, count, 1)),
+        "gateway": lambda: clients.run(setting, post_all(ways.gateway, BODY, count, 1)),
     }
     took = {
         name: [median(each) * 1000 for each in rounds] for name, rounds in interleaved(setting.rounds, sides).items()

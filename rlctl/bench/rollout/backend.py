@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -9,23 +10,8 @@ import orjson
 from aiohttp import web
 
 from rlctl import loops
+from rlctl.bench.rollout.reply import REPLY
 from rlctl.process import announce, end_with_parent, stop_event
-
-TOKENS = list(range(100, 116))
-REPLY = orjson.dumps(
-    {
-        "text": "t" * len(TOKENS),
-        "output_ids": TOKENS,
-        "meta_info": {
-            "id": "r",
-            "finish_reason": {"type": "length", "length": len(TOKENS)},
-            "prompt_tokens": 32,
-            "completion_tokens": len(TOKENS),
-            "cached_tokens": 0,
-            "weight_version": "1",
-        },
-    }
-)
 
 
 async def _generate(request: web.Request) -> web.Response:
@@ -49,6 +35,7 @@ def application() -> web.Application:
 async def _main() -> None:
     end_with_parent()
     stop: Any = stop_event()
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the router tries HTTP/2 first
     runner = web.AppRunner(application(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()

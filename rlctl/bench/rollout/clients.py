@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
+from rlctl.bench.figures import Setting
 from rlctl.bench.rollout.ways import PROMPT, SAMPLING
 from rlctl.client import aio
+from rlctl.loops import LoopThread
 from rlctl.transport.channel import open_channel
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+
+T = TypeVar("T")
+
+
+def run(setting: Setting, work: Coroutine[Any, Any, T]) -> T:
+    """Run a client on the one loop that all of them have: gRPC remembers loops that are closed, and complains."""
+    return setting.once(_loop).call(work)
+
+
+def _loop(_setting: Setting) -> LoopThread:
+    return LoopThread("clients")
 
 
 async def sdk(coordinator: str, count: int, at_once: int) -> list[float]:

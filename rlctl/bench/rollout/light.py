@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from rlctl.bench.rollout.backend import TOKENS
+from rlctl.bench.rollout.reply import TOKENS
 from rlctl.cli.main import main
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.v1.rollout_pb2 import (

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rlctl import loops
 from rlctl.bench.figures import Reading, Setting
 from rlctl.bench.rollout import clients
 from rlctl.bench.rollout.ways import BODY, Ways, running
@@ -39,7 +38,7 @@ def _against_router(setting: Setting, ours: _Client, at_once: int) -> Reading:
     def rate(ask: _Client) -> Callable[[], float]:
         def run() -> float:
             began = time.perf_counter()
-            loops.run(ask(ways, count, at_once))
+            clients.run(setting, ask(ways, count, at_once))
             return count / (time.perf_counter() - began)
 
         return run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 
-from rlctl import loops
 from rlctl.bench.figures import Reading, Setting
+from rlctl.bench.rollout import clients
 from rlctl.bench.rollout.ways import PROMPT
 from rlctl.client import aio
 from rlctl.gateway.server import GatewayConfig, GatewayServer
@@ -29,7 +29,7 @@ _Ask = Callable[[], Awaitable[list[int]]]
 def measure(setting: Setting) -> Reading:
     """Stale tokens, of how many requests, and how many of those failed."""
     requests, updates = (400, 4) if setting.quick else (10_000, 50)
-    stale, asked, tokens, failed = loops.run(_measure(setting.directory, requests, updates))
+    stale, asked, tokens, failed = clients.run(setting, _measure(setting.directory, requests, updates))
     details = {"requests": asked, "tokens": tokens, "failed_requests": failed, "updates": updates}
     return Reading(stale, stale, stale, details=details)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.bench.figures import Setting
-from rlctl.bench.rollout.backend import TOKENS
+from rlctl.bench.rollout.reply import TOKENS
 from rlctl.bench.servers import announced, server
 from rlctl.client.fleet import connect
 from rlctl.gateway.sglang_router import SglangRouter
