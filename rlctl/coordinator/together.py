@@ -66,7 +66,7 @@ class Together:
         patient_until = self._clock.now() + min(timeout_s, patient_s)
         for attempt in itertools.count():
             patient = self._clock.now() < patient_until
-            step = f"probe-{attempt}"
+            step = f"probe-{attempt}" if attempt else "probe"
             results = await self.run(probe, min(timeout_s, PROBE_S), step=step, spares=_comes if patient else None)
             failed = [result for result in results if not acknowledged(result, update=True)]
             if not (patient and failed and all(map(_comes, failed))):
