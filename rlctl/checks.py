@@ -361,8 +361,18 @@ def _retry_update(request: update_pb2.RetryWeightUpdateRequest) -> None:
     _required(request.failed_attempt, "failed_attempt")
 
 
+@_rule(update_pb2.CommitBatchRequest)
+def _commit_batch(request: update_pb2.CommitBatchRequest) -> None:
+    _required(request.batch, "batch")
+    _said_at_commit(request)
+
+
 @_rule(update_pb2.CommitWeightUpdateRequest)
 def _commit(request: update_pb2.CommitWeightUpdateRequest) -> None:
+    _said_at_commit(request)
+
+
+def _said_at_commit(request: update_pb2.CommitWeightUpdateRequest | update_pb2.CommitBatchRequest) -> None:
     _required(request.update_id, "update_id")
     _digest(request.expected_digest, "expected_digest")
     _digest(request.sent_digest, "sent_digest")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.finish import Finish, Levels
+from rlctl.coordinator.finish import NOT_CONFIRMED, Finish, Levels
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Slot, model_put
@@ -89,7 +89,7 @@ class FinishAdapter(Finish):
             self._peers.grant(slot)
         results = await self._put(run, good)
         failed = [slot for slot, r in zip(good, results, strict=True) if r.outcome != OUTCOME_APPLIED]
-        await session.step(AbortUpdateRequest(reason="did not confirm"), failed, cleanup=True)
+        await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
         run.operation.weight_version.CopyFrom(session.record.plan.version)
         run.operation.adapters.extend(record.adapters)
 

@@ -66,6 +66,8 @@ GRACE_S = 60.0
 MAKE_WAY_S = 5.0
 """How long an update waits for a heal to end that it has cancelled."""
 
+UNVERIFIED = "it is being brought to the published version, and not verified yet"
+
 _HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
 _SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
 """States of stages that need a heal only if the coordinator has quarantined them."""
@@ -348,13 +350,7 @@ class Healer:
         )
 
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
-        # The version is admitted already, and the stage must not serve what has not been verified: not while this runs,
-        # and, through the quarantine, not after a failure or under another coordinator either.
-        (slot,) = session.targets
-        unverified = Reason.WEIGHTS_STALE.error("it is being brought to the published version, and not verified yet")
-        await self._roster.quarantine({slot: unverified.detail()})
-        slot.restoring = True
-        self._peers.grant(slot)
+        await self._peers.hold_back(session.targets, UNVERIFIED)
         if isinstance(source, Slot):
             self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
         else:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from rlctl.control.commander import Commander
 from rlctl.coordinator.roster import ModelState, Roster, Slot
@@ -112,6 +112,16 @@ class Peers:
                 adapters=model.record.adapters,
             )
         )
+
+    async def hold_back(self, slots: Sequence[Slot], why: str) -> None:
+        """Let stages that are being brought to a version that is admitted already serve nothing, whatever they say that
+        they hold: while ``restoring`` is set and, by the quarantine, not under another coordinator either.
+        """
+        cause = Reason.WEIGHTS_STALE.error(why).detail()
+        await self._roster.quarantine(dict.fromkeys(slots, cause))
+        for slot in slots:
+            slot.restoring = True
+            self.grant(slot)
 
     async def silence(self, model: ModelState, only: Iterable[Slot]) -> None:
         """Let no stage of a model but these serve, and return once none does: each has confirmed it, or its lease

@@ -75,7 +75,8 @@ class Planner:
                 raise obstacle
         transports = {slot.name: _transport(request, slot) for slot in targets}
         staged = request.apply == APPLY_MODE_STAGED
-        verification.refuse_unreachable(request.options, targets, transports, staged=staged)
+        in_batches = bool(request.rollout.max_unavailable) and not staged
+        verification.refuse_unreachable(request.options, targets, transports, staged=staged, in_batches=in_batches)
         if request.options.quorum > len(targets):
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"
@@ -183,12 +184,6 @@ class Planner:
                 "requests run until a staged update is swapped; say what becomes of them then",
                 field="options.pause",
                 next_step="Name a pause mode, retract say.",
-            )
-        if request.rollout.max_unavailable and not staged:
-            raise Reason.UNSUPPORTED.error(
-                "in place, every batch would need a pass of the sources of its own; only staged updates roll",
-                field="rollout.max_unavailable",
-                next_step="Ask for apply = staged.",
             )
         if request.rollout.max_unavailable and options.after == AFTER_UPDATE_STAY_PAUSED:
             raise Reason.FIELD_CONFLICT.error(

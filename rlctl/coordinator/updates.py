@@ -18,6 +18,7 @@ from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
+from rlctl.coordinator.rolling import Rolling
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected
@@ -27,12 +28,13 @@ from rlctl.ports import Clock, Delete, Journal
 from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, UpdateRecord
+from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.update_pb2 import (
     DATA_PATH_DISK,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
+    CommitBatchRequest,
     CommitWeightUpdateRequest,
     JoinWeightUpdateRequest,
     JoinWeightUpdateResponse,
@@ -94,6 +96,7 @@ class Updates:
         self._groups = GroupBook()
         self._planner = Planner(roster, self._groups, clock)
         self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
+        self._rolling = Rolling(self._groups, self._planner, journal)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
         self._open: dict[str, OpenUpdate] = {}
@@ -149,12 +152,16 @@ class Updates:
         opened = self._own(request.update_id, request.fencing_token)
         if opened is None:
             return self._operations.get(request.update_id)
-        expected = Expected(
-            request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
-        )
-        opened.session.levels(expected)
-        opened.decide(expected=expected)
+        self._rolling.refuse_more(opened)
+        self._rolling.decide(opened, request)
         return opened.run
+
+    async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
+        """Decide a batch for the version: the plan of the next one, or the update, which ends without one."""
+        opened = self._own(request.update_id, request.fencing_token)
+        if opened is None:
+            return self._operations.get(request.update_id)
+        return await self._rolling.commit_batch(opened, request)
 
     async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
         """Decide an update against its version; token 0 is an operator's override. One that is committing finishes."""
@@ -351,7 +358,7 @@ class Updates:
         run = await self._operations.start(
             request,
             verb=verb,
-            targets=session.targets,
+            targets=session.frozen,
             excluded=list(plan.excluded),
             work=work,
             exclusive=True,
@@ -372,13 +379,14 @@ class Updates:
         finish = Finish if session.adapter is None else FinishAdapter
         try:
             await session.leave_groups(opened.abandoned)
-            if disk is not None:
-                await self._read_checkpoint(opened, disk)
-            await self._decision(opened)
-            session.leave_out(run, opened.received)
-            await finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
+            last = finish(session, self._roster, self._peers, self._clock)
+            if session.rolls_in_place:
+                await self._rolling.see_through(opened, last, lambda: self._written(opened, disk))
+            else:
+                await self._written(opened, disk)
+                await last.commit(run, opened.expected)
         except BaseException as error:
-            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+            if not session.published:
                 typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
                 opened.decide(verdict=typed)
                 await session.abort(run, typed)
@@ -386,12 +394,28 @@ class Updates:
             raise
         finally:
             del self._open[session.update_id]
+            opened.turned.set()
+            self._let_go(session)
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()
             self._look_after(session.model.record.name)
             with contextlib.suppress(RlctlError):
                 # Its operation stays on record; what is found without either was never published.
                 await self._journal.write([Delete("update", session.update_id)])
+
+    def _let_go(self, session: Session) -> None:
+        """What was not to be served while the update was open is told by its state and its quarantine from now on."""
+        for slot in session.frozen:
+            if slot.restoring:
+                slot.restoring = False
+                self._peers.grant(slot)
+
+    async def _written(self, opened: OpenUpdate, disk: FromDisk | None) -> None:
+        """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
+        if disk is not None:
+            await self._read_checkpoint(opened, disk)
+        await self._decision(opened)
+        opened.session.leave_out(opened.run, opened.received)
 
     async def _decision(self, opened: OpenUpdate) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
@@ -432,7 +456,7 @@ class Updates:
         for result in results:
             opened.run.add(result)
         failed = [r for r in results if not acknowledged(r, update=True)]
-        if len(results) - len(failed) < session.quorum:
+        if failed and session.left - len(failed) < session.quorum:
             raise blame(failed[0])
         opened.decide(expected=Expected(digest=digest))
 
@@ -448,7 +472,7 @@ class Updates:
         failed = [result for result in results if not acknowledged(result, update=False)]
         for result in failed:
             opened.run.add(result)
-        if len(results) - len(failed) < session.quorum:
+        if failed and session.left - len(failed) < session.quorum:
             raise blame(failed[0])
         said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
         wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE

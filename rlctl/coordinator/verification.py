@@ -57,11 +57,18 @@ def digests(slot: Slot) -> bool:
 
 
 def reached(
-    slot: Slot, transport: Transport.ValueType, options: UpdateOptions, targets: Sequence[Slot], *, staged: bool = False
+    slot: Slot,
+    transport: Transport.ValueType,
+    options: UpdateOptions,
+    targets: Sequence[Slot],
+    *,
+    staged: bool = False,
+    in_batches: bool = False,
 ) -> dict[Level, str]:
     """Which levels an update can be verified at on a target; those that it cannot, with the reason, are not "".
 
-    ``staged``: what is verified is a shadow copy, before it is swapped. EXPECTED is among them though the sources may
+    ``staged``: what is verified is a shadow copy, before it is swapped. ``in_batches``: targets are written in place,
+    batch by batch. EXPECTED is among them though the sources may
     turn out to have computed no digest.
     """
     obstacles = {level: "" for level in VerificationLevel.values() if level}
@@ -70,6 +77,8 @@ def reached(
             obstacles[level] = "its engine has no code for it"
     if len(targets) == 1:
         obstacles[VERIFICATION_LEVEL_REPLICA] = "it is the only target: it has no replica to agree with"
+    elif in_batches:
+        obstacles[VERIFICATION_LEVEL_REPLICA] = "it rolls: its replicas are not all brought to the version together"
     if transport == TRANSPORT_DISK:
         obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
     if not options.HasField("probe"):
@@ -89,6 +98,7 @@ def refuse_unreachable(
     transports: Mapping[str, Transport.ValueType],
     *,
     staged: bool = False,
+    in_batches: bool = False,
 ) -> None:
     """Raise VERIFICATION_UNREACHABLE, naming the target, when it cannot reach the level that is asked for by name; or,
     with AUTO, any. ``transports`` are the targets' by slot. FIELD_REQUIRED for level PROBE without a probe.
@@ -97,7 +107,7 @@ def refuse_unreachable(
     if wanted == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
         raise Reason.FIELD_REQUIRED.error("verify=probe needs the probe to verify with", field="options.probe")
     for slot in targets:
-        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged, in_batches=in_batches)
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
             continue
         if wanted != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[wanted]:
@@ -126,6 +136,7 @@ def levels(
     expected: Expected,
     *,
     staged: bool = False,
+    in_batches: bool = False,
     adapter: bool = False,
 ) -> dict[str, Level]:
     """At which level each target is verified, by slot. AUTO takes the highest that it reaches. ``adapter``: it is one,
@@ -141,7 +152,7 @@ def levels(
         raise Reason.FIELD_REQUIRED.error(f"verify={_name(wanted)} needs the sources' digest", field="expected_digest")
     chosen = {}
     for slot in targets:
-        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged, in_batches=in_batches)
         if adapter:
             obstacles[VERIFICATION_LEVEL_NONE] = ""
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
@@ -152,12 +163,18 @@ def levels(
 
 
 def digests_what_comes(
-    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, targets: Sequence[Slot], *, staged: bool = False
+    options: UpdateOptions,
+    slot: Slot,
+    transport: Transport.ValueType,
+    targets: Sequence[Slot],
+    *,
+    staged: bool = False,
+    in_batches: bool = False,
 ) -> bool:
     """Whether a target must digest what it takes in, because it may be verified at level RECEIVED."""
     if options.verify != VERIFICATION_LEVEL_UNSPECIFIED:
         return options.verify == VERIFICATION_LEVEL_RECEIVED
-    obstacles = reached(slot, transport, options, targets, staged=staged)
+    obstacles = reached(slot, transport, options, targets, staged=staged, in_batches=in_batches)
     return max((level for level, why in obstacles.items() if not why), default=0) == VERIFICATION_LEVEL_RECEIVED
 
 

@@ -739,7 +739,7 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     apply: Global___ApplyMode.ValueType
     """Into the weights that generate, under a pause, or into a shadow copy while generation goes on; the pause is for the swap then."""
     max_unavailable: _builtins.int
-    """Staged: targets that swap at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
+    """Targets that take the version at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
