@@ -63,7 +63,7 @@ class FinishAdapter(Finish):
         checked = [slot for slot in slots if verification.digests(slot)]
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
-        wrong = verification.judge_digests(results, levels, expected.digest) | failed
+        wrong = verification.judge_digests(results, levels, expected) | failed
         for slot in slots:
             if slot.name in wrong:
                 run.add(_refused(slot, wrong[slot.name]))

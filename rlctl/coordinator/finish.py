@@ -17,7 +17,7 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected, Level
-from rlctl.coordinator.verifying import verify
+from rlctl.coordinator.verifying import probe, verify
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Put
 from rlctl.times import duration
@@ -269,7 +269,8 @@ class Finish:
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
         if session.staged:
-            good = await self._without(run, good, verification.judge_evidence(answers, levels))
+            wrong = verification.judge_evidence(answers, levels) | await probe(session, good, levels)
+            good = await self._without(run, good, wrong)
         else:
             good, digest = await self._verify(run, good, answers, levels, expected)
         self._certify(run, good, levels)

@@ -74,9 +74,8 @@ class Planner:
             else:
                 raise obstacle
         transports = {slot.name: _transport(request, slot) for slot in targets}
-        staged = request.apply == APPLY_MODE_STAGED
-        in_batches = bool(request.rollout.max_unavailable) and not staged
-        verification.refuse_unreachable(request.options, targets, transports, staged=staged, in_batches=in_batches)
+        size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
+        verification.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"

@@ -92,10 +92,9 @@ class Rolling:
             )
 
     def _known(self, opened: OpenUpdate) -> Expected:
-        """What the weights must be; what was not said of them is what the first batch was found to hold."""
+        """What the sources say of the weights, and what the batches hold that serve the version."""
         session = opened.session
-        known = session.model.record.model_digest if session.published else ""
-        return replace(opened.expected, digest=opened.expected.digest or known)
+        return replace(opened.expected, held=session.model.record.model_digest if session.published else "")
 
     async def _turn(self, opened: OpenUpdate) -> None:
         session = opened.session

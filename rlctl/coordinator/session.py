@@ -289,12 +289,7 @@ class Session:
         apart: dict[bool, list[Slot]] = {False: [], True: []}
         for slot in self.targets:
             digests = self.adapter is None and verification.digests_what_comes(
-                options,
-                slot,
-                transports[slot.name],
-                self.targets,
-                staged=self.staged,
-                in_batches=self.rolls_in_place,
+                options, slot, transports[slot.name], self._together
             )
             apart[digests].append(slot)
         return [
@@ -374,10 +369,14 @@ class Session:
             self.targets,
             self._transports,
             expected,
-            staged=self.staged,
-            in_batches=self.rolls_in_place,
+            self._together,
             adapter=self.adapter is not None,
         )
+
+    @property
+    def _together(self) -> list[Slot]:
+        """The stages that can be compared with each other: those that are written, and those that serve the version."""
+        return [*self.targets, *(self.done if self.published and self.model.record.model_digest else [])]
 
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:
         """Too few targets are left, or confirmed."""
