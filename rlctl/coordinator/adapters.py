@@ -81,6 +81,8 @@ class FinishAdapter(Finish):
         told.CopyFrom(self._adapter)
         told.digest = digest
         told.lora_rank = told.lora_rank or _rank_of(run)
+        if not told.path:
+            told.config.CopyFrom(session.record.request.adapter_config)
         record = versions.with_adapter(session.model, told)
         await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
         session.model.record = record
@@ -127,7 +129,9 @@ async def unload(
     journal: Journal,
     publishing: asyncio.Lock,
 ) -> None:
-    """Unload an adapter at its holders. Once one of them may have, the model has it no more, and no stage serves it."""
+    """Unload an adapter at its holders. Once one of them may have, the model has it no more, and on return no stage
+    serves it; who still holds it is told again (`orphans.py`).
+    """
     results = await fanout.run(
         request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
     )
@@ -137,7 +141,7 @@ async def unload(
             record = versions.without_adapter(model, request.name)
             await journal.write([model_put(record)])
             model.record = record
-        peers.grant_model(record.name)
+        await peers.tell(model)
     run.operation.adapters.extend(model.record.adapters)
 
 

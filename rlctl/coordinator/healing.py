@@ -45,6 +45,7 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_ADAPTER,
     UPDATE_KIND_FULL,
     Adapter,
+    AdapterConfig,
     CheckWeightsRequest,
     LoadAdapterRequest,
     UpdateOptions,
@@ -129,7 +130,7 @@ class Healer:
                         source = self._source(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
                         await self._one(run, slot, session, self._carry_out(session, run, source))
-                    for adapter in lacking(self._roster, slot):
+                    for adapter in self._obtainable(slot):
                         session = self._session(run, slot, deadline, adapter)
                         await self._one(run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
@@ -245,7 +246,15 @@ class Healer:
                 self.look(other)
 
     def _lacks_adapters(self, slot: Slot) -> bool:
-        return slot.state in _SOUND and bool(lacking(self._roster, slot))
+        return slot.state in _SOUND and bool(self._obtainable(slot))
+
+    def _obtainable(self, slot: Slot) -> list[Adapter]:
+        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
+        return [a for a in lacking(self._roster, slot) if a.path or self._holder(slot, a) is not None]
+
+    def _holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
+        """Another stage that serves the adapter, and can send it."""
+        return next((peer for peer in self._senders(slot) if _holds(peer, adapter)), None)
 
     def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
         """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
@@ -269,12 +278,15 @@ class Healer:
 
     def _peer(self, slot: Slot) -> Slot | None:
         """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
-        able = [
+        able = self._senders(slot)
+        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
+
+    def _senders(self, slot: Slot) -> list[Slot]:
+        return [
             peer
             for peer in self._at_version(self._roster.models[slot.model], [slot])
             if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
         ]
-        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
 
     def _at_version(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
         return [
@@ -316,8 +328,10 @@ class Healer:
         model = self._roster.models[slot.model]
         update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
         options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
+        config: AdapterConfig | None = None
         if adapter is not None:
             update_id += f"/{adapter.name}"
+            config = adapter.config if adapter.HasField("config") else None
             options = UpdateOptions()
         plan = BeginWeightUpdateResponse(update_id=update_id, version=model.record.latest)
         begin = BeginWeightUpdateRequest(
@@ -326,7 +340,13 @@ class Healer:
             version=model.record.latest.label,
             kind=UPDATE_KIND_FULL if adapter is None else UPDATE_KIND_ADAPTER,
             options=options,
+            adapter_config=config,
         )
+        if adapter is not None:
+            told = Adapter()
+            told.CopyFrom(adapter)
+            told.ClearField("config")
+            adapter = told
         return Session(
             UpdateRecord(request=begin, plan=plan),
             model,
@@ -341,10 +361,19 @@ class Healer:
         )
 
     async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
-        """Let a stage read an adapter of its model again. It must be what was loaded before."""
-        await session.ready()
-        read = LoadAdapterRequest(name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned)
-        self._file(run, await session.step(read, session.targets))
+        """Let a stage read an adapter of its model again, or get it from another. It must be what was loaded before."""
+        (slot,) = session.targets
+        if adapter.path:
+            await session.ready()
+            read = LoadAdapterRequest(
+                name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned
+            )
+            self._file(run, await session.step(read, session.targets))
+        else:
+            holder = self._holder(slot, adapter)
+            if holder is None:
+                raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
+            self._file(run, await FromPeer(session, holder, self._fanout, self._journal, self._clock).receive())
         await FinishAdapter(session, self._roster, self._peers, self._clock).restore(
             run, Expected(digest=adapter.digest)
         )
@@ -379,6 +408,11 @@ class Healer:
         for result in results:
             run.add(result)
         refuse_failed(results)
+
+
+def _holds(slot: Slot, adapter: Adapter) -> bool:
+    report = slot.report
+    return report is not None and any((a.name, a.version) == (adapter.name, adapter.version) for a in report.adapters)
 
 
 def _needs_heal(slot: Slot) -> bool:
