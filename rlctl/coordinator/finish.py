@@ -67,6 +67,7 @@ class Finish:
         self._peers = peers
         self._clock = clock
         self._paused_s = 0.0
+        self._fingerprints = b""
 
     async def commit(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit, resume, batch by batch. Raises when the version was not published.
@@ -227,6 +228,7 @@ class Finish:
 
     async def _written(self, expected: Expected) -> Levels:
         """Once all targets have been written into: at which level each is verified."""
+        self._fingerprints = expected.fingerprints
         # A delta may have turned out to differ in nothing from its base.
         if not self._session.written and self._session.record.request.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
@@ -398,6 +400,7 @@ class Finish:
 
         await self._roster.lift_quarantine(trusted, write)
         versions.publish(session.model, record, beside)
+        session.model.fingerprints = self._fingerprints
         self._roster.changed()
         run.operation.weight_version.CopyFrom(version)
         run.operation.model_digest = digest

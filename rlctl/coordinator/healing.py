@@ -386,7 +386,9 @@ class Healer:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        await Finish(session, self._roster, self._peers, self._clock).restore(run, Expected(digest=digest))
+        session.done = self._at_version(session.model, session.targets)  # what it holds is compared with theirs
+        expected = Expected(digest=digest, fingerprints=session.model.fingerprints)
+        await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""

@@ -77,7 +77,7 @@ class Session:
         frozen: the target set as it was when the update began.
         targets: those of them that have not been lost in an attempt; when it rolls in place, of the present batch.
         waiting: targets of the batches after that one.
-        done: targets that have confirmed.
+        done: targets that have confirmed; of a heal, stages that are at the version.
         resume: targets that generate again afterwards.
         paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
         adapter: the adapter that it is about, beside the weights; None: it is about the weights.

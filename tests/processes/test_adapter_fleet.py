@@ -106,8 +106,8 @@ def test_a_stage_that_comes_back_gets_what_a_trainer_sent_from_another(
     torch_fleet.restart(slot)
 
     def serves() -> bool:
-        (stage,) = (stage for stage in fleet.status().stages if stage.registration.slot == slot)
-        return stage.routable and len(stage.report.adapters) == 2
+        stages = fleet.status().stages
+        return len(stages) == 2 and all(stage.routable and len(stage.report.adapters) == 2 for stage in stages)
 
     with closing(fleet.watch()) as events:
         next(event for event in events if serves())
