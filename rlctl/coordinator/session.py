@@ -77,10 +77,11 @@ class Session:
         frozen: the target set as it was when the update began.
         targets: those of them that have not been lost in an attempt; when it rolls in place, of the present batch.
         waiting: targets of the batches after that one.
-        done: targets that have confirmed; of a heal, stages that are at the version.
+        done: targets that have confirmed.
         resume: targets that generate again afterwards.
         paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
         adapter: the adapter that it is about, beside the weights; None: it is about the weights.
+        reference: a stage that is no target and holds what the targets should hold, or None.
         missed: targets that did not take in all that was sent to them.
         unprepared: what those answered that could not be paused or prepared.
         writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
@@ -110,6 +111,7 @@ class Session:
         self.done: list[Slot] = []
         self.deadline = deadline
         self.checkpoint = ""
+        self.reference: Slot | None = None
         self._roster = roster
         self._peers = peers
         self._fanout = fanout
