@@ -28,6 +28,7 @@ from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
 from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
@@ -205,7 +206,7 @@ async def test_between_two_batches_it_can_only_end_partial(three: InProcessFleet
     written = end in ("abort", "journal")
     assert states(three)[0] == STAGE_STATE_READY
     if end != "journal":
-        assert states(three)[1] == (STAGE_STATE_DIRTY if written else STAGE_STATE_STALE)
+        await eventually(lambda: states(three)[1] == (STAGE_STATE_DIRTY if written else STAGE_STATE_STALE))
     assert routable(three)[2] is False
     assert admitted(three) == ["step-1"]
     assert (await refusal(write(three, plan, "w1"))).reason is Reason.UPDATE_NOT_FOUND
