@@ -280,6 +280,10 @@ class Healer:
                 f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
                 field="slots",
             )
+        if not model.model_digest and not any(
+            verification.digests(peer) for peer in self._at_version(self._roster.models[slot.model], [slot])
+        ):
+            raise _unverifiable()
         return found
 
     def _peer(self, slot: Slot) -> Slot | None:
@@ -414,12 +418,16 @@ class Healer:
             digests = {rank.check.model_digest for rank in results[0].rank_results}
             if len(digests) == 1 and (digest := digests.pop()):
                 return digest
-        raise Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
+        raise _unverifiable()
 
     def _file(self, run: Run, results: Sequence[StageResult]) -> None:
         for result in results:
             run.add(result)
         refuse_failed(results)
+
+
+def _unverifiable() -> RlctlError:
+    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
 
 
 def _holds(slot: Slot, adapter: Adapter) -> bool:
