@@ -103,7 +103,7 @@ class Curious(Caller):
             begin(retract, kind=v.UPDATE_KIND_ADAPTER, adapter="math", apply=staged),
             begin(retract, kind=v.UPDATE_KIND_ADAPTER, adapter="math", rollout=rolling),
             begin(apply=staged),
-            begin(retract, rollout=rolling),
+            begin(stay, rollout=rolling),
             begin(stay, apply=staged, rollout=rolling),
             begin(path=u.DATA_PATH_IPC),
             begin(v.UpdateOptions(verify=VERIFICATION_LEVEL_PROBE)),

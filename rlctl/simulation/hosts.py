@@ -47,6 +47,7 @@ _PLAIN = {
     "BeginWeightUpdate": "begin_weight_update",
     "JoinWeightUpdate": "join_weight_update",
     "RetryWeightUpdate": "retry_weight_update",
+    "CommitBatch": "commit_batch",
     "CommitWeightUpdate": "commit_weight_update",
     "AbortWeightUpdate": "abort_weight_update",
     "RenewLease": "renew_lease",
