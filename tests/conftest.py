@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from grpc import aio as grpc_aio
@@ -27,6 +28,17 @@ def checkpoint(tmp_path: Path) -> Callable[[str], str]:
         return str(directory)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The demo's model and the checkpoint that it was saved to; tests change copies of them."""
+    from rlctl.demo import tiny
+
+    model = tiny.make(seed=3)
+    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    tiny.save(model, directory)
+    return model, directory
 
 
 @pytest.fixture(autouse=True)

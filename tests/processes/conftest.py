@@ -20,17 +20,6 @@ def fake_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Iterator[Loc
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The demo's model and the checkpoint that it was saved to."""
-    from rlctl.demo import tiny
-
-    model = tiny.make(seed=3)
-    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    tiny.save(model, directory)
-    return model, directory
-
-
-@pytest.fixture(scope="module")
 def torch_fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> Iterator[LocalFleet]:
     """An engine with two ranks and one with a single rank, on the torch engine; tests' directories may be loaded."""
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
