@@ -247,11 +247,15 @@ class Curious(Caller):
                     Attach(incarnation=1, fleet_epoch=10**9, slot=host.slot, contract_version=99),
                 )
             )
-            with contextlib.suppress(RlctlError, TimeoutError):
+            try:
                 async with asyncio.timeout(CALL_S):
                     await commander.attach(attach)
-                    if rank:
-                        return  # it was there before rank 0, which is refused now: the stage has to start anew
+            except TimeoutError:
+                return
+            except RlctlError:
+                pass
+            else:
+                return  # it came first, and is the commander until another one comes
             if rank:
                 await self._single(host, rank)
             for request in (
