@@ -280,9 +280,7 @@ class Healer:
                 f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
                 field="slots",
             )
-        if not model.model_digest and not any(
-            verification.digests(peer) for peer in self._at_version(self._roster.models[slot.model], [slot])
-        ):
+        if not model.model_digest and not self._witnesses(self._roster.models[slot.model], [slot]):
             raise _unverifiable()
         return found
 
@@ -310,9 +308,9 @@ class Healer:
             and peer.quarantine is None
         ]
 
-    def _witnesses(self, session: Session) -> list[Slot]:
+    def _witnesses(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
         """Stages that are at the version and can say what they hold."""
-        return [slot for slot in self._at_version(session.model, session.targets) if verification.digests(slot)]
+        return [slot for slot in self._at_version(model, but) if verification.digests(slot)]
 
     async def _one(self, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
@@ -394,7 +392,7 @@ class Healer:
 
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
         await self._peers.hold_back(session.targets, UNVERIFIED)
-        session.reference = next(iter(self._witnesses(session)), None)
+        session.reference = next(iter(self._witnesses(session.model, session.targets)), None)
         if isinstance(source, Slot):
             self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
         else:
@@ -406,7 +404,7 @@ class Healer:
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
-        found = self._witnesses(session)
+        found = self._witnesses(session.model, session.targets)
         if found:
             results = await self._fanout.run(
                 CheckWeightsRequest(),

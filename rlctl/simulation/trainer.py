@@ -83,7 +83,8 @@ class Trainer(Caller):
             options.verify = chance.choice(VERIFY)
         if chance.random() < 0.3 and begin.kind == verbs_pb2.UPDATE_KIND_FULL:
             prompts = [verbs_pb2.ProbePrompt(token_ids=[1, 2, 3]), verbs_pb2.ProbePrompt(token_ids=[4, 5])]
-            options.probe.prompts.extend(probed(contents(tag), prompts))
+            expected = contents(tag if chance.random() < 0.8 else f"{tag}, mistaken")
+            options.probe.prompts.extend(probed(expected, prompts))
             options.probe.tolerance = 1e-6
         return begin
 

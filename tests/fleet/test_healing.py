@@ -314,3 +314,19 @@ async def test_a_coordinator_stops_although_a_heal_does_not_give_way(
     going_on.set()
     await stopping
     assert (await healing).error.reason == "CANCELLED"
+
+
+async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., Any], checkpoint: Checkpoint) -> None:
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        plan = await begin(fleet, "two", options=v.UpdateOptions(verify=common.VERIFICATION_LEVEL_NONE))
+        await join(fleet, plan)
+        await write(fleet, plan, "two")
+        await commit(fleet, plan)
+        assert version_of(fleet) == ("two", 2)
+        for slot in "ab":
+            await restart(fleet, slot)
+        await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_STALE for stage in stages))
+        error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("two"))))
+        assert error.reason is Reason.UNHEALABLE
+        assert "nobody knows the digest" in error.message
+        assert fleet.stage("a").state == common.STAGE_STATE_STALE
