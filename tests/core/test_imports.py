@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/simulation": PORTS | {"rlctl.control", "rlctl.worker", "rlctl.stage", "rlctl.coordinator"},
     "rlctl/rollout": BASE,
     "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.rollout", "rlctl.loops"},
+    "rlctl/gateway": BASE | {"rlctl.client", "rlctl.ports", "rlctl.rollout", "rlctl.transport"},
     "engines/rlctl_servers": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_sglang": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
