@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-_SHARED = ["v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "times", "version", "fingerprints"]
+_SHARED = [
+    *("v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "sglang_api", "times", "version"),
+    "fingerprints",
+]
 BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
 
@@ -59,6 +62,7 @@ CORES = [
     "rlctl/coordinator/verifying.py",
     "rlctl/coordinator/versions.py",
     "rlctl/rollout",
+    "rlctl/sglang_api",
     "rlctl/checks.py",
     "rlctl/merging.py",
     "rlctl/outcomes.py",

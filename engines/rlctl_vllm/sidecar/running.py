@@ -10,9 +10,9 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.sglang_api.asking import Asked, Asking
 from rlctl_vllm.generation import LONGEST_S, refused, tokenize
 from rlctl_vllm.requests import bodies, refuse_prompt
-from rlctl_vllm.sidecar.asking import Asked, Asking
 from rlctl_vllm.sidecar.telling import COMPLETIONS, Sample, completion
 from rlctl_vllm.sidecar.upstream import About, Upstream
 
