@@ -231,6 +231,10 @@ class AsyncRollout:
             if rid:
                 del self._named[rid]
 
+    def inflight_at(self, slot: str) -> int:
+        """Samples of this rollout that run at a stage."""
+        return self._router.load[slot]
+
     async def stop(self, rids: Sequence[str]) -> list[str]:
         """End samples of :meth:`complete` by their rids; returns those that ran here. They come back cut."""
         ours = [rid for rid in rids if rid in self._named]

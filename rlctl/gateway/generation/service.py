@@ -100,6 +100,10 @@ class Generation:
             raise ended.error
         return ended
 
+    def inflight_at(self, slot: str) -> int:
+        """Samples under way from here at a stage."""
+        return sum(rollout.inflight_at(slot) for rollout in self._rollouts.values())
+
     async def stop(self, rids: Sequence[str]) -> list[str]:
         """End samples by their rids; returns those that ran here."""
         stopped = await asyncio.gather(*(rollout.stop(rids) for rollout in self._rollouts.values()))

@@ -1,0 +1,56 @@
+"""The fleet's engines as addresses: each is what lies below ``/engines/SLOT`` of a gateway."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from urllib.parse import quote, unquote
+
+from rlctl.errors import Reason
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Route
+from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import Stage
+
+PREFIX = "/engines/{slot}"
+
+_GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
+_ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
+
+
+def with_engines(routes: Iterable[Route]) -> list[Route]:
+    """The rows, each for the whole fleet and for one engine: :func:`slots_of` tells which."""
+    rows = list(routes)
+    return [*rows, *(dataclasses.replace(route, path=PREFIX + route.path, doc=route.about) for route in rows)]
+
+
+def slots_of(call: Call) -> list[str]:
+    """The engine whose address was asked; none: the fleet's."""
+    return [call.path["slot"]] if "slot" in call.path else []
+
+
+def url_of(call: Call, slot: str) -> str:
+    """An engine's address, as this caller reaches it."""
+    scheme = call.headers.get("X-Forwarded-Proto", "http")
+    return f"{scheme}://{call.headers.get('Host', '')}{PREFIX.format(slot=quote(slot, safe=''))}"
+
+
+def slot_in(url: str) -> str:
+    """The slot that an engine's address names; "": it is none of a gateway's."""
+    found = _ADDRESS.search(url)
+    return unquote(found[1]) if found else ""
+
+
+async def living(call: Call) -> list[Stage]:
+    """The stages that are there, in slot order: those of the gateway's model, if it has one."""
+    fleet = await call.fleet.status(call.generation.settings.model)
+    return [stage for stage in fleet.stages if stage.state not in _GONE]
+
+
+async def find(call: Call, slot: str, field: str) -> Stage:
+    """One of them. Raises STAGE_NOT_FOUND."""
+    for stage in await living(call):
+        if stage.registration.slot == slot:
+            return stage
+    raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=field)

@@ -1,0 +1,42 @@
+"""Gateways of every dialect, over real HTTP, in front of torch engines of different TP in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlctl.client import aio
+from rlctl.client.aio import AsyncFleet
+from rlctl.gateway.generation.service import Settings
+from rlctl.gateway.server import GatewayConfig, GatewayServer
+from rlctl.launch.local import LocalFleet
+
+Open = Callable[..., AbstractAsyncContextManager[aiohttp.ClientSession]]
+
+
+@asynccontextmanager
+async def _open(address: str, dialect: str, **config: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    server = GatewayServer(GatewayConfig(address, dialect, generation=Settings(timeout_s=30.0), drain_s=5.0, **config))
+    try:
+        await server.start()
+        async with aiohttp.ClientSession(f"http://{server.address}") as http:
+            yield http
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+def open_gateway() -> Open:
+    """``async with open_gateway(coordinator, "slime") as http``."""
+    return _open
+
+
+@pytest.fixture
+async def client(torch_fleet: LocalFleet) -> AsyncIterator[AsyncFleet]:
+    """The fleet as rlctl sees it, beside the dialect."""
+    async with await aio.connect(torch_fleet.address) as client:
+        yield client
