@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import quote, unquote
 
 from rlctl.errors import Reason
@@ -54,3 +55,15 @@ async def find(call: Call, slot: str, field: str) -> Stage:
         if stage.registration.slot == slot:
             return stage
     raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=field)
+
+
+def aimed(call: Call, request: Any) -> Any:
+    """The request under this call's id, for what its address names: the model, or one engine.
+
+    Weights belong to a model: a trainer that knows engines only asks each of them, and its calls are one operation.
+    """
+    header = request.header
+    header.request_id = call.request_id()
+    header.target.model = call.generation.settings.model
+    header.target.slots.extend(slots_of(call))
+    return request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.rollout import AsyncRollout, Resume, Told
@@ -22,6 +22,7 @@ class Settings:
         policy: see :meth:`rlctl.client.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
         resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
         timeout_s: how long a request may take, waiting for a stage included.
+        admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
         max_inflight: most samples that are under way here at a time; more are refused.
     """
 
@@ -33,6 +34,7 @@ class Settings:
     session_idle_s: float = 600.0
     timeout_s: float = 600.0
     max_inflight: int = 8192
+    admin_api_key: str = field(default="", repr=False)
 
 
 class Generation:
