@@ -71,6 +71,15 @@ class OpenUpdate:
     broken: bool = False
     abandoned: list[str] = field(default_factory=list)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a client that cannot renew its lease is there all the same: a write of its is under way."""
+        return self.session.record.request.implicit and any(lock.locked() for lock in self.session.writing.values())
+
+    def renew(self, now: float) -> None:
+        """Let the lease run for its full time from then on."""
+        self.lease_until = now + self.lease_ttl_s
+
     def decide(self, *, expected: Expected = NOTHING, verdict: RlctlError | None = None) -> None:
         """For the version (what the sources say of it) or against it (why). The first word counts."""
         if not self.decided.is_set():

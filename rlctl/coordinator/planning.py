@@ -101,6 +101,17 @@ class Planner:
         )
         return plan, targets
 
+    def plan_path(
+        self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
+    ) -> None:
+        """Plan anew how tensors reach the targets of an unwritten update. Raises why they cannot."""
+        for slot in targets:
+            obstacle = self._obstacle(request, slot)
+            if obstacle is not None:
+                raise obstacle
+        for target, slot in zip(plan.targets, targets, strict=True):
+            target.transport = _transport(request, slot)
+
     def add_groups(
         self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
     ) -> list[str]:
@@ -111,7 +122,7 @@ class Planner:
         del plan.groups[:]
         reached = [target.slot for target in plan.targets if target.transport in _BACKENDS]
         targets = [slot for slot in targets if slot.name in reached]
-        if request.path == DATA_PATH_DISK or not targets:
+        if request.path == DATA_PATH_DISK or request.implicit or not targets:
             return []
         record = self._roster.model(request.model).record
         planned = self._groups.plan(

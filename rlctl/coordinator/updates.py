@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+from collections.abc import Awaitable, Callable
 
 from google.protobuf.message import Message
 
@@ -14,13 +16,14 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.healing import MAKE_WAY_S, Healer
+from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
-from rlctl.coordinator.verification import Expected
+from rlctl.coordinator.verification import NOTHING, Expected
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Delete, Journal
@@ -57,6 +60,9 @@ from rlctl.verbs import Verb
 
 FromDisk = UpdateWeightsFromDiskRequest | LoadAdapterRequest
 """Updates in one call, whose targets read from disk."""
+
+Content = Callable[[OpenUpdate], Awaitable[None]]
+"""Brings the weights of an update in one call to its targets, and decides for it."""
 
 UPDATE_S = 600.0
 
@@ -96,6 +102,17 @@ class Updates:
         self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
+        self.implicit = Implicit(
+            self,
+            roster=roster,
+            peers=peers,
+            operations=operations,
+            fanout=fanout,
+            planner=self._planner,
+            attempts=self._attempts,
+            journal=journal,
+            clock=clock,
+        )
         self._open: dict[str, OpenUpdate] = {}
         self._beginning = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -104,6 +121,11 @@ class Updates:
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
         """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
+        if request.implicit and not request.header.validate_only:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return self._get(known.operation.update_id).session.record.plan
+            return (await self.implicit.begin(request, timeout_s)).session.record.plan
         async with self._beginning:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
@@ -117,6 +139,28 @@ class Updates:
                 return session.record.plan
             await self._start(session, request, TRAINERS_UPDATE)
         return session.record.plan
+
+    async def begin_implicit(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        *,
+        request: Message | None = None,
+        verb: str = TRAINERS_UPDATE,
+        content: Content | None = None,
+    ) -> OpenUpdate:
+        """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
+        async with self._beginning:
+            await self._healer.make_way(begin.model)
+            session = self._plan(begin, timeout_s)
+            if begin.options.verify != VERIFICATION_LEVEL_EXPECTED:
+                session.levels(NOTHING)  # such clients give no digest: better refused than found out after the writes
+            return await self._start(session, request or begin, verb, content)
+
+    def implicit_of(self, model: str) -> OpenUpdate | None:
+        """The open update of a model, if it is one that clients join without naming it."""
+        opened = self._open.get(self._roster.model(model).update_id)
+        return opened if opened is not None and opened.session.record.request.implicit else None
 
     async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
         """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
@@ -149,12 +193,17 @@ class Updates:
         opened = self._own(request.update_id, request.fencing_token)
         if opened is None:
             return self._operations.get(request.update_id)
+        self.decide(opened, request)
+        return opened.run
+
+    @staticmethod
+    def decide(opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
+        """Decide an open update for its version. Raises what it could not be verified without."""
         expected = Expected(
             request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
         )
         opened.session.levels(expected)
         opened.decide(expected=expected)
-        return opened.run
 
     async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
         """Decide an update against its version; token 0 is an operator's override. One that is committing finishes."""
@@ -169,7 +218,7 @@ class Updates:
         opened = self._own(update_id, fencing_token)
         if opened is None:
             raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
-        opened.lease_until = self._clock.now() + opened.lease_ttl_s
+        opened.renew(self._clock.now())
         return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
 
     async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
@@ -194,7 +243,8 @@ class Updates:
                 return known
             await self._healer.make_way(model)
             session = self._plan(begin, timeout_s, adapter)
-            return await self._start(session, request, "LoadAdapter", disk=request)
+            content = functools.partial(self._read_checkpoint, request=request)
+            return (await self._start(session, request, "LoadAdapter", content)).run
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
         """A whole update in one call: every target reads a checkpoint."""
@@ -220,7 +270,8 @@ class Updates:
             session.levels(Expected(digest=request.expected_digest))
             if not request.target_modules and request.load_format in _READ_AGAIN:
                 session.checkpoint = request.model_path
-            return await self._start(session, request, "UpdateWeightsFromDisk", disk=request)
+            content = functools.partial(self._read_checkpoint, request=request)
+            return (await self._start(session, request, "UpdateWeightsFromDisk", content)).run
 
     # What happens inside.
 
@@ -330,10 +381,9 @@ class Updates:
         session: Session,
         request: Message,
         verb: str,
-        *,
-        disk: FromDisk | None = None,
-    ) -> Run:
-        """Accept a planned update; from here on its own task sees to its end."""
+        content: Content | None = None,
+    ) -> OpenUpdate:
+        """Accept a planned update; from here on its own task sees to its end. ``content``: it is one of one call."""
         begin, plan, model = session.record.request, session.record.plan, session.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
         after = versions.fenced if session.adapter is not None else versions.reserved
@@ -346,7 +396,7 @@ class Updates:
 
         async def work(_: Run) -> None:
             await started.wait()
-            await self._see_through(self._open[plan.update_id], disk)
+            await self._see_through(self._open[plan.update_id], content)
 
         run = await self._operations.start(
             request,
@@ -359,21 +409,22 @@ class Updates:
             update_id=plan.update_id,
         )
         ttl = seconds(plan.lease_ttl)
-        lease_until = self._clock.now() + ttl if disk is None else session.deadline
-        self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
+        lease_until = self._clock.now() + ttl if content is None else session.deadline
+        opened = self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
         model.update_id = plan.update_id
         model.update_owner = begin.trainer.name or "unnamed"
         self._roster.changed()
+        self.implicit.joining.forget(begin.model)
         started.set()
-        return run
+        return opened
 
-    async def _see_through(self, opened: OpenUpdate, disk: FromDisk | None) -> None:
+    async def _see_through(self, opened: OpenUpdate, content: Content | None) -> None:
         session, run = opened.session, opened.run
         finish = Finish if session.adapter is None else FinishAdapter
         try:
             await session.leave_groups(opened.abandoned)
-            if disk is not None:
-                await self._read_checkpoint(opened, disk)
+            if content is not None:
+                await content(opened)
             await self._decision(opened)
             session.leave_out(run, opened.received)
             await finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
@@ -404,13 +455,15 @@ class Updates:
                 break
             if self._clock.now() >= opened.session.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
+            if self._clock.now() >= opened.lease_until and opened.is_heard:
+                opened.renew(self._clock.now())
             if self._clock.now() >= opened.lease_until:
                 owner = opened.session.model.update_owner
                 raise Reason.LEASE_EXPIRED.error(f"{owner} did not renew the lease for {opened.lease_ttl_s:g} s")
         if opened.verdict is not None:
             raise opened.verdict
 
-    async def _read_checkpoint(self, opened: OpenUpdate, request: FromDisk) -> None:
+    async def _read_checkpoint(self, opened: OpenUpdate, *, request: FromDisk) -> None:
         """Let every target read; an abort meanwhile does not wait for them."""
         session = opened.session
         digest = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -46,6 +46,7 @@ class Call:
         self._most = most
         self._data: bytes | None = None
         self._fields: list[Fields] = []
+        self._unknown: list[str] = []
 
     def query_all(self, name: str) -> list[str]:
         """Every value of a parameter of the query."""
@@ -75,10 +76,14 @@ class Call:
         self._fields.append(fields)
         return fields
 
+    def note_unknown(self, names: Sequence[str]) -> None:
+        """List these in the answer."""
+        self._unknown += names
+
     @property
     def unknown(self) -> list[str]:
         """Fields of the body that nobody took, where somebody took some."""
-        return [name for fields in self._fields for name in fields.unknown]
+        return [*self._unknown, *(name for fields in self._fields for name in fields.unknown)]
 
     def request_id(self, step: str = "") -> str:
         """For the header of an operation. A repeat under the same ``Idempotency-Key`` or ``X-Request-Id`` has the same.

@@ -86,7 +86,7 @@ class Asking:
 def read(body: Any, words: Words) -> Asking:
     """A parsed body. Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED."""
     if not isinstance(body, dict):
-        raise Reason.FIELD_INVALID.error("the body is no JSON object")
+        raise Reason.FIELD_INVALID.error("the body is no JSON object", field="body")
     unknown = _unknown(body, _KNOWN | words.fields, words.without, "", words)
     stream = _flag(body, "stream")
     name, prompts, batch = _prompts(body)

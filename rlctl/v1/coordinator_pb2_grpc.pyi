@@ -64,7 +64,8 @@ class CoordinatorServiceStub:
     ContinueGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.Operation]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable.
+    Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+    first; if it does not succeed, nothing goes on.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -104,7 +105,8 @@ class CoordinatorServiceStub:
     ResumeMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ResumeMemoryRequest, _results_pb2.Operation]
     """Allocates memory regions again.
 
-    Effect: the named regions are resident again; their content is not what it was.
+    Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+    committed first, as by ContinueGeneration.
     Idempotency: with the same request_id, yes; a region that is resident is confirmed.
     States: ASLEEP, and every other state in which nothing is released (confirmed).
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -124,9 +126,9 @@ class CoordinatorServiceStub:
     UpdateWeightsFromTensor: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromTensorRequest, _results_pb2.Operation]
     """Every rank copies its part out of shared segments on its host.
 
-    Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+    Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
     Idempotency: with the same request_id, yes.
-    States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -134,7 +136,8 @@ class CoordinatorServiceStub:
     InitWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.InitWeightsUpdateGroupRequest, _results_pb2.Operation]
     """Joins the ranks of the targets and the source into a process group.
 
-    Effect: a group stands at every rank; no weights change.
+    Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+    joins one operation with them.
     Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -144,9 +147,10 @@ class CoordinatorServiceStub:
     UpdateWeightsFromDistributed: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDistributedRequest, _results_pb2.Operation]
     """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+    it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
     Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-    States: UPDATING with this update.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -295,7 +299,8 @@ class CoordinatorServiceStub:
     CommitWeightUpdate: _grpc.UnaryUnaryMultiCallable[_update_pb2.CommitWeightUpdateRequest, _results_pb2.Operation]
     """Completes, verifies, publishes, admits and resumes.
 
-    Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+    Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+    where nothing is open: the published version is known by that label from now on.
     Idempotency: yes; once published it is finished, whatever the lease says.
     States: the update is open and written.
     Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
@@ -435,7 +440,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ContinueGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable.
+    Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+    first; if it does not succeed, nothing goes on.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -475,7 +481,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ResumeMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ResumeMemoryRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Allocates memory regions again.
 
-    Effect: the named regions are resident again; their content is not what it was.
+    Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+    committed first, as by ContinueGeneration.
     Idempotency: with the same request_id, yes; a region that is resident is confirmed.
     States: ASLEEP, and every other state in which nothing is released (confirmed).
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -495,9 +502,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     UpdateWeightsFromTensor: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromTensorRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Every rank copies its part out of shared segments on its host.
 
-    Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+    Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
     Idempotency: with the same request_id, yes.
-    States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -505,7 +512,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     InitWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_verbs_pb2.InitWeightsUpdateGroupRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Joins the ranks of the targets and the source into a process group.
 
-    Effect: a group stands at every rank; no weights change.
+    Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+    joins one operation with them.
     Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -515,9 +523,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     UpdateWeightsFromDistributed: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDistributedRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+    it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
     Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-    States: UPDATING with this update.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -666,7 +675,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     CommitWeightUpdate: _aio.UnaryUnaryMultiCallable[_update_pb2.CommitWeightUpdateRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Completes, verifies, publishes, admits and resumes.
 
-    Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+    Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+    where nothing is open: the published version is known by that label from now on.
     Idempotency: yes; once published it is finished, whatever the lease says.
     States: the update is open and written.
     Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
@@ -821,7 +831,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable.
+        Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+        first; if it does not succeed, nothing goes on.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -885,7 +896,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was.
+        Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+        committed first, as by ContinueGeneration.
         Idempotency: with the same request_id, yes; a region that is resident is confirmed.
         States: ASLEEP, and every other state in which nothing is released (confirmed).
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -917,9 +929,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Every rank copies its part out of shared segments on its host.
 
-        Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+        Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
         Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+        States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -933,7 +945,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Joins the ranks of the targets and the source into a process group.
 
-        Effect: a group stands at every rank; no weights change.
+        Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+        joins one operation with them.
         Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -949,9 +962,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+        it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
         Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update.
+        States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -1190,7 +1204,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Completes, verifies, publishes, admits and resumes.
 
-        Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+        Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+        where nothing is open: the published version is known by that label from now on.
         Idempotency: yes; once published it is finished, whatever the lease says.
         States: the update is open and written.
         Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.

@@ -126,6 +126,7 @@ class BeginWeightUpdateRequest(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_IDS_FIELD_NUMBER: _builtins.int
     ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
+    IMPLICIT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model to update. Required."""
     version: _builtins.str
@@ -142,6 +143,11 @@ class BeginWeightUpdateRequest(_message.Message):
     """Times that a failed group is formed anew without the failed target."""
     adapter: _builtins.str
     """Adapter updates: name of the adapter."""
+    implicit: _builtins.bool
+    """For clients that name no update: writes without an update id join it, over groups of the client's own, and it ends with a commit
+    without an id, or with ContinueGeneration. One that is open and not written yet is confirmed. Model may be empty where only one can be
+    updated; version may be, and is then what a write or the commit says.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout of the whole update, validate_only. The target is the model's stages."""
@@ -198,10 +204,11 @@ class BeginWeightUpdateRequest(_message.Message):
         transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         host_ids: _abc.Iterable[_builtins.str] | None = ...,
         adapter_config: _verbs_pb2.AdapterConfig | None = ...,
+        implicit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "implicit", b"implicit", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,10 +480,11 @@ class CommitWeightUpdateRequest(_message.Message):
     EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
     SENT_DIGEST_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
-    """The update."""
+    """The update. Empty: the open implicit one of header.target.model."""
     fencing_token: _builtins.int
-    """Proof of ownership."""
+    """Proof of ownership; an implicit update has no owner that could prove it."""
     expected_digest: _builtins.str
     """Model digest that the sources computed: of what they sent and, in a delta, of what was left as it is, hex. Empty: level "expected" is not reached."""
     sent_digest: _builtins.str
@@ -485,6 +493,8 @@ class CommitWeightUpdateRequest(_message.Message):
     """The first 8 bytes of the SHA-256 of every tensor that expected_digest is over, in the sorted order of their names. Empty: at a mismatch
     nobody can say which tensor differs.
     """
+    version: _builtins.str
+    """Implicit updates: label to publish under. Where none is open, the published version gets it, under the sequence that it has."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
@@ -498,10 +508,11 @@ class CommitWeightUpdateRequest(_message.Message):
         expected_digest: _builtins.str = ...,
         sent_digest: _builtins.str = ...,
         fingerprints: _builtins.bytes = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

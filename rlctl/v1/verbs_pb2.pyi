@@ -883,10 +883,13 @@ class UpdateWeightsFromTensorRequest(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ENGINE_PAYLOADS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     load_format: _builtins.str
     """null, "direct", "flattened_bucket", or a loader's registered name."""
     weight_version: _builtins.str
     """Label of the version to publish, when this request is an update of its own."""
+    kind: Global___UpdateKind.ValueType
+    """As in UpdateWeightsFromDistributed."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -914,10 +917,11 @@ class UpdateWeightsFromTensorRequest(_message.Message):
         weight_version: _builtins.str = ...,
         options: Global___UpdateOptions | None = ...,
         engine_payloads: _abc.Iterable[_builtins.bytes] | None = ...,
+        kind: Global___UpdateKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_payloads", b"engine_payloads", "header", b"header", "load_format", b"load_format", "options", b"options", "segments", b"segments", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_payloads", b"engine_payloads", "header", b"header", "kind", b"kind", "load_format", b"load_format", "options", b"options", "segments", b"segments", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1175,12 +1179,17 @@ class UpdateWeightsFromDistributedRequest(_message.Message):
     LOAD_FORMAT_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """The group that the tensors come over, unless a bucket names its own."""
     load_format: _builtins.str
     """null, "direct", "flattened_bucket", or a loader's registered name."""
     weight_version: _builtins.str
     """Label of the version to publish, when this request is an update of its own."""
+    kind: Global___UpdateKind.ValueType
+    """What the update contains that this request opens, when it names none. Unset: under a pause all weights (FULL); outside of one, where
+    the request is the whole update, FULL if it has every parameter, else PARTIAL.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1202,10 +1211,11 @@ class UpdateWeightsFromDistributedRequest(_message.Message):
         load_format: _builtins.str = ...,
         weight_version: _builtins.str = ...,
         options: Global___UpdateOptions | None = ...,
+        kind: Global___UpdateKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "group_name", b"group_name", "header", b"header", "load_format", b"load_format", "options", b"options", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "group_name", b"group_name", "header", b"header", "kind", b"kind", "load_format", b"load_format", "options", b"options", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

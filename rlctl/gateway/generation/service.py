@@ -83,22 +83,22 @@ class Generation:
         return self._rollouts[model]
 
     async def complete(
-        self, sample: RolloutSample, *, token: str | None, told: Told | None = None, timeout_s: float = 0
+        self, sample: RolloutSample, *, token: str | None, slot: str = "", told: Told | None = None
     ) -> RolloutSample:
-        """One sample, whose request names its model, to its end.
+        """One sample, whose request names its model, to its end, or to where it was cut.
 
-        Raises what it failed with, and TOO_MANY_REQUESTS. One that an abort has cut is returned as it is.
+        Raises what it failed with, unless it has tokens: those are not lost; and TOO_MANY_REQUESTS.
         """
         if self.inflight >= self.settings.max_inflight:
             raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
         self.inflight += 1
         try:
             ended = await self.rollout(sample.request.model).complete(
-                sample, timeout_s=timeout_s or self.settings.timeout_s, token=token, told=told
+                sample, timeout_s=self.settings.timeout_s, token=token, slot=slot, told=told
             )
         finally:
             self.inflight -= 1
-        if ended.error is not None and not ended.finished:
+        if ended.error is not None and not ended.output_ids:
             raise ended.error
         return ended
 
