@@ -85,6 +85,11 @@ class Call:
         """Fields of the body that nobody took, where somebody took some."""
         return [*self._unknown, *(name for fields in self._fields for name in fields.unknown)]
 
+    @property
+    def keyed(self) -> bool:
+        """Whether the caller gave the request an id of its own."""
+        return any(name in self.headers for name in identity.KEYS)
+
     def request_id(self, step: str = "") -> str:
         """For the header of an operation. A repeat under the same ``Idempotency-Key`` or ``X-Request-Id`` has the same.
 

@@ -11,10 +11,27 @@ from urllib.parse import quote, unquote
 from rlctl.errors import Reason
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Route
+from rlctl.gateway.generation.running import SLOT
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    InitWeightsUpdateGroupRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
 
-PREFIX = "/engines/{slot}"
+PREFIX = f"/engines/{{{SLOT}}}"
+
+_OF_THE_MODEL = (
+    BeginWeightUpdateRequest,
+    CommitWeightUpdateRequest,
+    InitWeightsUpdateGroupRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
 
 _GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
 _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
@@ -28,13 +45,13 @@ def with_engines(routes: Iterable[Route]) -> list[Route]:
 
 def slots_of(call: Call) -> list[str]:
     """The engine whose address was asked; none: the fleet's."""
-    return [call.path["slot"]] if "slot" in call.path else []
+    return [call.path[SLOT]] if SLOT in call.path else []
 
 
 def url_of(call: Call, slot: str) -> str:
     """An engine's address, as this caller reaches it."""
     scheme = call.headers.get("X-Forwarded-Proto", "http")
-    return f"{scheme}://{call.headers.get('Host', '')}{PREFIX.format(slot=quote(slot, safe=''))}"
+    return f"{scheme}://{call.headers.get('Host', '')}{PREFIX.format(**{SLOT: quote(slot, safe='')})}"
 
 
 def slot_in(url: str) -> str:
@@ -60,10 +77,20 @@ async def find(call: Call, slot: str, field: str) -> Stage:
 def aimed(call: Call, request: Any) -> Any:
     """The request under this call's id, for what its address names: the model, or one engine.
 
-    Weights belong to a model: a trainer that knows engines only asks each of them, and its calls are one operation.
+    Weights belong to a model: of a trainer that knows engines only, the calls for each of them are one operation.
+    Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's.
     """
     header = request.header
-    header.request_id = call.request_id()
+    header.request_id, header.unkeyed = call.request_id(), not call.keyed
     header.target.model = call.generation.settings.model
-    header.target.slots.extend(slots_of(call))
+    slots = slots_of(call)
+    if isinstance(request, _OF_THE_MODEL) and slots:
+        header.for_slot = slots[0]
+    else:
+        header.target.slots.extend(slots)
+    if isinstance(request, InitWeightsUpdateGroupRequest) and not slots and request.rank_offset not in (0, 1):
+        raise Reason.FIELD_INVALID.error(
+            f"the engines' ranks follow the source's, so theirs begin at 1, not at {request.rank_offset}",
+            field="rank_offset",
+        )
     return request

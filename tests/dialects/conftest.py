@@ -19,8 +19,13 @@ Open = Callable[..., AbstractAsyncContextManager[aiohttp.ClientSession]]
 
 
 @asynccontextmanager
-async def _open(address: str, dialect: str, **config: Any) -> AsyncIterator[aiohttp.ClientSession]:
-    server = GatewayServer(GatewayConfig(address, dialect, generation=Settings(timeout_s=30.0), drain_s=5.0, **config))
+async def _open(
+    address: str, dialect: str, middleware_paths: tuple[str, ...] = (), **settings: Any
+) -> AsyncIterator[aiohttp.ClientSession]:
+    generation = Settings(timeout_s=30.0, **settings)
+    server = GatewayServer(
+        GatewayConfig(address, dialect, generation=generation, drain_s=5.0, middleware_paths=middleware_paths)
+    )
     try:
         await server.start()
         async with aiohttp.ClientSession(f"http://{server.address}") as http:

@@ -21,7 +21,8 @@ from rlctl.gateway.dialect import Dialect, Handler, Reply, Route, Scope
 from rlctl.gateway.dialects import omni_requests, omni_results
 from rlctl.gateway.dialects.omni_requests import Verb
 from rlctl.gateway.failures import headers_of
-from rlctl.gateway.generation.routes import ROUTES
+from rlctl.gateway.generation.routes import routes
+from rlctl.gateway.generation.running import SLOT
 from rlctl.gateway.generation.service import Generation
 
 KEY = "SGLANG_OMNI_ADMIN_KEY"
@@ -46,7 +47,7 @@ def dialect(generation: Generation) -> Dialect:
         Route("GET", "/workers/{id:.+}", get_worker, Scope.VIEWER, "One worker, by its slot or address."),
         Route("PUT", "/workers/{id:.+}", router.guarded(put_worker), doc='{"disabled": ...}: routed to or not.'),
     ]
-    return Dialect("omni", [*rows, *own, *workers, *ROUTES], fail=fail)
+    return Dialect("omni", [*rows, *own, *workers, *routes(), *routes(engines.PREFIX)], fail=fail)
 
 
 def fail(error: RlctlError) -> Reply:
@@ -105,7 +106,7 @@ class _Router:
 async def _ask(verb: Verb, call: Call) -> Reply:
     """One engine's part, told as a worker tells it."""
     operation = await omni_requests.carry_out(call, omni_requests.read(verb, await call.fields()))
-    return omni_results.of_worker(operation, call.path["slot"])
+    return omni_results.of_worker(operation, call.path[SLOT])
 
 
 async def list_workers(call: Call) -> Reply:
