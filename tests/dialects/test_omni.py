@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from google.protobuf.json_format import MessageToDict
 from http_trainer import Source, announced, chunks_of, digest_of, weights_of
 
 from rlctl.client.aio import AsyncFleet
@@ -16,6 +18,8 @@ from rlctl.demo.tiny import save
 from rlctl.gateway.dialects import omni
 from rlctl.launch.local import LocalFleet
 from rlctl.weights.digest import combine
+from rlctl.weights.segment_sender import SegmentSender
+from rlctl.weights.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -305,3 +309,25 @@ async def test_reset_tensors_proves_that_every_tensor_is_written(
         for rank, was in zip(stage["rank_results"], earlier["rank_results"], strict=True):
             assert (rank["data"]["missing"], rank["data"]["unexpected"], rank["data"]["changed"]) == ([], [], [])
             assert rank["data"]["matched"] == was["data"]["tensor_count"]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_update_from_shared_memory_works(
+    http: aiohttp.ClientSession, tiny: tuple[Any, Path], paused: bool
+) -> None:
+    """It answers 501 in SGLang-Omni."""
+    tensors = weights_of(tiny[0], 12 + paused)
+    label = f"omni-tensor-{paused}"
+    with contextlib.closing(SegmentSender()) as sender:
+        source = as_source(list(tensors.items()))
+        [sent] = sender.write(source, list(source.metas()))
+        segments = [MessageToDict(message, preserving_proto_field_name=True) for message in sent.messages]
+        if paused:
+            await ask(http, "/pause_generation", {"mode": "retract"})
+        status, told = await ask(http, "/update_weights_from_tensor", {"segments": segments, "weight_version": label})
+        sent.release()
+    assert (status, told["success"]) == (200, True), told
+    if paused:
+        assert (await ask(http, "/continue_generation", {}))[0] == 200
+    assert (await ask(http, "/model_info"))[1]["weight_version"] == label
+    await everywhere(http, digest_of(tensors))
