@@ -31,6 +31,17 @@ def checkpoint(tmp_path: Path) -> Callable[[str], str]:
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The demo's model and the checkpoint that it was saved to; tests change copies of them."""
+    from rlctl.demo import tiny
+
+    model = tiny.make(seed=3)
+    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    tiny.save(model, directory)
+    return model, directory
+
+
 @pytest.fixture(autouse=True)
 def _no_faults_left() -> Iterator[None]:
     yield
@@ -64,17 +75,6 @@ async def fleet(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
     """Stage a with one rank, stage b with two."""
     async with make_fleet(a=1, b=2) as fleet:
         yield fleet
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The demo's model and the checkpoint that it was saved to."""
-    from rlctl.demo import tiny
-
-    model = tiny.make(seed=3)
-    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    tiny.save(model, directory)
-    return model, directory
 
 
 @pytest.fixture(scope="module")

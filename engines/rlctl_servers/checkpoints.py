@@ -23,7 +23,7 @@ from rlctl.weights.checkpoint import Checkpoint, compare, open_checkpoint
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.loaders import STANDARD
 from rlctl.weights.manifest import read_manifest
-from rlctl.weights.pulling import pull
+from rlctl.weights.pulling import pull_within
 from rlctl.weights.roots import Roots
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensors import TensorMeta, dtype_name
@@ -123,22 +123,8 @@ class Checkpoints:
         )
 
     def pull(self, request: PullWeightsRequest, timeout_s: float) -> PullReport:
-        """Bring a local directory to a published version, beside generation. Raises as the torch engine does."""
-        pulled = pull(
-            self._roots.resolve(request.source_dir, field="source_dir"),
-            self._roots.resolve(request.local_checkpoint_dir, field="local_checkpoint_dir"),
-            request.target_version,
-            base_dir=os.path.realpath(self._model_path),
-            patience=Patience(time.monotonic() + timeout_s, self._stop),
-        )
-        return PullReport(
-            version=pulled.manifest.version,
-            sequence=pulled.manifest.sequence,
-            model_digest=pulled.manifest.digest,
-            changed=pulled.changed,
-            deltas=pulled.deltas,
-            bytes_read=pulled.bytes_read,
-        )
+        """Bring a local directory to a published version, beside generation. Raises as :func:`pull_within`."""
+        return pull_within(self._roots, request, self._model_path, Patience(time.monotonic() + timeout_s, self._stop))
 
     def stop(self) -> None:
         """End pulls that are under way."""

@@ -1,31 +1,24 @@
-"""The port that rlctl drives: verbs in, calls to SGLang out. One object speaks for all of the server's ranks.
-
-Admin methods run on the admin event loop, :meth:`SGLangEngine.generate` and ``abort`` on another one.
-"""
+"""The port that rlctl drives: verbs in, calls to SGLang out. One object speaks for all of the server's ranks."""
 
 # ruff: noqa: ARG002 (the port says which arguments a method has)
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from rlctl_servers.checkpoints import Checkpoints
 from rlctl_servers.control import Control
+from rlctl_servers.engine import ServerEngine
 from rlctl_servers.generation import Requests
 from rlctl_servers.stamps import Stamps
 
-from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
-from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,
     OUTCOME_APPLIED,
-    OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_UNSPECIFIED,
@@ -41,6 +34,7 @@ from rlctl_sglang.groups import Groups
 from rlctl_sglang.lora_table import LoraTable
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.probing import Prober
+from rlctl_sglang.process import PRODUCT
 from rlctl_sglang.readback import readback_of
 from rlctl_sglang.server import Server
 from rlctl_sglang.source import Source
@@ -48,38 +42,27 @@ from rlctl_sglang.state import MODES, State
 from rlctl_sglang.updates import Updates
 
 START_CALL_S = 60.0
-IDLE_S = 0.05
 INTERRUPT_S = 10.0
 """How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
 
-class SGLangEngine(Engine):
+class SGLangEngine(ServerEngine):
     """One SGLang server, with all of its ranks. Options: :class:`rlctl_sglang.options.Options`."""
 
     name: ClassVar[str] = "sglang"
+    _server: Server
+    _facts: facts_.Facts
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
         self._options = parse_options(config.options)
-        self._on_failure = on_failure
-        self._checkpoints = Checkpoints("SGLang", config.model_path, self._options.allowed_roots)
-        if config.dtype == "auto":
-            # SGLang's own "auto" holds a float32 checkpoint in half of its precision.
-            config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
-        self._config = config
-        self._server = Server(config, self._options, self._failed)
+        super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
+        self._server = Server(self._config, self._options, self._failed)
         self._control = Control(self._server.http, self._wedged)
         self._state = State()
-        self._failure: RlctlError | None = None
-        self._ready = False
         self._source: Source | None = None
-        self._since = time.monotonic()
 
     # The life of the engine.
-
-    def setup(self) -> dict[str, str]:
-        """There are no followers."""
-        return {}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Launch the server, or attach to it, and find out what it is and can do."""
@@ -113,7 +96,7 @@ class SGLangEngine(Engine):
             incremental=facts.incremental,
             stopped=lambda: self._state.stopped,
         )
-        self._requests = Requests(native)
+        self._requests = self._ending = Requests(native)
         lora = LoraLimits.of(facts.info)
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, lora)
         # Others' requests would be answered while a probe makes the server go on.
@@ -133,37 +116,16 @@ class SGLangEngine(Engine):
 
     async def stop(self) -> None:
         """End the server if it was launched, and whatever waits for it."""
-        self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
-        self._checkpoints.stop()
         if self._source is not None:
             self._source.close()
         if self._ready:
             self._updates.close()
-        await self._server.stop()
-
-    def can_restart(self) -> bool:
-        """A server that was launched can be launched again."""
-        return self._server.launched
+        await super().stop()
 
     async def interrupt(self, update_id: str) -> None:
         """A broadcast cannot be broken from outside: when its source's leaving does not end it, the server is stuck."""
         if self._ready and update_id and not await self._updates.interrupted(update_id, INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
-
-    def set_version(self, version: common_pb2.WeightVersion) -> None:
-        """What the server's present label stands for."""
-        if self._ready:
-            self._stamps.bind(version)
-
-    def _failed(self, error: RlctlError) -> None:
-        """The server is gone; from any thread."""
-        if self._failure is None:
-            self._failure = error
-            self._on_failure(error)
-
-    def _wedged(self, error: RlctlError) -> None:
-        self._failed(error)
-        self._server.kill()
 
     # Generation and what stops it.
 
@@ -189,12 +151,6 @@ class SGLangEngine(Engine):
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
         self._state.paused = PAUSE_MODE_UNSPECIFIED
         self._requests.release()
-
-    async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
-        """End requests early."""
-        self._check("AbortRequests")
-        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
-        return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
         """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
@@ -367,21 +323,6 @@ class SGLangEngine(Engine):
         self._check("ListAdapters")
         return self._adapters.listed
 
-    async def inspect_checkpoint(
-        self, request: verbs_pb2.InspectCheckpointRequest, call: Call
-    ) -> verbs_pb2.CheckpointReport:
-        """What a load from disk would find."""
-        self._check("InspectCheckpoint")
-        return await asyncio.to_thread(
-            self._checkpoints.inspect, request.model_path, request.load_format, request.target_modules
-        )
-
-    async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
-        """Fetch a published version beside generation."""
-        self._check("PullWeights")
-        remaining = call.deadline - asyncio.get_running_loop().time()
-        return await asyncio.to_thread(self._checkpoints.pull, request, remaining)
-
     # Reads.
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
@@ -404,44 +345,6 @@ class SGLangEngine(Engine):
             reference=[to_proto(reference[name]) for name in self._order()] if request.reference else (),
         )
 
-    async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
-        """How the server was started."""
-        self._check("GetServerInfo")
-        uptime = time.monotonic() - self._since
-        return self._facts.server_info(self.name, self._config.node, self._server.pid, uptime)
-
-    async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
-        """What runs and waits."""
-        self._check("GetLoads")
-        return facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
-
-    # Requests.
-
-    async def generate(
-        self, request: rollout_pb2.GenerateRequest
-    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
-        self._check("")
-        async with aclosing(self._requests.generate(request)) as parts:
-            async for part in parts:
-                yield part
-
-    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
-        """End requests early."""
-        self._check("")
-        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
-        return rollout_pb2.AbortResponse(aborted=aborted, unknown_rids=unknown)
-
-    def _check(self, verb: str) -> None:
-        """Raise why nothing, or not this verb, can be done."""
-        if self._failure is not None:
-            raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
-        if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
-        why = self._facts.unsupported.get(verb)
-        if why:
-            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
-
     def _order(self) -> Sequence[str]:
         """Names of the tensors, in the order in which they can be sent with the least memory."""
         return list(self._checkpoints.reference) if self._readback is None else self._readback.order
@@ -450,20 +353,8 @@ class SGLangEngine(Engine):
         if self._updates.open or self._adapters.open:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
 
-    async def _settle(self, call: Call, *, abort: bool) -> None:
-        """Refuse while requests are active, or end them."""
-        active = self._requests.active
-        if not self._server.launched:  # others' requests count too
-            told = facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
-            active = max(active, told.running + told.waiting)
-        if not abort:
-            self._state.refuse_writing(active)
-        elif active:
-            await self._requests.abort([], all_of_them=True)
-            while self._requests.active:
-                if asyncio.get_running_loop().time() > call.deadline:
-                    raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
-                await asyncio.sleep(IDLE_S)
+    async def _loads(self, call: Call) -> verbs_pb2.Loads:
+        return facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))
 
 
 def _mode_of(name: str) -> common_pb2.PauseMode.ValueType:

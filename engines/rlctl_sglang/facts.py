@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
 from rlctl_servers.control import Control
+from rlctl_servers.telling import server_info, without_code
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason
 from rlctl.v1 import common_pb2, fleet_pb2
 from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckAction, Loads, ServerInfo
 from rlctl.verbs import VERBS
-from rlctl.version import __version__
 from rlctl.weights.identity import CPU, host_id
 from rlctl_sglang.requests import Limits
 from rlctl_sglang.state import MODES, TAGS
@@ -44,8 +43,6 @@ _BY_GROUP = (
     "UpdateWeightsFromTensor",
 )
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
-_SECRET = ("key", "password", "token", "secret")
-_PLAIN = (str, int, float, bool)
 
 
 @dataclass(frozen=True)
@@ -175,20 +172,7 @@ class Facts:
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
         """How it was started, without its keys."""
-        settings = {
-            key: str(value)
-            for key, value in self.info.items()
-            if isinstance(value, _PLAIN) and not any(word in key.split("_") for word in _SECRET)
-        }
-        return ServerInfo(
-            engine=name,
-            engine_version=self.version,
-            rlctl_version=__version__,
-            pid=pid,
-            node=node,
-            settings=settings,
-            uptime=Duration(seconds=int(uptime_s)),
-        )
+        return server_info(name, self.version, node, pid, uptime_s, self.info.items())
 
     def _number(self, name: str) -> int:
         return int(self.info.get(name) or 1)
@@ -204,9 +188,7 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
     routes = set(described.get("paths", ()))
     facts = Facts(info, {})
     unsupported = {name: "the SGLang plug-in has no code for it" for name in VERBS if name not in set(verbs)}
-    for verb, needed in _ROUTES.items():
-        if absent := [route for route in needed if route not in routes]:
-            unsupported[verb] = f"SGLang {facts.version} has no {', '.join(absent)}"
+    unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, routes)
     tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
     if facts.ranks != tp_size or dp_size > 1:
         for verb in _BY_GROUP:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rlctl_servers.http import Http
+from rlctl_servers.requests import refused
 from rlctl_servers.stamps import Stamps
 
 from rlctl.errors import Reason, RlctlError
@@ -224,10 +225,4 @@ def _typed(error: RlctlError) -> RlctlError:
 
 
 def _refused(message: str, status: int) -> RlctlError:
-    if status == 400 and ("longer than" in message or "exceeds the maximum" in message):
-        return Reason.PROMPT_TOO_LONG.error(message)
-    if status == 400:
-        return Reason.FIELD_INVALID.error(f"SGLang: {message}")
-    if status == 503:
-        return Reason.STAGE_NOT_SERVING.error(f"SGLang: {message}")
-    return Reason.ENGINE_FAILED.error(f"SGLang: {message}")
+    return refused("SGLang", message, status, ("longer than", "exceeds the maximum"))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from rlctl_servers.telling import check_tags
+
 from rlctl.errors import Reason
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_CUDA_GRAPH,
@@ -88,7 +90,7 @@ class State:
 
         Raises FIELD_INVALID for a region that the engine does not have.
         """
-        self._check(tags, known)
+        check_tags("SGLang", tags, known)
         return [TAGS[tag] for tag in sorted(set(tags or known) - self.released)]
 
     def resume(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
@@ -96,7 +98,7 @@ class State:
 
         Raises FIELD_INVALID for a region that the engine does not have.
         """
-        self._check(tags, known)
+        check_tags("SGLang", tags, known)
         return [TAGS[tag] for tag in sorted(set(tags or known) & self.released)]
 
     def joining(self, name: str, world_size: int) -> bool:
@@ -112,12 +114,6 @@ class State:
         """Raise GROUP_NOT_FOUND unless the ranks are in all of these groups."""
         for name in sorted(set(groups) - self.groups.keys()):
             raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
-
-    def _check(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> None:
-        for index, tag in enumerate(tags):
-            if tag not in known:
-                name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag
-                raise Reason.FIELD_INVALID.error(f"this SGLang has no region {name}", field=f"tags[{index}]")
 
 
 def _names(tags: Collection[MemoryTag.ValueType]) -> str:

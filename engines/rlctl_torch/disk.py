@@ -8,7 +8,6 @@ takes no memory, and a pull that has replaced them meanwhile does not matter.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -29,7 +28,7 @@ from rlctl.weights.checkpoint import StoredWeights
 from rlctl.weights.loaders import DIRECT, STANDARD, check_format, open_stored
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.manifest import read_manifest
-from rlctl.weights.pulling import pull
+from rlctl.weights.pulling import pull_within
 from rlctl.weights.shards import Shard, ShardMap, model_digest
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensors import TensorMeta
@@ -240,24 +239,9 @@ class Disk:
     def pull(self, request: PullWeightsRequest, deadline: float) -> PullReport:
         """Bring a local directory to a published version; ``deadline`` on :func:`time.monotonic`'s clock.
 
-        Raises PATH_NOT_ALLOWED, and what :func:`rlctl.weights.pulling.pull` raises.
+        Raises as :func:`rlctl.weights.pulling.pull_within`.
         """
-        roots = self._rank.roots
-        pulled = pull(
-            roots.resolve(request.source_dir, field="source_dir"),
-            roots.resolve(request.local_checkpoint_dir, field="local_checkpoint_dir"),
-            request.target_version,
-            base_dir=os.path.realpath(self._rank.config.model_path),
-            patience=Patience(deadline, self._stop),
-        )
-        return PullReport(
-            version=pulled.manifest.version,
-            sequence=pulled.manifest.sequence,
-            model_digest=pulled.manifest.digest,
-            changed=pulled.changed,
-            deltas=pulled.deltas,
-            bytes_read=pulled.bytes_read,
-        )
+        return pull_within(self._rank.roots, request, self._rank.config.model_path, Patience(deadline, self._stop))
 
     def stop(self) -> None:
         """End pulls that are under way; their directories are as they were."""

@@ -1,32 +1,27 @@
-"""The port that rlctl drives: verbs in, calls to vLLM out. One object speaks to all of the server's ranks.
-
-Admin methods run on the admin event loop, :meth:`VLLMEngine.generate` and ``abort`` on another one.
-"""
+"""The port that rlctl drives: verbs in, calls to vLLM out. One object speaks to all of the server's ranks."""
 
 # ruff: noqa: ARG002 (the port says which arguments a method has)
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
-from rlctl_servers.checkpoints import Checkpoints, digest_of
+from rlctl_servers.checkpoints import digest_of
 from rlctl_servers.control import Control
+from rlctl_servers.engine import IDLE_S, Ending, ServerEngine
 from rlctl_servers.generation import Requests
 from rlctl_servers.http import Http
 from rlctl_servers.stamps import Stamps
 
-from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
-from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
     OUTCOME_APPLIED,
-    OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_DRAIN,
@@ -48,52 +43,26 @@ from rlctl_vllm.updates import Updates
 from rlctl_vllm.workers import Workers
 
 START_CALL_S = 120.0
-IDLE_S = 0.05
 INTERRUPT_S = 10.0
 """How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
 
-class Ending(Protocol):
-    """Requests at the server, and what ends them."""
-
-    @property
-    def active(self) -> int:
-        """Requests that have not ended."""
-
-    @property
-    def samples(self) -> int:
-        """Their samples."""
-
-    async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests: how many, and the ids that were not found."""
-
-
-class VLLMEngine(Engine):
+class VLLMEngine(ServerEngine):
     """One vLLM server, with all of its ranks. Options: :class:`rlctl_vllm.options.Options`."""
 
     name: ClassVar[str] = "vllm"
+    _server: Server
+    _facts: facts_.Facts
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
-        self._options = parse_options(config.options)
-        self._on_failure = on_failure
-        self._checkpoints = Checkpoints(PRODUCT, config.model_path, self._options.allowed_roots)
-        if config.dtype == "auto":
-            # vLLM's own "auto" holds a float32 checkpoint in half of its precision.
-            config = dataclasses.replace(config, dtype=self._checkpoints.dtype or "auto")
-        self._config = config
-        self._server = Server(config, self._options, self._failed)
+        options = parse_options(config.options)
+        super().__init__(config, on_failure, PRODUCT, options.allowed_roots)
+        self._server = Server(self._config, options, self._failed)
         self._control = Control(self._server.http, self._wedged)
         self._state = State()
-        self._failure: RlctlError | None = None
-        self._ready = False
-        self._since = time.monotonic()
 
     # The life of the engine.
-
-    def setup(self) -> dict[str, str]:
-        """There are no followers."""
-        return {}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Launch the server, or attach to it, and find out what it is and can do."""
@@ -112,8 +81,7 @@ class VLLMEngine(Engine):
         self._stamps = Stamps(facts.label)
         self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout)
         limits = facts.limits(self._checkpoints.config)
-        self._requests = Requests(TokensInOut(self._server.http, limits, self._stamps))
-        self._ending: Ending = self._requests
+        self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps))
         self._readable = bool(digest)
         self._ready = True
         return EngineInfo(
@@ -123,16 +91,6 @@ class VLLMEngine(Engine):
             model_digest=digest,
             fenced=self._server.launched,
         )
-
-    async def stop(self) -> None:
-        """End the server if it was launched, and whatever waits for it."""
-        self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
-        self._checkpoints.stop()
-        await self._server.stop()
-
-    def can_restart(self) -> bool:
-        """A server that was launched can be launched again."""
-        return self._server.launched
 
     @property
     def http(self) -> Http:
@@ -148,11 +106,6 @@ class VLLMEngine(Engine):
         if self._ready and update_id and not await self._updates.received(INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
 
-    def set_version(self, version: common_pb2.WeightVersion) -> None:
-        """What the server's present label stands for."""
-        if self._ready:
-            self._stamps.bind(version)
-
     def _proven(self, held: str) -> str:
         """The digest of what was just loaded, if what was read back has the same: then others can be had as well."""
         if not held:
@@ -162,16 +115,6 @@ class VLLMEngine(Engine):
             return held if digest_of(checkpoint) == held else ""
         finally:
             checkpoint.close()
-
-    def _failed(self, error: RlctlError) -> None:
-        """The server is gone; from any thread."""
-        if self._failure is None:
-            self._failure = error
-            self._on_failure(error)
-
-    def _wedged(self, error: RlctlError) -> None:
-        self._failed(error)
-        self._server.kill()
 
     # Generation and what stops it.
 
@@ -200,12 +143,6 @@ class VLLMEngine(Engine):
         call.accept()
         await self._control.must("/resume", {}, call=call)
         self._state.paused = PAUSE_MODE_UNSPECIFIED
-
-    async def abort_requests(self, request: verbs_pb2.AbortRequestsRequest, call: Call) -> verbs_pb2.AbortReport:
-        """End requests early."""
-        self._check("AbortRequests")
-        aborted, unknown = await self._ending.abort(list(request.rids), all_of_them=request.abort_all)
-        return verbs_pb2.AbortReport(aborted=aborted, unknown_rids=unknown)
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
         """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
@@ -357,21 +294,6 @@ class VLLMEngine(Engine):
         (rank,) = self._layout
         return [RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, check=report)]
 
-    async def inspect_checkpoint(
-        self, request: verbs_pb2.InspectCheckpointRequest, call: Call
-    ) -> verbs_pb2.CheckpointReport:
-        """What a load from disk would find."""
-        self._check("InspectCheckpoint")
-        return await asyncio.to_thread(
-            self._checkpoints.inspect, request.model_path, request.load_format, request.target_modules
-        )
-
-    async def pull_weights(self, request: verbs_pb2.PullWeightsRequest, call: Call) -> verbs_pb2.PullReport:
-        """Fetch a published version beside generation."""
-        self._check("PullWeights")
-        remaining = call.deadline - asyncio.get_running_loop().time()
-        return await asyncio.to_thread(self._checkpoints.pull, request, remaining)
-
     # Reads.
 
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
@@ -394,44 +316,6 @@ class VLLMEngine(Engine):
             reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
         )
 
-    async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
-        """How the server was started."""
-        self._check("GetServerInfo")
-        uptime = time.monotonic() - self._since
-        return self._facts.server_info(self.name, self._config.node, self._server.pid, uptime)
-
-    async def get_loads(self, request: verbs_pb2.GetLoadsRequest, call: Call) -> verbs_pb2.Loads:
-        """What runs and waits."""
-        self._check("GetLoads")
-        return await self._loads(call)
-
-    # Requests.
-
-    async def generate(
-        self, request: rollout_pb2.GenerateRequest
-    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        """Generate; see :meth:`rlctl.engine.Engine.generate`."""
-        self._check("")
-        async with aclosing(self._requests.generate(request)) as parts:
-            async for part in parts:
-                yield part
-
-    async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:
-        """End requests early."""
-        self._check("")
-        aborted, unknown = await self._requests.abort(list(request.rids), all_of_them=request.abort_all)
-        return rollout_pb2.AbortResponse(aborted=aborted, unknown_rids=unknown)
-
-    def _check(self, verb: str) -> None:
-        """Raise why nothing, or not this verb, can be done."""
-        if self._failure is not None:
-            raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
-        if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
-        why = self._facts.unsupported.get(verb)
-        if why:
-            raise Reason.UNSUPPORTED.error(f"{verb}: {why}", outcome=OUTCOME_SKIPPED)
-
     def _extension(self, verb: str) -> Workers:
         """The workers, for a verb that only the extension carries out."""
         self._check(verb)
@@ -445,23 +329,3 @@ class VLLMEngine(Engine):
             # vLLM counts at its steps, and makes none now.
             told.waiting = max(told.waiting, self._ending.samples - told.running)
         return told
-
-    async def _active(self, call: Call) -> int:
-        """Requests that have not ended: of a server that others reach as well, theirs too."""
-        active = self._ending.active
-        if not self._server.launched:
-            told = await self._loads(call)
-            active = max(active, told.running + told.waiting)
-        return active
-
-    async def _settle(self, call: Call, *, abort: bool) -> None:
-        """Refuse while requests are active, or end them."""
-        active = await self._active(call)
-        if active and not abort:
-            raise Reason.ACTIVE_REQUESTS.error(f"{active} requests are active", metadata={"count": str(active)})
-        if active:
-            await self._ending.abort([], all_of_them=True)
-            while self._ending.active:
-                if asyncio.get_running_loop().time() > call.deadline:
-                    raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
-                await asyncio.sleep(IDLE_S)

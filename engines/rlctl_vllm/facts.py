@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
 from rlctl_servers.control import Control
+from rlctl_servers.telling import server_info, without_code
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
 from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, Loads, ServerInfo
 from rlctl.verbs import VERBS
-from rlctl.version import __version__
 from rlctl_vllm.requests import Limits
 from rlctl_vllm.state import MODES, TAGS
 from rlctl_vllm.workers import EXTENSION
@@ -36,8 +35,6 @@ _IN_WORKERS = (
 """Verbs that the extension carries out."""
 
 _CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
-_SECRET = ("key", "password", "token", "secret")
-_PLAIN = (str, int, float, bool)
 
 
 @dataclass(frozen=True)
@@ -163,21 +160,12 @@ class Facts:
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
         """How it was started, without its keys."""
-        settings = {
-            f"{section}.{key}": str(value)
+        settings = (
+            (f"{section}.{key}", value)
             for section in _CONFIGS
             for key, value in (self.config.get(section) or {}).items()
-            if isinstance(value, _PLAIN) and not any(word in key.split("_") for word in _SECRET)
-        }
-        return ServerInfo(
-            engine=name,
-            engine_version=self.version,
-            rlctl_version=__version__,
-            pid=pid,
-            node=node,
-            settings=settings,
-            uptime=Duration(seconds=int(uptime_s)),
         )
+        return server_info(name, self.version, node, pid, uptime_s, settings)
 
     def _of(self, section: str, name: str) -> Any:
         return (self.config.get(section) or {}).get(name)
@@ -194,9 +182,7 @@ async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[st
     label = str((await control.ask("/weight_info", call=call, admin=False))["weight_version"])
     facts = Facts(version, told["vllm_config"], label, ranks, {})
     unsupported = {name: "the vLLM plug-in has no code for it" for name in VERBS if name not in set(verbs)}
-    for verb, needed in _ROUTES.items():
-        if absent := [route for route in needed if route not in routes]:
-            unsupported[verb] = f"vLLM {version} has no {', '.join(absent)}"
+    unsupported |= without_code(f"vLLM {version}", _ROUTES, routes)
     if not ranks:
         for verb in _IN_WORKERS:
             unsupported[verb] = (

@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from rlctl_servers import requests
 from rlctl_servers.http import Http
+from rlctl_servers.requests import logprob_start, refuse_prompt
 from rlctl_servers.stamps import Stamps
 
 from rlctl.errors import Reason, RlctlError
@@ -20,7 +22,7 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     TokenLogprob,
 )
-from rlctl_vllm.requests import Limits, bodies, logprob_start, refuse_prompt, scores_only
+from rlctl_vllm.requests import Limits, bodies, scores_only
 
 GENERATE = "/inference/v1/generate"
 ABORT_CALL_S = 10.0
@@ -238,10 +240,4 @@ def _entries(tops: Iterable[tuple[int, float]], count: int) -> list[TokenLogprob
 
 def refused(message: str, status: int) -> RlctlError:
     """What vLLM has refused a request for."""
-    if status == 400 and ("longer than" in message or "maximum context length" in message):
-        return Reason.PROMPT_TOO_LONG.error(message)
-    if status == 400:
-        return Reason.FIELD_INVALID.error(f"vLLM: {message}")
-    if status == 503:
-        return Reason.STAGE_NOT_SERVING.error(f"vLLM: {message}")
-    return Reason.ENGINE_FAILED.error(f"vLLM: {message}")
+    return requests.refused("vLLM", message, status, ("longer than", "maximum context length"))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from rlctl_servers.telling import check_tags
+
 from rlctl.errors import Reason
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
@@ -79,7 +81,7 @@ class State:
         Raises FIELD_INVALID for a region that vLLM does not have, and for a part of them that it cannot release: the
         KV cache alone, or everything.
         """
-        self._check(tags, known)
+        check_tags("vLLM", tags, known)
         wanted = frozenset(tags or known) - self.released
         if wanted == {MEMORY_TAG_WEIGHTS}:
             what = "beside a KV cache that is released already" if self.released else "alone"
@@ -90,11 +92,5 @@ class State:
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
         """The regions to take again, of those that are released. Raises FIELD_INVALID as :meth:`release`."""
-        self._check(tags, known)
+        check_tags("vLLM", tags, known)
         return frozenset(tags or known) & self.released
-
-    def _check(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> None:
-        for index, tag in enumerate(tags):
-            if tag not in known:
-                name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag
-                raise Reason.FIELD_INVALID.error(f"this vLLM has no region {name}", field=f"tags[{index}]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -34,6 +34,7 @@ from rlctl.cli.types import DURATION
     type=click.Choice(["return", "continue"]),
     help="Samples that a pause or an abort cuts: given to the caller, or gone on with.",
 )
+@click.option("--tokenizer", default="", metavar="DIRECTORY", help="For chats.  [default: the models' checkpoints]")
 @click.option(
     "--request-timeout", default="10m", show_default=True, type=DURATION, help="Most time of one request, waiting too."
 )
@@ -48,6 +49,7 @@ from rlctl.cli.types import DURATION
     metavar="MODULE.CLASS",
     help="The same under slime's name; several with spaces between them.  [repeatable]",
 )
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
@@ -61,10 +63,12 @@ def gateway(
     policy: str,
     admission: str,
     resume: Any,
+    tokenizer: str,
     request_timeout: float,
     max_inflight: int,
     middleware_paths: tuple[str, ...],
     slime_paths: tuple[str, ...],
+    workers: int,
     drain: float,
     token_file: str,
     insecure: bool,
@@ -72,37 +76,67 @@ def gateway(
     end_with_parent: bool,
 ) -> None:
     """Run HTTP dialects in front of a fleet."""
-    from rlctl.gateway.generation.service import Settings
-    from rlctl.gateway.server import GatewayConfig, GatewayServer
     from rlctl.process import announce
-    from rlctl.transport.auth import load_token
 
-    config = GatewayConfig(
-        coordinator=coordinator,
-        dialect=dialect,
-        listen=listen,
-        token=load_token(file=token_file),
-        insecure=insecure,
-        middleware_paths=(*middleware_paths, *(path for given in slime_paths for path in given.split())),
-        generation=Settings(
-            model=model,
-            policy=policy,
-            admission=admission,
-            resume=resume,
-            timeout_s=request_timeout,
-            max_inflight=max_inflight,
-        ),
-        drain_s=drain,
-    )
+    paths = (*middleware_paths, *(path for given in slime_paths for path in given.split()))
+    settings = {
+        "model": model,
+        "policy": policy,
+        "admission": admission,
+        "resume": resume,
+        "tokenizer": tokenizer,
+        "timeout_s": request_timeout,
+        "max_inflight": max_inflight,
+    }
 
-    async def start() -> Callable[[], Any]:
-        server = GatewayServer(config)
-        try:
-            await server.start()
-        except BaseException:
-            await server.stop()
-            raise
-        announce("gateway", address=f"http://{server.address}", dialect=dialect, pid=os.getpid())
-        return server.stop
+    def told(address: str) -> None:
+        announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid())
 
-    serve(start, log_level, end_with_parent)
+    def run(listen: str, told: Callable[[str], None], *, end_with_parent: bool) -> NoReturn:
+        from rlctl.gateway.generation.service import Settings
+        from rlctl.gateway.server import GatewayConfig, GatewayServer
+        from rlctl.transport.auth import load_token
+
+        config = GatewayConfig(
+            coordinator=coordinator,
+            dialect=dialect,
+            listen=listen,
+            token=load_token(file=token_file),
+            insecure=insecure,
+            middleware_paths=paths,
+            generation=Settings(**settings),
+            share_port=workers > 1,
+            drain_s=drain,
+        )
+
+        async def start() -> Callable[[], Any]:
+            server = GatewayServer(config)
+            try:
+                await server.start()
+            except BaseException:
+                await server.stop()
+                raise
+            told(server.address)
+            return server.stop
+
+        serve(start, log_level, end_with_parent)
+
+    if workers == 1:
+        run(listen, told, end_with_parent=end_with_parent)
+    _fork(workers, listen, run, told, end_with_parent=end_with_parent)
+
+
+def _fork(
+    workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], *, end_with_parent: bool
+) -> NoReturn:
+    """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
+    from rlctl import process
+    from rlctl.gateway.workers import Workers, hold
+
+    host, _, port = listen.rpartition(":")
+    held, bound = hold(host.strip("[]") or "127.0.0.1", int(port) if port.isdigit() else 0)
+    address = f"{host}:{bound}"
+    parent = Workers(workers, lambda ready: run(address, lambda _: ready(), end_with_parent=True))
+    code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
+    held.close()
+    process.end(code)

@@ -85,8 +85,9 @@ class Route:
 
 
 def plain_error(error: RlctlError) -> Reply:
-    """``{"error": {...}}`` with message, reason, field, cause, next step and code."""
-    return Reply({"error": error.described()}, error.http_status, headers_of(error))
+    """``{"error": {...}}`` with message, reason, field, cause, next step and code; OpenAI's names beside them."""
+    said = {**error.described(), "type": type(error).__name__, "param": error.field or None}
+    return Reply({"error": said}, error.http_status, headers_of(error))
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,9 @@ def _asked(
     start = fields["logprob_start_len"]
     if request.return_logprob:  # without it SGLang looks at neither
         if tops is not None:
-            _set(request, "top_logprobs_num", tops, "top_logprobs_num")
+            assign(request, "top_logprobs_num", tops, "top_logprobs_num")
         if start is not None:
-            _set(request, "logprob_start_len", start, "logprob_start_len")
+            assign(request, "logprob_start_len", start, "logprob_start_len")
     extra = {key: given[key] for key in sorted(words.sampling) if given.get(key) is not None}
     other = {key: body[key] for key in sorted(words.fields) if body.get(key) is not None}
     return Asked(rid, request, extra, other, _flag(body, "return_prompt_token_ids"))
@@ -187,14 +187,14 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
             continue
         if name == "stop" and isinstance(value, str):
             value = [value]
-        _set(params, ours, value, f"sampling_params.{name}")
+        assign(params, ours, value, f"sampling_params.{name}")
     if "n" in given and given["n"] is not None and given["n"] < 1:
         raise Reason.FIELD_INVALID.error("n is 0; it must be 1 or more", field="sampling_params.n")
     return params
 
 
-def _set(message: Any, name: str, value: Any, field_: str) -> None:
-    """Set a field, or say which one has a wrong value. A bool is no number, and no number is a bool."""
+def assign(message: Any, name: str, value: Any, field_: str) -> None:
+    """Set a field, or raise FIELD_INVALID for ``field_``. A bool is no number, and no number is a bool."""
     descriptor = message.DESCRIPTOR.fields_by_name[name]
     flag = descriptor.cpp_type == descriptor.CPPTYPE_BOOL
     if isinstance(value, bool) is flag:

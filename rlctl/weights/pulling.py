@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
 from rlctl.weights import storage
 from rlctl.weights.checkpoint import INDEX, compare, open_files
 from rlctl.weights.digest import digest_of_bytes
 from rlctl.weights.manifest import MANIFEST, Entry, Manifest, find_version, read_manifest
 from rlctl.weights.publishing import Published, files_beside, published, write_files
+from rlctl.weights.roots import Roots
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensor_file import TensorFile
 from rlctl.weights.tensors import TensorMeta
@@ -49,6 +51,25 @@ class Pulled:
     changed: bool
     deltas: int = 0
     bytes_read: int = 0
+
+
+def pull_within(roots: Roots, request: PullWeightsRequest, base_dir: str, patience: Patience) -> PullReport:
+    """:func:`pull` as an engine's verb, between directories below ``roots``. Raises PATH_NOT_ALLOWED too."""
+    pulled = pull(
+        roots.resolve(request.source_dir, field=SOURCE),
+        roots.resolve(request.local_checkpoint_dir, field=LOCAL),
+        request.target_version,
+        base_dir=os.path.realpath(base_dir),
+        patience=patience,
+    )
+    return PullReport(
+        version=pulled.manifest.version,
+        sequence=pulled.manifest.sequence,
+        model_digest=pulled.manifest.digest,
+        changed=pulled.changed,
+        deltas=pulled.deltas,
+        bytes_read=pulled.bytes_read,
+    )
 
 
 def pull(

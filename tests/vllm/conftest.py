@@ -11,7 +11,6 @@ from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import Options, interpreter
 from server_stage import Driver
 
-from rlctl.demo import tiny as tiny_
 from rlctl.errors import RlctlError
 
 
@@ -22,15 +21,6 @@ def vllm() -> str:
         return interpreter(Options())
     except RlctlError as error:
         pytest.skip(f"vLLM is not installed: {error.next_step}")
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The demo's model and the checkpoint that it was saved to."""
-    model = tiny_.make(seed=3)
-    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    tiny_.save(model, directory)
-    return model, directory
 
 
 @pytest.fixture(scope="session")

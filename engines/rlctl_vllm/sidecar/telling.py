@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlctl_servers.requests import logprob_start
+
 from rlctl.errors import Reason
 from rlctl.sglang_api.asking import Asked
 from rlctl.sglang_api.telling import Entry, Reply, aborted
 from rlctl_vllm.generation import id_in, id_of, most_likely, refused
-from rlctl_vllm.requests import logprob_start, scores_only
+from rlctl_vllm.requests import scores_only
 
 TOKENS = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.generation.native import generate
+from rlctl.gateway.generation.openai import chat, completions
 from rlctl.gateway.generation.running import SLOT
 
 
@@ -13,6 +14,8 @@ def routes(prefix: str = "") -> tuple[Route, ...]:
     assert not prefix or f"{{{SLOT}}}" in prefix
     return (
         Route("POST PUT", f"{prefix}/generate", generate, Scope.ROLLOUT),
+        Route("POST", f"{prefix}/v1/completions", completions, Scope.ROLLOUT),
+        Route("POST", f"{prefix}/v1/chat/completions", chat, Scope.ROLLOUT),
         Route("GET", f"{prefix}/v1/models", models, Scope.VIEWER),
     )
 

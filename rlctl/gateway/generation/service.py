@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.rollout import AsyncRollout, Resume, Told
 from rlctl.errors import Reason
+from rlctl.gateway.generation.tokenizers import Tokenizers
 from rlctl.rollout.admission import Admission
 from rlctl.rollout.sample import RolloutSample
 
@@ -22,7 +23,11 @@ class Settings:
         policy: see :meth:`rlctl.client.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
         resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
         timeout_s: how long a request may take, waiting for a stage included.
+<<<<<<< HEAD
         admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
+=======
+        tokenizer: directory of the models' tokenizer, instead of their checkpoints.
+>>>>>>> d8704a91ded645058fb98636a66062f88591c7ea
         max_inflight: most samples that are under way here at a time; more are refused.
     """
 
@@ -34,7 +39,11 @@ class Settings:
     session_idle_s: float = 600.0
     timeout_s: float = 600.0
     max_inflight: int = 8192
+<<<<<<< HEAD
     admin_api_key: str = field(default="", repr=False)
+=======
+    tokenizer: str = ""
+>>>>>>> d8704a91ded645058fb98636a66062f88591c7ea
 
 
 class Generation:
@@ -43,12 +52,14 @@ class Generation:
     Attributes:
         fleet: the fleet, with the gateway's own token.
         settings: as given.
+        tokenizers: of its models.
         inflight: samples under way.
     """
 
     def __init__(self, fleet: AsyncFleet, settings: Settings | None = None) -> None:
         self.fleet = fleet
         self.settings = settings or Settings()
+        self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
         self.inflight = 0
         self._rollouts: dict[str, AsyncRollout] = {}
 
@@ -99,6 +110,8 @@ class Generation:
         finally:
             self.inflight -= 1
         if ended.error is not None and not ended.output_ids:
+            if ended.error.reason is Reason.PROMPT_TOO_LONG:
+                ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
             raise ended.error
         return ended
 

@@ -79,8 +79,8 @@ class Under:
         updating = asyncio.ensure_future(self.fleet.stub.UpdateWeightsFromDisk(request))
         drains = options.get("pause") == PAUSE_MODE_DRAIN
         while not updating.done():
-            if self.gate.held and (drains or self.engine._commands.waiting):
-                self.gate.allow(1)
+            if drains or self.engine._commands.waiting:
+                self.gate.let_go()
             await asyncio.sleep(0.001)
         return await updating  # type: ignore[no-any-return]
 

@@ -48,8 +48,8 @@ async def cut(gate: Any, fleet: InProcessFleet, command: Any) -> Any:
     working = asyncio.ensure_future(command)
     while not working.done():
         waits = any(stage._engine._commands.waiting for stage in fleet.stages.values())  # type: ignore[attr-defined]
-        if gate.held and waits:
-            gate.allow(1)
+        if waits:
+            gate.let_go()
         await asyncio.sleep(0.001)
     return await working
 
