@@ -23,11 +23,8 @@ class Settings:
         policy: see :meth:`rlctl.client.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
         resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
         timeout_s: how long a request may take, waiting for a stage included.
-<<<<<<< HEAD
         admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
-=======
         tokenizer: directory of the models' tokenizer, instead of their checkpoints.
->>>>>>> d8704a91ded645058fb98636a66062f88591c7ea
         max_inflight: most samples that are under way here at a time; more are refused.
     """
 
@@ -39,11 +36,8 @@ class Settings:
     session_idle_s: float = 600.0
     timeout_s: float = 600.0
     max_inflight: int = 8192
-<<<<<<< HEAD
     admin_api_key: str = field(default="", repr=False)
-=======
     tokenizer: str = ""
->>>>>>> d8704a91ded645058fb98636a66062f88591c7ea
 
 
 class Generation:
