@@ -74,14 +74,26 @@ async def find(call: Call, slot: str, field: str) -> Stage:
     raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=field)
 
 
-def aimed(call: Call, request: Any) -> Any:
-    """The request under this call's id, for what its address names: the model, or one engine.
+async def updatable(call: Call) -> str:
+    """The model whose weights change: the gateway's, else the fleet's only one that may. Raises FIELD_REQUIRED."""
+    known = [model.name for model in await call.fleet.models() if model.updatable]
+    if call.generation.settings.model or len(known) == 1:
+        return call.generation.settings.model or known[0]
+    raise Reason.FIELD_REQUIRED.error(
+        f"which of {', '.join(known) or 'no models'} is meant?",
+        field="model",
+        next_step="Start the gateway with --model.",
+    )
+
+
+def aimed(call: Call, request: Any, step: str = "") -> Any:
+    """The request under this call's id (of a ``step`` of it), for what its address names: the model, or one engine.
 
     Weights belong to a model: of a trainer that knows engines only, the calls for each of them are one operation.
     Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's.
     """
     header = request.header
-    header.request_id, header.unkeyed = call.request_id(), not call.keyed
+    header.request_id, header.unkeyed = call.request_id(step), not call.keyed
     header.target.model = call.generation.settings.model
     slots = slots_of(call)
     if isinstance(request, _OF_THE_MODEL) and slots:

@@ -20,16 +20,16 @@ def bucket(
     kinds: Sequence[str] = fields.take_list(dtypes, str)
     shapes: Sequence[list[object]] = fields.take_list("shapes", list)
     if not names:
-        raise Reason.FIELD_REQUIRED.error("it is empty", field="names")
+        raise Reason.FIELD_REQUIRED.error("it is empty", field=fields.path("names"))
     for field, given in ((dtypes, kinds), ("shapes", shapes)):
         if len(given) != len(names):
-            raise Reason.LENGTH_MISMATCH.error(f"{len(given)} of them for {len(names)} names", field=field)
+            raise Reason.LENGTH_MISMATCH.error(f"{len(given)} of them for {len(names)} names", field=fields.path(field))
     made = TensorBucket(names=names, dtypes=map(dtype, kinds), format=format)
     for number, shape in enumerate(shapes):
         try:
             made.shapes.append(Shape(dims=shape))  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise Reason.FIELD_INVALID.error(f"{shape} is no shape", field=f"shapes[{number}]") from None
+            raise Reason.FIELD_INVALID.error(f"{shape} is no shape", field=fields.path(f"shapes[{number}]")) from None
     return made
 
 
@@ -49,7 +49,7 @@ def group(
     }
     for field, value in numbers.items():
         if not 0 <= value < 1 << 31 or (field != "rank_offset" and value == 0):
-            raise Reason.FIELD_INVALID.error(f"{value} is no value for it", field=field)
+            raise Reason.FIELD_INVALID.error(f"{value} is no value for it", field=fields.path(field))
     return InitWeightsUpdateGroupRequest(
         master_address=fields.take("master_address", str),
         master_port=numbers["master_port"],
