@@ -47,7 +47,9 @@ from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
     GetModelInfoRequest,
     InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
     ResumeMemoryRequest,
+    UnloadAdapterRequest,
     UpdateKind,
     UpdateOptions,
     UpdateWeightsFromDiskRequest,
@@ -109,7 +111,7 @@ class Implicit:
                 return True
             case UpdateWeightsFromDiskRequest():
                 return bool(header.for_slot or header.unkeyed)
-            case InitWeightsUpdateGroupRequest():
+            case InitWeightsUpdateGroupRequest() | LoadAdapterRequest() | UnloadAdapterRequest():
                 return bool(header.for_slot)
         return False
 
@@ -138,10 +140,33 @@ class Implicit:
             case UpdateWeightsFromDiskRequest():
                 disk = functools.partial(self._updates.from_disk, request, timeout_s)
                 return await self.joining.run(request, model, engines, disk)
+            case LoadAdapterRequest():
+                load = functools.partial(self._updates.load_adapter, request, timeout_s)
+                return await self.joining.run(request, model, engines, load)
+            case UnloadAdapterRequest():
+                unload = functools.partial(self._unload, request, model, timeout_s)
+                return await self.joining.run(request, model, engines, unload)
             case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
                 write = functools.partial(self._write, request, model, timeout_s)
                 return await self.joining.run(request, model, engines, write)
         raise AssertionError(f"{type(request).__name__} belongs to the table's way")
+
+    async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
+        targets, excluded = self._updates.adapter_holders(request)
+        self._updates.refuse_outsider(targets, "")
+
+        async def work(run: Run) -> None:
+            await self._updates.unload_adapter(request, targets, run, timeout_s)
+
+        return await self._operations.start(
+            request,
+            verb="UnloadAdapter",
+            targets=targets,
+            excluded=excluded,
+            work=work,
+            exclusive=True,
+            model=model,
+        )
 
     # Open.
 

@@ -149,7 +149,7 @@ class GatewayServer:
             if self.dialect.admit is not None:
                 self.dialect.admit(call)
             handler = middleware.around(handler, self._middlewares)
-        if route.scope is not Scope.ADMIN:
+        if route.scope is not Scope.ADMIN or not route.lasting:
             return await handler(call)
         # A caller that leaves does not end what changes something half-way.
         await call.body()
