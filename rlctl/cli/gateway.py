@@ -50,6 +50,9 @@ from rlctl.cli.types import DURATION
     help="The same under slime's name; several with spaces between them.  [repeatable]",
 )
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
+@click.option(
+    "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
+)
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
@@ -69,6 +72,7 @@ def gateway(
     middleware_paths: tuple[str, ...],
     slime_paths: tuple[str, ...],
     workers: int,
+    admin_api_key_file: str,
     drain: float,
     token_file: str,
     insecure: bool,
@@ -97,6 +101,7 @@ def gateway(
         from rlctl.gateway.server import GatewayConfig, GatewayServer
         from rlctl.transport.auth import load_token
 
+        key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
         config = GatewayConfig(
             coordinator=coordinator,
             dialect=dialect,
@@ -104,7 +109,7 @@ def gateway(
             token=load_token(file=token_file),
             insecure=insecure,
             middleware_paths=paths,
-            generation=Settings(**settings),
+            generation=Settings(**settings, admin_api_key=key or ""),
             share_port=workers > 1,
             drain_s=drain,
         )

@@ -58,6 +58,10 @@ class Call:
             self._data = await bodies.read(self._request, self._most)
         return self._data
 
+    def replace_body(self, data: bytes) -> None:
+        """What handlers read from now on; for middleware."""
+        self._data = data
+
     async def json(self) -> Any:
         """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID."""
         data = await self.body()

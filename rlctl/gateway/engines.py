@@ -12,6 +12,7 @@ from rlctl.errors import Reason
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Route
 from rlctl.gateway.generation.running import SLOT
+from rlctl.gateway.table import ENGINE
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
@@ -21,8 +22,6 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-
-PREFIX = f"/engines/{{{SLOT}}}"
 
 _OF_THE_MODEL = (
     BeginWeightUpdateRequest,
@@ -40,7 +39,7 @@ _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
 def with_engines(routes: Iterable[Route]) -> list[Route]:
     """The rows, each for the whole fleet and for one engine: :func:`slots_of` tells which."""
     rows = list(routes)
-    return [*rows, *(dataclasses.replace(route, path=PREFIX + route.path, doc=route.about) for route in rows)]
+    return [*rows, *(dataclasses.replace(route, path=ENGINE + route.path, doc=route.about) for route in rows)]
 
 
 def slots_of(call: Call) -> list[str]:
@@ -51,7 +50,7 @@ def slots_of(call: Call) -> list[str]:
 def url_of(call: Call, slot: str) -> str:
     """An engine's address, as this caller reaches it."""
     scheme = call.headers.get("X-Forwarded-Proto", "http")
-    return f"{scheme}://{call.headers.get('Host', '')}{PREFIX.format(**{SLOT: quote(slot, safe='')})}"
+    return f"{scheme}://{call.headers.get('Host', '')}{ENGINE.format(**{SLOT: quote(slot, safe='')})}"
 
 
 def slot_in(url: str) -> str:

@@ -24,6 +24,7 @@ from rlctl.gateway.failures import headers_of
 from rlctl.gateway.generation.routes import routes
 from rlctl.gateway.generation.running import SLOT
 from rlctl.gateway.generation.service import Generation
+from rlctl.gateway.table import ENGINE
 
 KEY = "SGLANG_OMNI_ADMIN_KEY"
 
@@ -35,11 +36,17 @@ def dialect(generation: Generation) -> Dialect:
     """SGLang-Omni's table."""
     router = _Router(generation.settings.admin_api_key or os.environ.get(KEY, ""))
     rows = [
-        Route(verb.methods, path, router.guarded(functools.partial(router.broadcast, path, verb)), doc=verb.doc)
+        Route(
+            verb.methods,
+            path,
+            router.guarded(functools.partial(router.broadcast, path, verb)),
+            doc=verb.doc,
+            lasting=False,
+        )
         for path, verb in omni_requests.VERBS.items()
     ]
     own = [
-        Route(verb.methods, engines.PREFIX + path, router.guarded(functools.partial(_ask, verb)), doc=verb.doc)
+        Route(verb.methods, ENGINE + path, router.guarded(functools.partial(_ask, verb)), doc=verb.doc, lasting=False)
         for path, verb in omni_requests.VERBS.items()
     ]
     workers = [
@@ -47,7 +54,7 @@ def dialect(generation: Generation) -> Dialect:
         Route("GET", "/workers/{id:.+}", get_worker, Scope.VIEWER, "One worker, by its slot or address."),
         Route("PUT", "/workers/{id:.+}", router.guarded(put_worker), doc='{"disabled": ...}: routed to or not.'),
     ]
-    return Dialect("omni", [*rows, *own, *workers, *routes(), *routes(engines.PREFIX)], fail=fail)
+    return Dialect("omni", [*rows, *own, *workers, *routes(), *routes(ENGINE)], fail=fail)
 
 
 def fail(error: RlctlError) -> Reply:

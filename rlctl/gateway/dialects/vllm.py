@@ -23,6 +23,7 @@ from rlctl.gateway.dialects import vllm_generation, vllm_requests
 from rlctl.gateway.failures import headers_of
 from rlctl.gateway.generation.routes import routes
 from rlctl.gateway.generation.service import Generation
+from rlctl.gateway.table import ENGINE
 from rlctl.outcomes import acknowledged
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_JOINING,
@@ -57,19 +58,24 @@ class Control:
     Attributes:
         steps: the operations that it takes, one after the other, unless one fails.
         told: the body of a server's answer that is well.
+        several: it takes more than one operation: they go on when the caller leaves.
     """
 
     path: str
     steps: Steps
     told: Mapping[str, Any]
     doc: str
+    several: bool = False
 
 
 def dialect(generation: Generation) -> Dialect:
     """vLLM's table."""
     del generation
     rows = [
-        *(Route("POST", row.path, functools.partial(control, row), doc=row.doc) for row in CONTROLS),
+        *(
+            Route("POST", row.path, functools.partial(control, row), doc=row.doc, lasting=row.several)
+            for row in CONTROLS
+        ),
         *(Route("GET", path, functools.partial(read, tell), Scope.VIEWER, doc) for path, tell, doc in READS),
         Route("GET", "/get_world_size", world_size, Scope.VIEWER),
         Route("GET", "/load", load, Scope.VIEWER),
@@ -81,7 +87,7 @@ def dialect(generation: Generation) -> Dialect:
         *vllm_generation.ROUTES,
     ]
     own = [Route("GET", "/servers", servers, Scope.VIEWER)]
-    return Dialect("vllm", [*own, *engines.with_engines(rows), *routes(), *routes(engines.PREFIX)], fail=fail)
+    return Dialect("vllm", [*own, *engines.with_engines(rows), *routes(), *routes(ENGINE)], fail=fail)
 
 
 def fail(error: RlctlError) -> Reply:
@@ -102,10 +108,24 @@ async def _init(call: Call) -> list[Message]:
 _DONE = "Weight update finished"
 
 CONTROLS = (
-    Control("/pause", vllm_requests.pause, {"status": "paused"}, "PauseGeneration, and FlushCache for clear_cache."),
+    Control(
+        "/pause",
+        vllm_requests.pause,
+        {"status": "paused"},
+        "PauseGeneration, and FlushCache for clear_cache.",
+        several=True,
+    ),
     Control("/resume", vllm_requests.resume, {"status": "resumed"}, "ContinueGeneration; commits an open update."),
-    Control("/sleep", vllm_requests.sleep, {"status": "sleeping"}, "PauseGeneration, then ReleaseMemory."),
-    Control("/wake_up", vllm_requests.wake_up, {"status": "awake"}, "ResumeMemory; all of it there: generation too."),
+    Control(
+        "/sleep", vllm_requests.sleep, {"status": "sleeping"}, "PauseGeneration, then ReleaseMemory.", several=True
+    ),
+    Control(
+        "/wake_up",
+        vllm_requests.wake_up,
+        {"status": "awake"},
+        "ResumeMemory; all of it there: generation too.",
+        several=True,
+    ),
     Control("/reset_prefix_cache", vllm_requests.reset_prefix_cache, {"success": True}, "FlushCache."),
     Control("/collective_rpc", vllm_requests.collective_rpc, {"results": []}, "One of the methods that are allowed."),
     Control(
