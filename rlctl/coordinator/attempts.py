@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,9 @@ RENDEZVOUS_S = 30.0
 """Time for the ranks to meet once all of them can."""
 
 LEAVE_S = 10.0
+
+AGAIN_S = 0.2
+"""Until a store that could not be reached is looked for again."""
 
 
 @dataclass
@@ -101,16 +105,33 @@ class Attempts:
         self._clock = clock
 
     async def join_group(
-        self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
+        self,
+        request: InitWeightsUpdateGroupRequest,
+        targets: list[Slot],
+        run: Run,
+        timeout_s: float,
+        *,
+        patient_s: float = 0.0,
     ) -> None:
-        """Join every rank of the targets into a group, once each has found that it can."""
+        """Join every rank of the targets into a group, once each has found that it can.
+
+        ``patient_s``: how long a store that cannot be reached may take to come: clients open theirs after they asked.
+        """
         groups.place(request, targets)
         model = targets[0].model
         probe = InitWeightsUpdateGroupRequest()
         probe.CopyFrom(request)
         probe.probe_only = True
         names = [request.group_name]
-        await self._together(probe, targets, run, min(timeout_s, PROBE_S), names, step="probe")
+        patient_until = self._clock.now() + min(timeout_s, patient_s)
+        for attempt in itertools.count():
+            step = f"probe-{attempt}"
+            await self._together(probe, targets, run, min(timeout_s, PROBE_S), names, step=step)
+            failed = [r for r in run.operation.stage_results if not acknowledged(r, update=True)]
+            alone = {result.error.reason for result in failed} <= {Reason.UNREACHABLE.name}
+            if not (failed and alone and all(map(_answered, failed))) or self._clock.now() >= patient_until:
+                break
+            await asyncio.sleep(AGAIN_S)
         if all(acknowledged(r, update=True) for r in run.operation.stage_results):
             await self._together(request, targets, run, min(timeout_s, RENDEZVOUS_S), names)
         if all(acknowledged(r, update=True) for r in run.operation.stage_results):
@@ -211,7 +232,7 @@ class Attempts:
 
         def leave() -> None:
             if not leaving:
-                leaving.append(asyncio.create_task(self._leave(targets, run, group_names)))
+                leaving.append(asyncio.create_task(self._leave(targets, run, group_names, step)))
 
         def took(result: StageResult) -> None:
             run.add(result)
@@ -231,15 +252,20 @@ class Attempts:
         )
         await asyncio.gather(*leaving)
 
-    async def _leave(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str]) -> None:
+    async def _leave(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str], step: str) -> None:
         for name in group_names:
             await self._fanout.run(
                 DestroyWeightsUpdateGroupRequest(group_name=name),
                 targets,
                 operation_id=run.operation.operation_id,
-                step=f"leave-{name}",
+                step=f"{step}-leave-{name}",
                 deadline=self._clock.now() + LEAVE_S,
             )
+
+
+def _answered(result: StageResult) -> bool:
+    """Whether the stage itself said it, of the store: not the coordinator, of the stage."""
+    return result.outcome == OUTCOME_REJECTED and result.error.field == "master_address"
 
 
 def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:

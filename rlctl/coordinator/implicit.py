@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 LEASE_S = 60.0
 """An implicit update is aborted when nothing of it was heard for this long after its last write."""
 
+STORE_S = 60.0
+"""How long the store of a client's group may take to listen: trainers call the engines first."""
+
 ASK_S = 10.0
 
 OWNER = "a client that names no update"
@@ -129,7 +132,7 @@ class Implicit:
                     joining = [self._roster.slot(name) for name in sorted(member.slot for member in group.members)]
 
                     async def join(run: Run) -> None:
-                        await self._attempts.join_group(group, joining, run, timeout_s)
+                        await self._attempts.join_group(group, joining, run, timeout_s, patient_s=STORE_S)
 
                     return await self._operations.start(
                         request, verb="InitWeightsUpdateGroup", targets=joining, excluded=[], work=join,

@@ -56,7 +56,7 @@ def document(rows: Sequence[Row], routes: Sequence[Route] = ()) -> dict[str, Any
         "info": {
             "title": "rlctl: SGLang's dialect",
             "version": __version__,
-            "description": "A fleet behind SGLang's HTTP interface. Unknown fields are named in X-RLCTL-Unknown-Fields.",
+            "description": "A fleet behind SGLang's HTTP interface. X-RLCTL-Unknown-Fields names what is ignored.",
         },
         "paths": dict(sorted(paths.items())),
     }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from sglang_suite import Server
 
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
@@ -45,3 +47,17 @@ async def client(torch_fleet: LocalFleet) -> AsyncIterator[AsyncFleet]:
     """The fleet as rlctl sees it, beside the dialect."""
     async with await aio.connect(torch_fleet.address) as client:
         yield client
+
+
+@pytest.fixture
+async def server(torch_fleet: LocalFleet, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
+    """The fleet as a client of SGLang's sees it: two engines at addresses of their own."""
+    gateway = GatewayServer(GatewayConfig(torch_fleet.address, dialect="sglang"))
+    try:
+        await gateway.start()
+        base = f"http://{gateway.address}"
+        engines = [f"{base}/engines/actor-{number}" for number in range(2)]
+        async with Server.at(engines, [2, 1], tiny, root=base) as server:
+            yield server
+    finally:
+        await gateway.stop()

@@ -181,7 +181,7 @@ async def test_the_next_turn_goes_on_from_the_tokens_of_the_last(radix: aiohttp.
     second = await generate(radix, text=asked)
     prompt = encode("3+4=")[1:]
     assert second["meta_info"]["prompt_tokens"] == len(prompt) + 6 + 2
-    status, known = await ask(radix, "POST", "/retrieve_from_text", json={"text": asked + second["text"]})
+    _, known = await ask(radix, "POST", "/retrieve_from_text", json={"text": asked + second["text"]})
     assert known["tokens"] == [*prompt, *first["output_ids"], *encode("5+")[1:], *second["output_ids"]]
     assert known["loss_mask"] == [0] * len(prompt) + [1] * 6 + [0] * 2 + [1] * 6
     ids = await generate(radix, input_ids=known["tokens"][: len(prompt) + 6])

@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface, with slime's and Miles's calls: at every engine's own address, and for the fleet at the root."""
+"""SGLang's HTTP interface, with slime's and Miles's calls: at every engine's address, and for the fleet at the root."""
 
 from __future__ import annotations
 
