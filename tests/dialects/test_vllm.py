@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -322,3 +324,25 @@ async def test_a_world_of_another_size_is_refused_at_every_server(http: aiohttp.
     for status, told in await each(http, "/init_weight_transfer_engine", {"init_info": info}):
         assert status == 400
         assert "world_size is 9" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("version", ["first", "present"])
+async def test_skyrls_update_ends_in_equal_digests(
+    torch_fleet: LocalFleet, http: aiohttp.ClientSession, tiny: tuple[Any, Path], version: str
+) -> None:
+    _, told = await ask(http, "/servers", method="GET")
+    proxy = told["servers"][0].partition("/engines/")[0]
+    script = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).parents[2] / "examples" / "integrations" / "skyrl" / "update.py"),
+        f"--client={version}",
+        f"--proxy={proxy}",
+        f"--coordinator={torch_fleet.address}",
+        f"--model={tiny[1]}",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await script.communicate()
+    assert script.returncode == 0
+    steps = [json.loads(line) for line in output.decode().splitlines()]
+    assert len({step["model_digest"] for step in steps}) == 2
+    assert all(step["tokens"] for step in steps)

@@ -30,7 +30,6 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_PAUSED,
     STAGE_STATE_RETIRED,
     STAGE_STATE_UNREACHABLE,
-    TRANSPORT_TORCH_NCCL,
 )
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
@@ -99,13 +98,8 @@ def fail(error: RlctlError) -> Reply:
 # Control.
 
 
-async def _init(call: Call) -> list[Message]:
-    """Where a trainer names no backend, it is NCCL if the engines have it."""
-    transports = {each for stage in await engines.living(call) for each in stage.registration.capabilities.transports}
-    return await vllm_requests.init_transfer(call, "nccl" if TRANSPORT_TORCH_NCCL in transports else "gloo")
-
-
-_DONE = "Weight update finished"
+_JOINED = {"message": "Weight transfer initialized"}
+_DONE = {"message": "Weight update finished"}
 
 CONTROLS = (
     Control(
@@ -129,10 +123,16 @@ CONTROLS = (
     Control("/reset_prefix_cache", vllm_requests.reset_prefix_cache, {"success": True}, "FlushCache."),
     Control("/collective_rpc", vllm_requests.collective_rpc, {"results": []}, "One of the methods that are allowed."),
     Control(
-        "/init_weight_transfer_engine", _init, {"message": "Weight transfer initialized"}, "InitWeightsUpdateGroup."
+        "/init_weight_transfer_engine",
+        functools.partial(vllm_requests.init_transfer, follow=False),
+        _JOINED,
+        "InitWeightsUpdateGroup.",
     ),
     Control(
-        "/init_weight_transfer", _init, {"message": "Weight transfer initialized"}, "The same, SkyRL's first name."
+        "/init_weight_transfer",
+        functools.partial(vllm_requests.init_transfer, follow=True),
+        _JOINED,
+        "The same under SkyRL's first name; engines find out their own offsets.",
     ),
     Control(
         "/start_weight_update",
@@ -143,10 +143,8 @@ CONTROLS = (
     Control(
         "/update_weights", vllm_requests.update_weights, {"message": "Weights updated"}, "UpdateWeightsFromDistributed."
     ),
-    Control("/finish_weight_update", vllm_requests.finish_update, {"message": _DONE}, "Commits the open update."),
-    Control(
-        "/finalize_weight_update", vllm_requests.finish_update, {"message": _DONE}, "The same, SkyRL's first name."
-    ),
+    Control("/finish_weight_update", vllm_requests.finish_update, _DONE, "Commits the open update."),
+    Control("/finalize_weight_update", vllm_requests.finish_update, _DONE, "The same, SkyRL's first name."),
     Control("/update_weight_version", vllm_requests.set_version, {"success": True}, "Commits under this label."),
     Control(
         "/shutdown_weight_transfer_engine",

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from rlctl.client.enums import number
 from rlctl.errors import Reason
-from rlctl.gateway import weights
+from rlctl.gateway import engines, weights
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import Call
 from rlctl.v1.common_pb2 import (
@@ -21,6 +21,7 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
+    TRANSPORT_TORCH_NCCL,
     MemoryTag,
 )
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
@@ -39,7 +40,7 @@ from rlctl.v1.verbs_pb2 import (
 )
 
 GROUP = "weight_transfer"
-"""vLLM's groups have no name; a torch process group needs one."""
+"""vLLM's groups have no name; a torch process group needs one, which is this unless the trainer gives another."""
 
 SCHEDULING = "scheduling"
 
@@ -53,9 +54,8 @@ _MODES = {
 
 async def pause(call: Call) -> list[Message]:
     """Pause; what was clear_cache of vLLM is a flush."""
-    mode = call.query.get("mode", "abort")
-    if mode not in _MODES:
-        raise Reason.FIELD_INVALID.error(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}", field="mode")
+    waits = (await call.fields()).take("wait_for_inflight_request", bool, False)
+    mode = _mode(call, "wait" if waits else "abort")
     clear = _flag(call, "clear_cache", True)
     steps: list[Message] = [PauseGenerationRequest(mode=_MODES[mode][clear])]
     if clear:
@@ -75,10 +75,7 @@ async def sleep(call: Call) -> list[Message]:
     given = call.query.get("level", fields.take("level", int, 1))
     if str(given) not in ("0", "1", "2"):
         raise Reason.FIELD_INVALID.error(f"level is {given!r}; it must be 0, 1 or 2", field="level")
-    mode = call.query.get("mode", "abort")
-    if mode not in _MODES:
-        raise Reason.FIELD_INVALID.error(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}", field="mode")
-    steps: list[Message] = [PauseGenerationRequest(mode=_MODES[mode][True])]
+    steps: list[Message] = [PauseGenerationRequest(mode=_MODES[_mode(call, "abort")][True])]
     if str(given) != "0":
         steps.append(ReleaseMemoryRequest(tags=_tags(call, fields)))
     return steps
@@ -106,15 +103,36 @@ async def reset_prefix_cache(call: Call) -> list[Message]:
     return [FlushCacheRequest()]
 
 
-async def init_transfer(call: Call, backend: str) -> list[Message]:
-    """Join a group of the trainer's; ``backend`` where it names none."""
+async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
+    """Join a group of the trainer's. ``follow``: the offset is the first engine's, and an engine finds out its own."""
     fields = await call.fields()
     info = call.watch(fields.take_fields("init_info")) if "init_info" in fields.values else fields
     if "master_addr" in info.values:
         info = call.watch(Fields({**info.values, "master_address": info.values["master_addr"]}, "init_info."))
         info.accept("master_addr")
     info.accept("model_dtype_str", "override_existing_receiver", "override_existing")
-    return [weights.group(info, name=GROUP, backend=backend)]
+    request = weights.group(info, name=GROUP, backend=await _backend(call))
+    if follow:
+        for stage in await engines.living(call) if engines.slots_of(call) else ():
+            if stage.registration.slot == engines.slots_of(call)[0]:
+                break
+            request.rank_offset += len(stage.registration.layout.workers)
+    return [request]
+
+
+async def _backend(call: Call) -> str:
+    """What a group is formed with whose trainer does not say: NCCL if the engines have it."""
+    transports = {each for stage in await engines.living(call) for each in stage.registration.capabilities.transports}
+    return "nccl" if TRANSPORT_TORCH_NCCL in transports else "gloo"
+
+
+async def _standing(call: Call) -> str:
+    """The group that was formed last: vLLM has but one, so trainers name it once at most."""
+    for operation in await call.fleet.operations(verb="InitWeightsUpdateGroup", state="ok", page_size=1):
+        for rank in (rank for result in operation.stage_results for rank in result.rank_results):
+            if rank.group.group_name:
+                return rank.group.group_name
+    return GROUP
 
 
 async def start_update(call: Call) -> list[Message]:
@@ -134,7 +152,7 @@ async def update_weights(call: Call) -> list[Message]:
     infos = given if isinstance(given, list) else [given]
     if not infos:
         raise Reason.FIELD_REQUIRED.error("it is empty", field="update_info")
-    request = UpdateWeightsFromDistributedRequest(options=UpdateOptions())
+    request = UpdateWeightsFromDistributedRequest(options=UpdateOptions(), group_name=await _standing(call))
     for number_, value in enumerate(infos):
         info = call.watch(Fields(value, f"update_info[{number_}]." if isinstance(given, list) else "update_info."))
         info.accept("packed_buffer_size_bytes", "packed_num_buffers", "sizes", "extras")
@@ -151,7 +169,7 @@ async def update_weights(call: Call) -> list[Message]:
             dtypes="dtype_names" if "dtype_names" in info.values else "dtypes",
             format=BUCKET_FORMAT_FLATTENED if packed else BUCKET_FORMAT_TENSORS,
         )
-        request.group_name = bucket.group_name = info.take("group_name", str, GROUP)
+        bucket.group_name = info.take("group_name", str, request.group_name)
         request.buckets.append(bucket)
         request.weight_version = info.take("weight_version", str, request.weight_version)
     return [request]
@@ -171,7 +189,8 @@ async def set_version(call: Call) -> list[Message]:
 
 async def shut_down(call: Call) -> list[Message]:
     """Leave the trainer's group."""
-    return [DestroyWeightsUpdateGroupRequest(group_name=(await call.fields()).take("group_name", str, GROUP))]
+    name = (await call.fields()).take("group_name", str, "") or await _standing(call)
+    return [DestroyWeightsUpdateGroupRequest(group_name=name)]
 
 
 def _reload(kwargs: Fields, args: Sequence[Any]) -> list[Message]:
@@ -205,6 +224,13 @@ async def collective_rpc(call: Call) -> list[Message]:
             f"{method!r} is not among the methods that may be called: {', '.join(METHODS)}", field="method"
         )
     return METHODS[method](call.watch(fields.take_fields("kwargs", {})), fields.take("args", list, []))
+
+
+def _mode(call: Call, default: str) -> str:
+    mode = call.query.get("mode", default)
+    if mode not in _MODES:
+        raise Reason.FIELD_INVALID.error(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}", field="mode")
+    return mode
 
 
 def _flag(call: Call, name: str, default: bool) -> bool:
