@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
+from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Route
@@ -61,13 +62,27 @@ def slot_in(url: str) -> str:
 
 async def living(call: Call) -> list[Stage]:
     """The stages that are there, in slot order: those of the gateway's model, if it has one."""
-    fleet = await call.fleet.status(call.generation.settings.model)
-    return [stage for stage in fleet.stages if stage.state not in _GONE]
+    return await _stages(call, call.fleet)
 
 
 async def find(call: Call, slot: str, field: str) -> Stage:
     """One of them. Raises STAGE_NOT_FOUND."""
-    for stage in await living(call):
+    return _named(await living(call), slot, field)
+
+
+async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
+    """Those whose address was asked. ``openly``: of somebody who needs no token. Raises STAGE_NOT_FOUND."""
+    stages = await _stages(call, call.generation.fleet if openly else call.fleet)
+    return [_named(stages, slot, SLOT) for slot in slots_of(call)] or stages
+
+
+async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
+    told = await fleet.status(call.generation.settings.model)
+    return [stage for stage in told.stages if stage.state not in _GONE]
+
+
+def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:
+    for stage in stages:
         if stage.registration.slot == slot:
             return stage
     raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=field)

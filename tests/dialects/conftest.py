@@ -22,12 +22,17 @@ Open = Callable[..., AbstractAsyncContextManager[aiohttp.ClientSession]]
 
 @asynccontextmanager
 async def _open(
-    address: str, dialect: str, middleware_paths: tuple[str, ...] = (), **settings: Any
+    address: str, dialect: str, middleware_paths: tuple[str, ...] = (), token: str | None = None, **settings: Any
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    generation = Settings(timeout_s=30.0, **settings)
-    server = GatewayServer(
-        GatewayConfig(address, dialect, generation=generation, drain_s=5.0, middleware_paths=middleware_paths)
+    config = GatewayConfig(
+        address,
+        dialect,
+        token=token,
+        middleware_paths=middleware_paths,
+        generation=Settings(timeout_s=30.0, **settings),
+        drain_s=5.0,
     )
+    server = GatewayServer(config)
     try:
         await server.start()
         async with aiohttp.ClientSession(f"http://{server.address}") as http:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,26 @@ async def test_a_typo_disables_nobody(
     assert told.get("success") is not True
     assert await states(client) == before
     assert [stage.routable for stage in (await client.status()).stages] == [True, True]
+
+
+async def test_a_group_that_nobody_comes_to_fails_in_time_and_disables_nobody(
+    http: aiohttp.ClientSession, client: AsyncFleet
+) -> None:
+    async with Source(4) as source:
+        body = {**source.where, "group_name": source.name, "rank_offset": 1, "backend": "gloo", "timeout_s": 2}
+        began = time.monotonic()
+        status, told = await ask(http, "/init_weights_update_group", body)
+        assert (status, told["success"]) == (502, False)
+        assert time.monotonic() - began < 20
+        assert await states(client) == [(True, False)] * 2
+        assert [stage.routable for stage in (await client.status()).stages] == [True, True]
+
+
+async def test_malformed_json_is_400(http: aiohttp.ClientSession) -> None:
+    for data in (b"{", b"[1]", b'"text"'):
+        async with http.post("/pause_generation", data=data) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "body"
 
 
 async def test_a_group_of_another_size_is_refused_with_both_numbers(http: aiohttp.ClientSession) -> None:

@@ -8,7 +8,7 @@ read by :mod:`.vllm_requests`; the routes that generate are in :mod:`.vllm_gener
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,13 +240,11 @@ def _map(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
 
 async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
     """What is known of the engine, or of each."""
-    slots = engines.slots_of(call)
-    if slots:
-        return Reply(tell(call, await engines.find(call, slots[0], "slot")))
-    told = {stage.registration.slot: tell(call, stage) for stage in await engines.living(call)}
-    if tell is _info:
-        return Reply({engines.url_of(call, slot): body for slot, body in told.items()})
-    return _map({engines.url_of(call, slot): {"status": 200, "body": body} for slot, body in told.items()})
+    stages = await engines.asked(call)
+    if engines.slots_of(call):
+        return Reply(tell(call, stages[0]))
+    told = {engines.url_of(call, stage.registration.slot): tell(call, stage) for stage in stages}
+    return Reply(told) if tell is _info else _map({url: {"status": 200, "body": body} for url, body in told.items()})
 
 
 def _info(call: Call, stage: Stage) -> dict[str, Any]:
@@ -282,7 +280,7 @@ async def servers(call: Call) -> Reply:
 
 async def world_size(call: Call) -> Reply:
     """The engine's ranks; at the root those of all engines."""
-    stages = await _asked(call)
+    stages = await engines.asked(call)
     sizes = [len(stage.registration.layout.workers) for stage in stages]
     return Reply({"world_size": sum(sizes)})
 
@@ -320,7 +318,9 @@ async def abort(call: Call) -> Reply:
 
 async def health(call: Call) -> Reply:
     """200 if the engine lives, paused or asleep too; at the root if one does."""
-    if any(stage.state not in _DEAD and not stage.quarantine.reason for stage in await _asked(call)):
+    if any(
+        stage.state not in _DEAD and not stage.quarantine.reason for stage in await engines.asked(call, openly=True)
+    ):
         return Reply(b"")
     raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
 
@@ -329,8 +329,3 @@ async def version(call: Call) -> Reply:
     """rlctl's version."""
     del call
     return Reply({"version": __version__})
-
-
-async def _asked(call: Call) -> Iterable[Stage]:
-    slots = engines.slots_of(call)
-    return [await engines.find(call, slots[0], "slot")] if slots else await engines.living(call)
