@@ -33,6 +33,9 @@ _OF_THE_MODEL = (
     UpdateWeightsFromTensorRequest,
 )
 
+_OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
+"""The coordinator finds the model of the others."""
+
 _GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
 _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
 
@@ -100,21 +103,24 @@ async def updatable(call: Call) -> str:
     )
 
 
-def aimed(call: Call, request: Any, step: str = "") -> Any:
+async def aimed(call: Call, request: Any, step: str = "") -> Any:
     """The request under this call's id (of a ``step`` of it), for what its address names: the model, or one engine.
 
     Weights belong to a model: of a trainer that knows engines only, the calls for each of them are one operation.
-    Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's.
+    Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's, and as
+    :func:`updatable`.
     """
     header = request.header
     header.request_id, header.unkeyed = call.request_id(step), not call.keyed
     header.target.model = call.generation.settings.model
     slots = slots_of(call)
-    if isinstance(request, _OF_THE_MODEL) and slots:
+    if slots and isinstance(request, _OF_THE_MODEL):
         header.for_slot = slots[0]
-    else:
-        header.target.slots.extend(slots)
-    if isinstance(request, InitWeightsUpdateGroupRequest) and not slots and request.rank_offset not in (0, 1):
+        return request
+    header.target.slots.extend(slots)
+    if not slots and isinstance(request, _OF_ONE_MODEL):
+        header.target.model = await updatable(call)
+    if isinstance(request, InitWeightsUpdateGroupRequest) and request.rank_offset not in (0, 1):
         raise Reason.FIELD_INVALID.error(
             f"the engines' ranks follow the source's, so theirs begin at 1, not at {request.rank_offset}",
             field="rank_offset",

@@ -175,9 +175,7 @@ async def _go_on(call: Call, woken: Operation) -> Operation:
 
 
 async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
-    request = engines.aimed(call, step, name)
-    if isinstance(request, BeginWeightUpdateRequest | CommitWeightUpdateRequest) and not engines.slots_of(call):
-        request.header.target.model = await engines.updatable(call)
+    request = await engines.aimed(call, step, name)
     if isinstance(request, BeginWeightUpdateRequest):
         request.implicit, request.model = True, request.header.target.model
         await call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
@@ -287,14 +285,14 @@ async def world_size(call: Call) -> Reply:
 
 async def load(call: Call) -> Reply:
     """Requests that wait or run."""
-    operation = await call.fleet.call(engines.aimed(call, GetLoadsRequest()), check=False)
+    operation = await call.fleet.call(await engines.aimed(call, GetLoadsRequest()), check=False)
     loads = [rank.loads for result in operation.stage_results for rank in result.rank_results]
     return Reply({"server_load": sum(each.running + each.waiting for each in loads)})
 
 
 async def server_info(call: Call) -> Reply:
     """How the engine was started; at the root by address."""
-    operation = await call.fleet.call(engines.aimed(call, GetServerInfoRequest()))
+    operation = await call.fleet.call(await engines.aimed(call, GetServerInfoRequest()))
     told = {
         result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
         for result in operation.stage_results
@@ -309,7 +307,7 @@ async def abort(call: Call) -> Reply:
     rids = fields.take_list("request_ids", str, None)
     request = AbortRequestsRequest(rids=rids or (), abort_all=not rids)
     stopped = await call.generation.stop(rids) if rids else []
-    operation = await call.fleet.call(engines.aimed(call, request), check=False)
+    operation = await call.fleet.call(await engines.aimed(call, request), check=False)
     if operation.state != OPERATION_STATE_OK:
         return fail(from_detail(operation.error))
     ended = sum(rank.abort.aborted for result in operation.stage_results for rank in result.rank_results)
