@@ -203,6 +203,11 @@ class Reason(enum.Enum):
         "The message is larger than the server takes.",
         "Send tensors over a group, shared memory or disk; only metadata belongs in messages.",
     )
+    PLACE_UNAVAILABLE = (
+        Exhausted,
+        "The cluster has no room for it.",
+        "Free some, add nodes, or make the engine smaller.",
+    )
     # Names.
     STAGE_NOT_FOUND = (NotFound, "No stage fills this slot.", "`rlctl get stages` lists them.")
     MODEL_NOT_FOUND = (NotFound, "No stage serves this model.", "`rlctl get models` lists them.")

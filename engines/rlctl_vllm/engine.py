@@ -37,6 +37,7 @@ from rlctl_vllm import facts as facts_
 from rlctl_vllm import memory
 from rlctl_vllm.generation import TokensInOut
 from rlctl_vllm.options import PRODUCT, parse_options
+from rlctl_vllm.probing import Prober
 from rlctl_vllm.server import Server
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.updates import Updates
@@ -83,10 +84,12 @@ class VLLMEngine(ServerEngine):
         limits = facts.limits(self._checkpoints.config)
         self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps))
         self._readable = bool(digest)
+        # Others' requests would be answered while a probe makes the server go on.
+        self._prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
         self._ready = True
         return EngineInfo(
             layout=layout,
-            capabilities=facts.capabilities(readable=self._readable),
+            capabilities=facts.capabilities(readable=self._readable, probes=self._prober is not None),
             checkpoint=self._config.model_path,
             model_digest=digest,
             fenced=self._server.launched,
@@ -143,6 +146,7 @@ class VLLMEngine(ServerEngine):
         call.accept()
         await self._control.must("/resume", {}, call=call)
         self._state.paused = PAUSE_MODE_UNSPECIFIED
+        self._requests.release()
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
         """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
@@ -272,8 +276,16 @@ class VLLMEngine(ServerEngine):
         (report,) = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
         return report
 
-    async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> list[RankResult]:
-        """Digest what the rank holds, as it computes with it."""
+    async def check_weights(
+        self, request: verbs_pb2.CheckWeightsRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.CheckReport:
+        """Digest what the rank holds, as it computes with it, or compute a probe."""
+        if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
+            self._check("")
+            if self._updates.open:
+                raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+            call.accept()
+            return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
         workers = self._extension("CheckWeights")
         if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
             name = verbs_pb2.CheckAction.Name(request.action)

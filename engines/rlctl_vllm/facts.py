@@ -11,7 +11,7 @@ from rlctl_servers.telling import server_info, without_code
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
-from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, Loads, ServerInfo
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, CHECK_ACTION_PROBE, Loads, ServerInfo
 from rlctl.verbs import VERBS
 from rlctl_vllm.requests import Limits
 from rlctl_vllm.state import MODES, TAGS
@@ -130,8 +130,8 @@ class Facts:
             ],
         )
 
-    def capabilities(self, *, readable: bool) -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had."""
+    def capabilities(self, *, readable: bool, probes: bool) -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed."""
         transports = [common_pb2.TRANSPORT_DISK]
         verification = []
         if self.ranks:
@@ -145,16 +145,22 @@ class Facts:
             verification = [common_pb2.VERIFICATION_LEVEL_NONE]
         if readable:
             verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
+        actions = [CHECK_ACTION_CHECKSUM] if readable else []
+        unsupported = dict(self.unsupported)
+        if probes:
+            verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
+            actions.append(CHECK_ACTION_PROBE)
+            unsupported.pop("CheckWeights", None)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
             memory_tags=sorted(self.memory_tags),
-            check_actions=[CHECK_ACTION_CHECKSUM] if readable else [],
+            check_actions=actions,
             cache_tiers=["prefix"],
             experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
-            unsupported=self.unsupported,
+            unsupported=unsupported,
             answers_for_ranks=self.world_size > 1 and not self.ranks,
         )
 

@@ -195,7 +195,8 @@ def _unknown(call: Call | None) -> dict[str, str]:
 
 
 def _printable(name: str) -> str:
-    return name.encode("ascii", "backslashreplace").decode().replace("\r", "\\r").replace("\n", "\\n")
+    """What a header can hold: a client may call a field whatever JSON can."""
+    return "".join(sign if " " <= sign <= "~" else sign.encode("unicode_escape").decode() for sign in name)
 
 
 def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Response:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from server_stage import Driver, Source, changed, greedy, prompt
+from server_stage import Driver, Source, changed, greedy, prompt, refusal
 
 import rlctl
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
@@ -75,6 +76,7 @@ def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> No
     assert worker.device == "cpu"
     assert worker.host_id
     assert common.VERIFICATION_LEVEL_EXPECTED in info.capabilities.verification
+    assert common.VERIFICATION_LEVEL_PROBE in info.capabilities.verification
     assert "--enable-sleep-mode" in info.capabilities.unsupported["ReleaseMemory"]
     model = driver.tell(v.GetModelInfoRequest(reference=True))
     assert (model.model_type, model.vocab_size, model.context_length) == ("llama", 16, 512)
@@ -359,6 +361,36 @@ def test_entries_that_are_kept_over_an_update_are_told(driver: Driver, tiny: tup
     driver.tell(v.FlushCacheRequest())
     (span,) = driver.generate(prompt(encode("7"), 4))[-1].samples[0].versions
     assert not span.HasField("kv_version")
+
+
+@pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE", "DRAIN"])
+def test_nothing_is_told_of_weights_that_are_being_probed(driver: Driver, tiny: tuple[Any, Path], mode: str) -> None:
+    """vLLM goes on with the requests that it paused while it computes the probe."""
+    model = changed(tiny[0], seed=next(_numbers))
+    running = driver.begin(prompt(encode("7"), 4 if mode == "DRAIN" else 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PauseMode.Value(f"PAUSE_MODE_{mode}")))
+    waiting = driver.begin(prompt(encode("5"), 4))
+    wanted = Probe.of(model, [encode("1+2=3"), encode("9")])
+    probe = v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=wanted.to_proto().prompts)
+    sender = SegmentSender()
+    driver.tell(v.PrepareUpdateRequest(), update_id="probed")
+    assert refusal(driver, probe).reason is Reason.ILLEGAL_STATE
+    driver.tell(written(sender, model), update_id="probed")
+    version = driver.commit("probed", f"probed {mode}", 400)
+    sender.close()
+    for _ in range(3):
+        found = driver.tell(probe).probed
+        assert [list(each.logprobs) for each in found] == [pytest.approx(each, abs=1e-4) for each in wanted.logprobs]
+    told = len(running.tokens)
+    assert not waiting.tokens
+    driver.tell(v.ContinueGenerationRequest())
+    spans = running.result()[-1].samples[0].versions
+    assert len(running.tokens) == (4 if mode == "DRAIN" else 400)
+    if mode != "DRAIN":
+        before, after = spans
+        assert after.version == version
+        assert told <= before.end < 400
+    assert [span.version for span in waiting.result()[-1].samples[0].versions] == [version]
 
 
 def test_weights_go_out_over_a_group(driver: Driver, tiny: tuple[Any, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from server_stage import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -68,6 +70,22 @@ def test_one_transaction_updates_both_kinds_of_engine(fleet: Fleet, tiny: tuple[
             both_generate_like(fleet, model, result.version)
     finally:
         publisher.close()
+
+
+def test_an_update_is_verified_by_a_probe(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    model, other = changed(tiny[0], seed=31), changed(tiny[0], seed=32)
+    with contextlib.closing(fleet.publisher("actor", trainer="probing")) as publisher:
+        probe = Probe.of(model, [encode("1+2=3")], tolerance=1e-3)
+        result = publisher.update(model, version="probed", verify="probe", probe=probe)
+        assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_PROBE}
+        both_generate_like(fleet, model, result.version)
+        with pytest.raises(OperationFailed) as wrong:
+            publisher.update(model, version="not so", verify="probe", probe=Probe.of(other, [encode("1+2=3")]))
+        assert wrong.value.reason is Reason.QUORUM_NOT_MET
+        stages = wrong.value.operation.stage_results
+        assert {stage.error.reason for stage in stages} == {Reason.PROBE_MISMATCH.name}
+        result = publisher.update(model, version="again")
+        both_generate_like(fleet, model, result.version)
 
 
 def test_from_disk(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rlctl_vllm.engine import VLLMEngine
 from server_stage import Driver, Source, changed, greedy, prompt, refusal
 
 import rlctl
+from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -50,6 +51,9 @@ def test_every_rank_takes_its_part_and_says_what_came(pair: Driver, tiny: tuple[
     assert {result.weights.received_digest for result in committed} == {rlctl.model_digest(model)}
     assert {result.evidence for result in committed} == {common.EVIDENCE_RANK}
     pair.engine.set_version(version)
+    wanted = Probe.of(model, [encode("1+2=3")])
+    probed = pair.tell(v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=wanted.to_proto().prompts)).probed
+    assert [list(each.logprobs) for each in probed] == [pytest.approx(each, abs=1e-4) for each in wanted.logprobs]
     pair.tell(v.FlushCacheRequest())
     pair.tell(v.ContinueGenerationRequest())
     generating = pair.begin(prompt(encode("3+"), 12))

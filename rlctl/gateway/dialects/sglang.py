@@ -12,10 +12,11 @@ from rlctl.gateway.table import ENGINE
 
 ROWS = (*sglang_admin.ROWS, *sglang_weights.ROWS)
 
+GENERATING = (*routes(), *routes(ENGINE))
+
 
 def dialect(generation: Generation) -> Dialect:
     """SGLang's table."""
     del generation
-    generating = (*routes(), *routes(ENGINE))
     table = tuple(route for row in ROWS for route in row.routes())
-    return Dialect("sglang", (served(ROWS, generating), *generating, *table), refused)
+    return Dialect("sglang", (served(ROWS, GENERATING), *GENERATING, *table), refused)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.dialect import Reply, Scope
-from rlctl.gateway.dialects.sglang_words import refused, saying_success, status_of
+from rlctl.gateway.dialects.sglang_words import saying_success, status_of
 from rlctl.gateway.table import Asked, Field, Row
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -115,7 +115,8 @@ def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> d
     [size] = [len(result.rank_results) for result in results if result.slot == slot]
     place = rank.coordinates
     return {
-        "checksums": {tensor.name: tensor.sha256 for tensor in rank.check.tensors},
+        # Of the rank's own tensors or, where the engine gives none, of its share of the full ones.
+        "checksums": {tensor.name: tensor.sha256 for tensor in rank.check.tensors or rank.check.model_tensors},
         "per_gpu_checksum": rank.check.rank_digest,
         "parallelism_info": [
             {
@@ -354,5 +355,3 @@ ROWS = (
     Row("GET", "/health_generate", health, "GetFleet", scope=Scope.OPEN, answers=_HEALTH, note="as /health"),
     Row("GET", "/ready", ready, "GetFleet", scope=Scope.OPEN, answers=_HEALTH),
 )  # fmt: skip
-
-__all__ = ["ROWS", "refused"]

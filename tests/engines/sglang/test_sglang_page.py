@@ -30,7 +30,7 @@ def reasons(text: str) -> set[str]:
 
 def test_every_refusal_on_the_page_is_one_of_the_plugins() -> None:
     raised = set()
-    for path in (ROOT / "engines" / "rlctl_sglang").glob("*.py"):
+    for path in (ROOT / "engines").glob("rlctl_s*/*.py"):  # the plug-in, and what it shares with others
         raised |= set(re.findall(r"Reason\.([A-Z_]+)", path.read_text()))
     raised |= {"CHECKPOINT_NOT_FOUND", "PATH_NOT_ALLOWED", "SEGMENT_EXPIRED", "SEGMENT_NOT_FOUND"}  # of rlctl.weights
     named = set().union(*(reasons(row[2]) for row in table()))
