@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
@@ -116,15 +116,23 @@ class Row:
         """One line about it."""
         return (self.handler.__doc__ or "").strip().partition("\n")[0]
 
-    def routes(self) -> list[Route]:
-        """At every engine's own address, and for the fleet at the root."""
+    def routes(self, fail: Callable[[RlctlError], Reply]) -> list[Route]:
+        """At every engine's own address, and for the fleet at the root; ``fail`` says in the dialect's words what is
+        wrong with a call.
+        """
+
+        async def answer(call: Call) -> Reply:
+            try:
+                return await self._answer(call)
+            except RlctlError as error:
+                return fail(error)
+
         return [
-            Route(self.methods, prefix + self.path, self.answer, self.scope, self.about, lasting=False)
+            Route(self.methods, prefix + self.path, answer, self.scope, self.about, lasting=False)
             for prefix in (ENGINE, "")
         ]
 
-    async def answer(self, call: Call) -> Reply:
-        """Read what is asked, and do it."""
+    async def _answer(self, call: Call) -> Reply:
         values = {each.name: each.read(await call.fields()) for each in self.fields}
         if not self.fields and self.scope is Scope.ADMIN:
             await call.fields()

@@ -91,7 +91,7 @@ async def test_a_bad_field_is_named(
     fleet: InProcessFleet, http: aiohttp.ClientSession, path: str, body: Any, field: str
 ) -> None:
     status, refused = await ask(http, path, body)
-    assert (status, refused["rlctl"]["field"]) == (400, field)
+    assert (status, refused["error"]["field"]) == (400, field)
     assert not runs(fleet, "WeightUpdate")
     assert fleet.stage("a").state == common.STAGE_STATE_READY
 
@@ -99,9 +99,9 @@ async def test_a_bad_field_is_named(
 async def test_an_error_says_what_became_of_every_engine(fleet: InProcessFleet, http: aiohttp.ClientSession) -> None:
     status, refused = await ask(http, "/destroy_weights_update_group", {"group_name": "none"})
     assert (status, refused["success"]) == (400, False)
-    engines = refused["rlctl"]["engines"]
+    engines = refused["error"]["engines"]
     assert {slot: said["reason"] for slot, said in engines.items()} == {"a": "GROUP_NOT_FOUND", "b": "GROUP_NOT_FOUND"}
-    assert refused["rlctl"]["operation_id"] == runs(fleet, "DestroyWeightsUpdateGroup")[0].operation.operation_id
+    assert refused["error"]["operation_id"] == runs(fleet, "DestroyWeightsUpdateGroup")[0].operation.operation_id
 
 
 async def test_health_asks_for_the_engine_and_readiness_for_its_generation(

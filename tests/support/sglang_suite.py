@@ -372,7 +372,7 @@ async def test_half_of_an_update_is_not_served(server: Server) -> None:
     assert [status for status, _ in await told] == [200, 200]
     for status, refused in await server.every("POST", "/continue_generation", {}):
         assert status == 400
-        assert refused["rlctl"]["reason"] in ("QUORUM_NOT_MET", "WEIGHTS_INCOMPLETE", "WEIGHTS_DIRTY")
+        assert refused["error"]["reason"] in ("QUORUM_NOT_MET", "WEIGHTS_INCOMPLETE", "WEIGHTS_DIRTY")
     assert "half" not in before | await server.version()
     assert (await server.ask("GET", "/ready"))[0] == 503
 
@@ -385,7 +385,7 @@ async def test_a_group_of_another_size_than_the_fleet(server: Server) -> None:
     status, told = await server.ask("POST", "/init_weights_update_group", body)
     assert (status, told["success"]) == (400, False)
     assert f"world_size is 9; one source and the ranks of 2 stages make {1 + sum(server.ranks)}" in told["message"]
-    assert told["rlctl"]["field"] == "world_size"
+    assert told["error"]["field"] == "world_size"
 
 
 async def test_lists_of_different_lengths(server: Server) -> None:
@@ -401,7 +401,7 @@ async def test_tensors_as_pickles(server: Server) -> None:
         pytest.skip("it ends SGLang")
     body = {"serialized_named_tensors": ["gASVAAAA"], "load_format": None}
     status, told = await server.ask("POST", "/update_weights_from_tensor", body)
-    assert (status, told["success"], told["rlctl"]["reason"]) == (400, False, "UNSUPPORTED")
+    assert (status, told["success"], told["error"]["reason"]) == (400, False, "UNSUPPORTED")
 
 
 async def test_a_key_makes_a_repeat_exact(server: Server, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ async def test_a_key_makes_a_repeat_exact(server: Server, tmp_path: Path) -> Non
     second = await server.ask("POST", "/update_weights_from_disk", body, **key)
     assert first == second
     status, told = await server.ask("POST", "/update_weights_from_disk", body | {"weight_version": "other"}, **key)
-    assert (status, told["rlctl"]["reason"]) == (400, "REQUEST_ID_REUSED")
+    assert (status, told["error"]["reason"]) == (400, "REQUEST_ID_REUSED")
 
 
 async def test_an_engine_that_is_not_there(server: Server) -> None:
@@ -426,7 +426,7 @@ async def test_an_engine_that_is_not_there(server: Server) -> None:
         ("GET", "/health", None),
     ):
         status, told = await server.ask(method, path, body, at=f"{server.root}/engines/nobody")
-        assert (status, told["rlctl"]["reason"]) == (404, "STAGE_NOT_FOUND")
+        assert (status, told["error"]["reason"]) == (404, "STAGE_NOT_FOUND")
 
 
 async def test_the_fleet_at_the_root_is_one_server(server: Server, tmp_path: Path) -> None:

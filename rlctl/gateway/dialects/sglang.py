@@ -18,5 +18,5 @@ GENERATING = (*routes(), *routes(ENGINE))
 def dialect(generation: Generation) -> Dialect:
     """SGLang's table."""
     del generation
-    table = tuple(route for row in ROWS for route in row.routes())
-    return Dialect("sglang", (served(ROWS, GENERATING), *GENERATING, *table), refused)
+    table = tuple(route for row in ROWS for route in row.routes(refused))
+    return Dialect("sglang", (served(ROWS, GENERATING), *GENERATING, *table))

@@ -17,7 +17,7 @@ _NAMES = {Reason.STAGE_NOT_FOUND, Reason.VERB_UNKNOWN}
 
 _KEPT = {401, 403, 405, 408, 413, 429, 503, 504}
 
-MESSAGES = {400: "what was asked for is wrong, or cannot be done now: `message` and `rlctl` say why"}
+MESSAGES = {400: "what was asked for is wrong, or cannot be done now: `message` and `error` say why"}
 
 
 def status_of(error: RlctlError) -> int:
@@ -55,7 +55,7 @@ def refused(error: RlctlError) -> Reply:
         "type": HTTPStatus(status).phrase,
         "param": error.field or None,
         "code": status,
-        "rlctl": facts(error),
+        "error": facts(error),
     }
     return Reply(body, status, headers_of(error))
 
@@ -68,7 +68,7 @@ def done(message: str, **more: Any) -> Reply:
 def not_done(error: RlctlError, **more: Any) -> Reply:
     """``{"success": false, "message": ...}``, as SGLang's verbs of weights fail."""
     status = status_of(error)
-    return Reply({"success": False, "message": str(error), **more, "rlctl": facts(error)}, status, headers_of(error))
+    return Reply({"success": False, "message": str(error), **more, "error": facts(error)}, status, headers_of(error))
 
 
 def saying_success(
