@@ -49,6 +49,14 @@ from rlctl.cli.types import DURATION
     metavar="MODULE.CLASS",
     help="The same under slime's name; several with spaces between them.  [repeatable]",
 )
+@click.option(
+    "--router-backend",
+    default="",
+    type=click.Choice(["", "sglang-router"]),
+    help="Run this Rust gateway in front, its workers the stages that serve.",
+)
+@click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")
+@click.option("--router-policy", default="cache_aware", show_default=True, help="Its policy.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
 @click.option(
     "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
@@ -71,6 +79,9 @@ def gateway(
     max_inflight: int,
     middleware_paths: tuple[str, ...],
     slime_paths: tuple[str, ...],
+    router_backend: str,
+    router_listen: str,
+    router_policy: str,
     workers: int,
     admin_api_key_file: str,
     drain: float,
@@ -93,25 +104,37 @@ def gateway(
         "max_inflight": max_inflight,
     }
 
-    def told(address: str) -> None:
-        announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid())
+    if router_backend and workers > 1:
+        raise click.UsageError("--router-backend is for one worker")
 
-    def run(listen: str, told: Callable[[str], None], *, end_with_parent: bool) -> NoReturn:
+    def told(address: str, **facts: str) -> None:
+        announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid(), **facts)
+
+    def run(listen: str, told: Callable[..., None], *, end_with_parent: bool) -> NoReturn:
         from rlctl.gateway.generation.service import Settings
         from rlctl.gateway.server import GatewayConfig, GatewayServer
+        from rlctl.gateway.sglang_router import SglangRouter
+        from rlctl.transport.addresses import refuse_insecure, split
         from rlctl.transport.auth import load_token
 
         key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
+        token, router = load_token(file=token_file), None
+        if router_backend:
+            refuse_insecure(router_listen, token=token, insecure=insecure)
+            host, port = split(router_listen, "router_listen")
+            router = SglangRouter(policy=router_policy, host=host, port=port)
+
         config = GatewayConfig(
             coordinator=coordinator,
             dialect=dialect,
             listen=listen,
-            token=load_token(file=token_file),
+            token=token,
             insecure=insecure,
             middleware_paths=paths,
             generation=Settings(**settings, admin_api_key=key or ""),
             share_port=workers > 1,
             drain_s=drain,
+            router=router,
         )
 
         async def start() -> Callable[[], Any]:
@@ -121,7 +144,7 @@ def gateway(
             except BaseException:
                 await server.stop()
                 raise
-            told(server.address)
+            told(server.address, **({"router": router.url} if router else {}))
             return server.stop
 
         serve(start, log_level, end_with_parent)
@@ -141,7 +164,7 @@ def _fork(
     host, _, port = listen.rpartition(":")
     held, bound = hold(host.strip("[]") or "127.0.0.1", int(port) if port.isdigit() else 0)
     address = f"{host}:{bound}"
-    parent = Workers(workers, lambda ready: run(address, lambda _: ready(), end_with_parent=True))
+    parent = Workers(workers, lambda ready: run(address, lambda *_: ready(), end_with_parent=True))
     code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
     held.close()
     process.end(code)

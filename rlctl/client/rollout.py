@@ -69,21 +69,39 @@ Told = Callable[[Progress, Sample], None]
 """Called with all that is had of a sample and what is new of it, as it comes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a sample is to be generated.
+
+    Attributes:
+        slot: at this stage, "": at any.
+        only: and nowhere else; otherwise it is preferred as long as it can be routed to.
+    """
+
+    slot: str = ""
+    only: bool = True
+
+
+ANYWHERE = Place()
+
+
 class _Job:
     """One sample under way.
 
     Attributes:
         metadata: what its calls carry.
-        slot: where it is to be generated; "": anywhere.
+        place: where it is to be generated.
         told: called with what comes.
         running: stub and id of the request that runs now.
         stopped: the caller wants no more of it.
     """
 
-    def __init__(self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, slot: str = "") -> None:
+    def __init__(
+        self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
+    ) -> None:
         self.sample = sample
         self.metadata = metadata
-        self.slot = slot
+        self.place = place
         self.told = told
         self.progress = Progress(sample)
         self.running: tuple[Any, str] | None = None
@@ -218,16 +236,15 @@ class AsyncRollout:
         *,
         timeout_s: float = TIMEOUT_S,
         token: str | None = None,
-        slot: str = "",
+        place: Place = ANYWHERE,
         told: Told | None = None,
     ) -> RolloutSample:
         """One sample of :func:`rlctl.rollout.progress.begin`, as it ended; what cut it is its ``error``, not raised.
 
-        For whoever passes on requests of others: ``token`` is the caller's, ``slot`` the only stage that may be
-        asked, ``told`` gets what comes as it comes. The first request to a stage has the sample's own ``rid``, if it
-        has one. Cancelling it ends it at the engine.
+        For whoever passes on requests of others: ``token`` is the caller's, ``told`` gets what comes as it comes. The
+        first request to a stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
         """
-        job = _Job(sample, bearer(token), told, slot)
+        job = _Job(sample, bearer(token), told, place)
         rid = sample.request.rid
         if rid in self._named:
             raise Reason.RID_IN_USE.error(f"a request with rid {rid!r} is running", field="rid")
@@ -347,7 +364,10 @@ class AsyncRollout:
     def _wanted(self, job: _Job) -> Wanted:
         request = job.sample.request
         floor = self.admission.floor(self._lines.view.model(self.model), request.min_version_seq)
-        return Wanted(self.model, adapter=request.adapter, slot=job.slot, floor=floor, session=job.sample.session_id)
+        slot = job.place.slot
+        if slot and not job.place.only and not self._lines.view.routable(slot):
+            slot = ""
+        return Wanted(self.model, adapter=request.adapter, slot=slot, floor=floor, session=job.sample.session_id)
 
     async def _stream(
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlctl.client.aio import AsyncFleet
-from rlctl.client.rollout import AsyncRollout, Resume, Told
+from rlctl.client.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
 from rlctl.errors import Reason
 from rlctl.gateway.generation.tokenizers import Tokenizers
 from rlctl.rollout.admission import Admission
@@ -97,7 +97,7 @@ class Generation:
         return self._rollouts[model]
 
     async def complete(
-        self, sample: RolloutSample, *, token: str | None, slot: str = "", told: Told | None = None
+        self, sample: RolloutSample, *, token: str | None, place: Place = ANYWHERE, told: Told | None = None
     ) -> RolloutSample:
         """One sample, whose request names its model, to its end, or to where it was cut.
 
@@ -108,7 +108,7 @@ class Generation:
         self.inflight += 1
         try:
             ended = await self.rollout(sample.request.model).complete(
-                sample, timeout_s=self.settings.timeout_s, token=token, slot=slot, told=told
+                sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
             )
         finally:
             self.inflight -= 1
