@@ -36,7 +36,7 @@ _OF_THE_MODEL = (
 _OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
 """The coordinator finds the model of the others."""
 
-_GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
+GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
 _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
 
 
@@ -81,7 +81,7 @@ async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
 
 async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
     told = await fleet.status(call.generation.settings.model)
-    return [stage for stage in told.stages if stage.state not in _GONE]
+    return [stage for stage in told.stages if stage.state not in GONE]
 
 
 def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:

@@ -83,7 +83,7 @@ class _Router:
         async def answer(call: Call) -> Any:
             if self._key:
                 if call.token is None:
-                    raise Reason.TOKEN_MISSING.error("an admin key is required: Authorization: Bearer KEY")
+                    raise Reason.TOKEN_MISSING.error("an admin key is required", next_step="Authorization: Bearer KEY")
                 if not hmac.compare_digest(call.token.encode(), self._key.encode()):
                     raise Reason.TOKEN_INVALID.error("the admin key is another one")
             return await handler(call)
