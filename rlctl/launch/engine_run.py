@@ -179,6 +179,7 @@ class EngineRun:
                     self._remind(f"healing ({why})")
                     self._limit(self._limits.heal_s, f"it is not routable: {why}")
             case Phase.READY:
+                self._refuse_lost(stage)
                 if time.monotonic() - self._since > STEADY_S:
                     self.failures = 0
             case Phase.DRAINING:
@@ -208,6 +209,16 @@ class EngineRun:
 
     def _ended(self) -> Launched | None:
         return next((process for process in self.processes if process.returncode is not None), None)
+
+    def _refuse_lost(self, stage: Stage | None) -> None:
+        """A stage server whose engine is gone, and that cannot start it again, holds its slot in vain."""
+        if stage is None or self.spec.restarts_itself or stage.registration.address != self.leader.facts["address"]:
+            return
+        lost = next((rank for rank in stage.report.ranks if not rank.alive), None)
+        if lost is None:
+            return
+        why = f"{self.spec.slot} has lost rank {lost.coordinates.rank}: {lost.reason}"
+        self._fail(Reason.ENGINE_FAILED.error(why, next_step=f"See {self.leader.log}."))
 
     def _remind(self, what: str) -> None:
         """Say that it goes on, and what the process that it waits for has logged last."""

@@ -31,6 +31,7 @@ __all__ = ["EngineSpec", "LocalFleet", "interrupted"]
 READY_S = 60.0
 POLL_S = 0.05
 CALL_S = 5.0
+ASK_S = 2.0
 
 
 def interrupted(processes: int) -> str:
@@ -81,6 +82,7 @@ class LocalFleet:
         self._reserved = tuple(reserved)
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
         self._client: Fleet | None = None
+        self._ask_at = 0.0
         self._disabled: set[str] = set()
         """Slots that were disabled to be drained, so that whatever fills them next is enabled again."""
 
@@ -296,11 +298,11 @@ class LocalFleet:
     # What the coordinator says.
 
     def _stages(self) -> dict[str, Stage]:
-        """What is known of the slots; asked only while somebody waits for it."""
-        asking = (Phase.HEALING, Phase.DRAINING)
-        settled = self.settled
-        if settled or not any(run.phase in asking or run.phase is Phase.READY for run in self.runs.values()):
+        """What is known of the slots; asked now and then while nobody waits for it."""
+        asking = (Phase.HEALING, Phase.DRAINING, Phase.READY)
+        if (self.settled and time.monotonic() < self._ask_at) or not any(r.phase in asking for r in self.runs.values()):
             return {}
+        self._ask_at = time.monotonic() + ASK_S
         fleet = self._status()
         return {stage.registration.slot: stage for stage in fleet.stages} if fleet is not None else {}
 

@@ -65,6 +65,11 @@ class EngineSpec:
         return "url" in self.options
 
     @property
+    def restarts_itself(self) -> bool:
+        """Whether its stage server starts its engine again: that of a server that it has launched."""
+        return brings_ranks(self.engine) and not self.attached
+
+    @property
     def followers(self) -> range:
         """Ranks that are processes of ours beside rank 0."""
         return range(1, 1 if brings_ranks(self.engine) else self.ranks)

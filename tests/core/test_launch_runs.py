@@ -90,10 +90,9 @@ def started(children: Children, said: list[str], limits: Limits | None = None) -
 
 
 def brought_up(run: EngineRun, children: Children) -> None:
-    children.all[-1].announce()
-    run.advance(None)
-    children.all[-1].announce()
-    run.advance(None)
+    for _ in children.all[0].name, *run.spec.followers:
+        children.all[-1].announce()
+        run.advance(None)
     run.advance(READY)
     assert run.phase is Phase.READY
 
@@ -157,6 +156,35 @@ def test_people_are_told_that_an_engine_still_loads_and_what_its_log_says(
         clock(1)
         run.advance(None)
     assert said == [f"a: still loading after {after} s; its log says: shard 3 of 7" for after in (10, 20, 40)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "phase"),
+    [
+        (EngineSpec("a", "/m"), Phase.FAILED),
+        (EngineSpec("a", "/m", engine="vllm", options={"url": "http://there"}), Phase.FAILED),
+        (EngineSpec("a", "/m", engine="vllm"), Phase.READY),
+    ],
+    ids=["in the process", "attached", "launched"],
+)
+def test_an_engine_that_is_gone_while_its_process_lives_is_started_again_unless_that_does_it(
+    spec: EngineSpec, phase: Phase
+) -> None:
+    children = Children()
+    run = EngineRun(spec, children, "c", Limits(), lambda _: None)
+    run.start()
+    brought_up(run, children)
+    gone = Stage()
+    gone.registration.address = "what filled the slot before"
+    gone.report.ranks.add(reason="vLLM does not answer")
+    run.advance(gone)
+    assert run.phase is Phase.READY
+    gone.registration.address = "at a"
+    run.advance(gone)
+    assert run.phase is phase
+    if phase is Phase.FAILED:
+        assert str(run.error).startswith("ENGINE_FAILED: a has lost rank 0: vLLM does not answer. See /logs/a.log")
+        assert children.all[0].returncode is not None
 
 
 def test_who_knows_why_an_engine_does_not_load_gives_up_first() -> None:
