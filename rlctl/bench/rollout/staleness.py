@@ -7,15 +7,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
+import grpc.aio
 
 from rlctl.bench.figures import Reading, Setting
 from rlctl.bench.rollout import clients
 from rlctl.bench.rollout.ways import PROMPT
 from rlctl.client import aio
+from rlctl.errors import Reason
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.verbs_pb2 import UpdateOptions, UpdateWeightsFromDiskRequest
 
 ASKERS = 32
@@ -88,7 +91,7 @@ async def _measure(directory: Path, requests: int, updates: int) -> tuple[int, i
                 await fleet.start_stage(StageSpec(f"late-{number}", first))
             path = checkpoint(str(number))
             update = UpdateWeightsFromDiskRequest(model_path=path, weight_version=str(number), options=options)
-            operation = await fleet.stub.UpdateWeightsFromDisk(update)
+            operation = await _begun(fleet, update)
             if operation.state != OPERATION_STATE_OK:
                 raise RuntimeError(f"update {number}: {operation.error.message}")
         over.set()
@@ -97,3 +100,16 @@ async def _measure(directory: Path, requests: int, updates: int) -> tuple[int, i
         await client.close()
         await gateway.stop()
     return counted["stale"], counted["asked"], counted["tokens"], counted["failed"]
+
+
+async def _begun(fleet: InProcessFleet, update: UpdateWeightsFromDiskRequest) -> Operation:
+    """The update, asked for again while a heal of a stage that has just come is in its way."""
+    while True:
+        try:
+            operation: Operation = await fleet.stub.UpdateWeightsFromDisk(update)
+        except grpc.aio.AioRpcError as error:
+            if from_grpc(error).reason is not Reason.OPERATION_CONFLICT:
+                raise
+            await asyncio.sleep(0.05)
+        else:
+            return operation
