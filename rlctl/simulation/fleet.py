@@ -22,6 +22,7 @@ from rlctl.simulation.faults import WORK_S, Faults
 from rlctl.simulation.holding import contents
 from rlctl.simulation.hosts import CoordinatorHost, StageHost
 from rlctl.simulation.journal import Store
+from rlctl.simulation.nameless import Nameless
 from rlctl.simulation.network import Network
 from rlctl.simulation.observer import Observer
 from rlctl.simulation.trainer import Trainer
@@ -219,6 +220,9 @@ class Simulation:
         curious = Curious(self, self.world.spawn("curious"))
         for number in range(chance.randint(2, 6)):
             self._at(f"curious {number}", curious.node, curious.act)
+        nameless = Nameless(self, self.world.spawn("nameless"))
+        for number in range(2):
+            self._at(f"nameless {number}", nameless.node, nameless.act)
         client = Client(self)
         for number in range(30):
             slot = chance.choice(sorted(self.stages))

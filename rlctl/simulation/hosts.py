@@ -121,7 +121,7 @@ class CoordinatorHost:
         if method in _WATCHES:
             return await _watched(getattr(self.coordinator, _WATCHES[method])(request))
         answer = await getattr(self.coordinator, _PLAIN[method])(request)
-        if isinstance(request, BeginWeightUpdateRequest):
+        if isinstance(request, BeginWeightUpdateRequest) and not request.implicit:
             self.sim.observer.began(request.model, request.trainer.incarnation)
         return answer
 
