@@ -328,5 +328,5 @@ async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., A
         await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_STALE for stage in stages))
         error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("two"))))
         assert error.reason is Reason.UNHEALABLE
-        assert "nobody knows the digest" in error.message
+        assert "nobody knows the version's digest" in error.message
         assert fleet.stage("a").state == common.STAGE_STATE_STALE
