@@ -37,10 +37,12 @@ class HTTPError(Exception):
         self.status = status
 
 
-def request(method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
+def request(
+    method: str, url: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+) -> Any:
     """One request; the answer's JSON, or its text. Raises HTTPError."""
     data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})}, method=method)
     try:
         with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as answer:
             text = answer.read().decode()

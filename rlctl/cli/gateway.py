@@ -58,6 +58,9 @@ from rlctl.cli.types import DURATION
 @click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")
 @click.option("--router-policy", default="cache_aware", show_default=True, help="Its policy.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
+@click.option(
+    "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
+)
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
@@ -80,6 +83,7 @@ def gateway(
     router_listen: str,
     router_policy: str,
     workers: int,
+    admin_api_key_file: str,
     drain: float,
     token_file: str,
     insecure: bool,
@@ -113,6 +117,7 @@ def gateway(
         from rlctl.transport.addresses import refuse_insecure, split
         from rlctl.transport.auth import load_token
 
+        key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
         token, router = load_token(file=token_file), None
         if router_backend:
             refuse_insecure(router_listen, token=token, insecure=insecure)
@@ -126,7 +131,7 @@ def gateway(
             token=token,
             insecure=insecure,
             middleware_paths=paths,
-            generation=Settings(**settings),
+            generation=Settings(**settings, admin_api_key=key or ""),
             share_port=workers > 1,
             drain_s=drain,
             router=router,

@@ -70,6 +70,7 @@ class Rollouts(TypedDict, total=False):
     admission: str | Admission
     resume: Resume
     max_inflight_samples: int | None
+    max_cuts: int | None
     retries: int
     session_idle_s: float
 
@@ -158,7 +159,8 @@ class AsyncFleet(AsyncAdmin):
         and forgets it after ``session_idle_s`` (600). ``admission``: at which versions tokens may be generated: latest
         (default), max_staleness=VERSIONS, any. ``resume``: a sample that is cut by a pause or an abort goes on where it
         was, at any admitted stage (continue, default), or is returned (return). ``max_inflight_samples`` bounds how
-        many are generated at a time, over all calls. ``retries``: failures of stages that a sample survives (4). Raises
+        many are generated at a time, over all calls. ``max_cuts``: pauses and aborts that a sample goes on from (None:
+        all). ``retries``: failures of stages that a sample survives (4). Raises
         FIELD_INVALID.
         """
         return AsyncRollout(self._lines, model, **settings)

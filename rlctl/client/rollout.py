@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
@@ -119,6 +120,7 @@ class AsyncRollout:
         admission: str | Admission = "latest",
         resume: Resume = "continue",
         max_inflight_samples: int | None = None,
+        max_cuts: int | None = None,
         retries: int = RETRIES,
         session_idle_s: float = 600.0,
     ) -> None:
@@ -129,11 +131,13 @@ class AsyncRollout:
             raise Reason.FIELD_INVALID.error(
                 f"max_inflight_samples is {max_inflight_samples}; it must be 1 or more", field="max_inflight_samples"
             )
-        if retries < 0:
-            raise Reason.FIELD_INVALID.error(f"retries is {retries}; it must be 0 or more", field="retries")
+        for name, value in (("retries", retries), ("max_cuts", max_cuts)):
+            if value is not None and value < 0:
+                raise Reason.FIELD_INVALID.error(f"{name} is {value}; it must be 0 or more", field=name)
         self.model = model
         self.admission = parse(admission)
         self._resume = resume
+        self._max_cuts = math.inf if max_cuts is None else max_cuts
         self._retries = retries
         self._most = max_inflight_samples
         self._places = None if max_inflight_samples is None else asyncio.Semaphore(max_inflight_samples)
@@ -252,6 +256,10 @@ class AsyncRollout:
             if rid:
                 del self._named[rid]
 
+    def inflight_at(self, slot: str) -> int:
+        """Samples of this rollout that run at a stage."""
+        return self._router.load[slot]
+
     async def stop(self, rids: Sequence[str]) -> list[str]:
         """End samples of :meth:`complete` by their rids; returns those that ran here. They come back cut."""
         ours = [rid for rid in rids if rid in self._named]
@@ -328,7 +336,7 @@ class AsyncRollout:
 
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
         """Try until the sample has ended, or may not be tried again; returns why."""
-        progress, faults = job.progress, 0
+        progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
             async with self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
                 had = progress.tokens
@@ -337,7 +345,8 @@ class AsyncRollout:
                 if progress.finished or job.stopped:
                     return None
                 if failure is None and progress.ended:
-                    if self._resume == "return":
+                    cuts += 1
+                    if self._resume == "return" or cuts > self._max_cuts:
                         return None
                     if progress.tokens == had:
                         attempt.failed(Reason.STAGE_NOT_SERVING.error("it aborts what it takes"))

@@ -9,7 +9,6 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
@@ -75,9 +74,11 @@ class Asked:
 
     def header(self, step: str = "", *, model: str = "") -> RequestHeader:
         """Of a group or weight verb: for an engine it joins what the calls for the others ask for."""
-        keyed = any(name in self.call.headers for name in identity.KEYS)
         return RequestHeader(
-            request_id=self.call.request_id(step), target=Target(model=model), for_slot=self.slot, unkeyed=not keyed
+            request_id=self.call.request_id(step),
+            target=Target(model=model),
+            for_slot=self.slot,
+            unkeyed=not self.call.keyed,
         )
 
     async def tell(self, request: Message, step: str = "") -> Operation:

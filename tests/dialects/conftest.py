@@ -1,38 +1,57 @@
-"""A fleet of torch engines of different TP behind gateways."""
+"""Gateways of every dialect, over real HTTP, in front of torch engines of different TP in processes of their own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from sglang_suite import Server
 
-from rlctl.demo import tiny as tiny_
+from rlctl.client import aio
+from rlctl.client.aio import AsyncFleet
+from rlctl.gateway.generation.service import Settings
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.local import LocalFleet
+
+Open = Callable[..., AbstractAsyncContextManager[aiohttp.ClientSession]]
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The demo's model and the checkpoint that it was saved to."""
-    model = tiny_.make(seed=3)
-    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    tiny_.save(model, directory)
-    return model, directory
+@asynccontextmanager
+async def _open(
+    address: str, dialect: str, middleware_paths: tuple[str, ...] = (), token: str | None = None, **settings: Any
+) -> AsyncIterator[aiohttp.ClientSession]:
+    config = GatewayConfig(
+        address,
+        dialect,
+        token=token,
+        middleware_paths=middleware_paths,
+        generation=Settings(timeout_s=30.0, **settings),
+        drain_s=5.0,
+    )
+    server = GatewayServer(config)
+    try:
+        await server.start()
+        async with aiohttp.ClientSession(f"http://{server.address}") as http:
+            yield http
+    finally:
+        await server.stop()
 
 
-@pytest.fixture(scope="module")
-def torch_fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> Iterator[LocalFleet]:
-    """An engine with two ranks and one with a single rank; tests' directories may be loaded."""
-    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
-    engines = [
-        EngineSpec("actor-0", str(tiny[1]), tp_size=2, options=options),
-        EngineSpec("actor-1", str(tiny[1]), options=options),
-    ]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
+@pytest.fixture
+def open_gateway() -> Open:
+    """``async with open_gateway(coordinator, "slime") as http``."""
+    return _open
+
+
+@pytest.fixture
+async def client(torch_fleet: LocalFleet) -> AsyncIterator[AsyncFleet]:
+    """The fleet as rlctl sees it, beside the dialect."""
+    async with await aio.connect(torch_fleet.address) as client:
+        yield client
 
 
 @pytest.fixture
@@ -42,7 +61,8 @@ async def server(torch_fleet: LocalFleet, tiny: tuple[Any, Path]) -> AsyncIterat
     try:
         await gateway.start()
         base = f"http://{gateway.address}"
-        async with Server.at([f"{base}/engines/actor-{i}" for i in range(2)], [2, 1], tiny, root=base) as server:
+        engines = [f"{base}/engines/actor-{number}" for number in range(2)]
+        async with Server.at(engines, [2, 1], tiny, root=base) as server:
             yield server
     finally:
         await gateway.stop()

@@ -7,6 +7,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from rlctl.errors import OperationFailed, Reason
+from rlctl.gateway import engines
 from rlctl.gateway.dialect import Reply
 from rlctl.gateway.dialects.sglang_admin import SELECTORS
 from rlctl.gateway.dialects.sglang_words import done, saying_success
@@ -83,7 +84,7 @@ async def update_weight_version(asked: Asked) -> Reply:
 
 
 async def _commit(asked: Asked, version: str) -> Operation:
-    model = await _model(asked) or await _updatable(asked)
+    model = "" if asked.slot else await engines.updatable(asked.call)
     request = update_pb2.CommitWeightUpdateRequest(header=asked.header("commit", model=model), version=version)
     operation: Operation = await asked.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
     if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
@@ -272,18 +273,6 @@ def _versioned(operation: Operation) -> str:
 async def _model(asked: Asked) -> str:
     """The gateway's model, where it has one; the coordinator knows an engine's, and the only one that is updated."""
     return "" if asked.slot else asked.call.generation.settings.model
-
-
-async def _updatable(asked: Asked) -> str:
-    if asked.slot:
-        return ""
-    updatable = [model.name for model in await asked.call.fleet.models() if model.updatable]
-    if len(updatable) != 1:
-        names = ", ".join(updatable) or "none"
-        raise Reason.FIELD_REQUIRED.error(
-            f"which model? There are: {names}", next_step="Start the gateway with --model."
-        )
-    return updatable[0]
 
 
 _VERSION = Field("weight_version", str | int, None)
