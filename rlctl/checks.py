@@ -366,12 +366,23 @@ def _retry_update(request: update_pb2.RetryWeightUpdateRequest) -> None:
     _required(request.failed_attempt, "failed_attempt")
 
 
+@_rule(update_pb2.CommitBatchRequest)
+def _commit_batch(request: update_pb2.CommitBatchRequest) -> None:
+    _required(request.update_id, "update_id")
+    _required(request.batch, "batch")
+    _said_at_commit(request)
+
+
 @_rule(update_pb2.CommitWeightUpdateRequest)
 def _commit(request: update_pb2.CommitWeightUpdateRequest) -> None:
     if not (request.header.target.model or request.header.for_slot):
         _required(request.update_id, "update_id")
     if request.update_id and request.version:
         raise _invalid("an update that was begun by name has its version", "version")
+    _said_at_commit(request)
+
+
+def _said_at_commit(request: update_pb2.CommitWeightUpdateRequest | update_pb2.CommitBatchRequest) -> None:
     _digest(request.expected_digest, "expected_digest")
     _digest(request.sent_digest, "sent_digest")
     _fingerprints(request.fingerprints)

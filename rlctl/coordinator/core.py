@@ -31,6 +31,8 @@ from rlctl.v1.update_pb2 import (
     AbortWeightUpdateRequest,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
+    CommitBatchRequest,
+    CommitBatchResponse,
     CommitWeightUpdateRequest,
     JoinWeightUpdateRequest,
     JoinWeightUpdateResponse,
@@ -277,6 +279,14 @@ class Coordinator:
         if not request.update_id:
             return await self._joined(await self.updates.implicit.commit(request))
         return await self._answer(await self.updates.commit(request))
+
+    async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
+        """Commit a batch of an update that rolls in place."""
+        check(request)
+        follows = await self.updates.commit_batch(request)
+        if isinstance(follows, Run):
+            return CommitBatchResponse(header=self.roster.header(), ended=await self._answer(follows))
+        return CommitBatchResponse(header=self.roster.header(), next=follows)
 
     async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
         """Abort an update."""

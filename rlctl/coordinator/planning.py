@@ -74,8 +74,8 @@ class Planner:
             else:
                 raise obstacle
         transports = {slot.name: _transport(request, slot) for slot in targets}
-        staged = request.apply == APPLY_MODE_STAGED
-        verification.refuse_unreachable(request.options, targets, transports, staged=staged)
+        size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
+        verification.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"
@@ -194,12 +194,6 @@ class Planner:
                 "requests run until a staged update is swapped; say what becomes of them then",
                 field="options.pause",
                 next_step="Name a pause mode, retract say.",
-            )
-        if request.rollout.max_unavailable and not staged:
-            raise Reason.UNSUPPORTED.error(
-                "in place, every batch would need a pass of the sources of its own; only staged updates roll",
-                field="rollout.max_unavailable",
-                next_step="Ask for apply = staged.",
             )
         if request.rollout.max_unavailable and options.after == AFTER_UPDATE_STAY_PAUSED:
             raise Reason.FIELD_CONFLICT.error(

@@ -15,7 +15,14 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.errors import Reason
 from rlctl.ports import Journal
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN, Target, WeightVersion
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    Target,
+    WeightVersion,
+)
 from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
@@ -80,4 +87,10 @@ def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -
         result.outcome = OUTCOME_UNKNOWN if told else OUTCOME_REJECTED
         error = Reason.RANK_SILENT if told else Reason.WEIGHTS_STALE
         result.error.CopyFrom(error.error(f"{slot.name} does not hold version {version.label!r}").detail())
+    for worker in slot.record.registration.layout.workers:
+        # A version's name is kept by the stage, for all of its ranks.
+        rank = result.rank_results.add(coordinates=worker, outcome=result.outcome, evidence=EVIDENCE_ENGINE)
+        if result.HasField("error"):
+            rank.error.CopyFrom(result.error)
+    result.evidence = EVIDENCE_ENGINE
     return result

@@ -135,6 +135,8 @@ class ModelState:
         only: while a version is being published, the stages that may serve; None: all may.
         update_id: open update, or "".
         update_owner: who holds it.
+        fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
+            this coordinator.
     """
 
     record: ModelRecord
@@ -142,6 +144,7 @@ class ModelState:
     only: frozenset[Slot] | None = None
     update_id: str = ""
     update_owner: str = ""
+    fingerprints: bytes = b""
 
 
 class Roster:

@@ -21,6 +21,7 @@ from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
+from rlctl.coordinator.rolling import Rolling
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import NOTHING, Expected
@@ -30,12 +31,13 @@ from rlctl.ports import Clock, Delete, Journal
 from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, UpdateRecord
+from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.update_pb2 import (
     DATA_PATH_DISK,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
+    CommitBatchRequest,
     CommitWeightUpdateRequest,
     JoinWeightUpdateRequest,
     JoinWeightUpdateResponse,
@@ -100,6 +102,7 @@ class Updates:
         self._groups = GroupBook()
         self._planner = Planner(roster, self._groups, clock)
         self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
+        self._rolling = Rolling(self._groups, self._planner, journal)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
         self.implicit = Implicit(
@@ -193,17 +196,20 @@ class Updates:
         opened = self._own(request.update_id, request.fencing_token)
         if opened is None:
             return self._operations.get(request.update_id)
+        self._rolling.refuse_more(opened)
         self.decide(opened, request)
         return opened.run
 
-    @staticmethod
-    def decide(opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
+    def decide(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
         """Decide an open update for its version. Raises what it could not be verified without."""
-        expected = Expected(
-            request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
-        )
-        opened.session.levels(expected)
-        opened.decide(expected=expected)
+        self._rolling.decide(opened, request)
+
+    async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
+        """Decide a batch for the version: the plan of the next one, or the update, which ends without one."""
+        opened = self._own(request.update_id, request.fencing_token)
+        if opened is None:
+            return self._operations.get(request.update_id)
+        return await self._rolling.commit_batch(opened, request)
 
     async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
         """Decide an update against its version; token 0 is an operator's override. One that is committing finishes."""
@@ -408,7 +414,7 @@ class Updates:
         run = await self._operations.start(
             request,
             verb=verb,
-            targets=session.targets,
+            targets=session.frozen,
             excluded=list(plan.excluded),
             work=work,
             exclusive=True,
@@ -431,13 +437,14 @@ class Updates:
         # Beside the rest, so that the lease is watched meanwhile. What is not left by the end the next update leaves.
         leaving = asyncio.create_task(session.leave_groups(opened.abandoned))
         try:
-            if content is not None:
-                await content(opened)
-            await self._decision(opened)
-            session.leave_out(run, opened.received)
-            await finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
+            last = finish(session, self._roster, self._peers, self._clock)
+            if session.rolls_in_place:
+                await self._rolling.see_through(opened, last, lambda: self._written(opened, content))
+            else:
+                await self._written(opened, content)
+                await last.commit(run, opened.expected)
         except BaseException as error:
-            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+            if not session.published:
                 typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
                 opened.decide(verdict=typed)
                 await session.abort(run, typed)
@@ -447,12 +454,28 @@ class Updates:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
             del self._open[session.update_id]
+            opened.turned.set()
+            self._let_go(session)
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()
             self._look_after(session.model.record.name)
             with contextlib.suppress(RlctlError):
                 # Its operation stays on record; what is found without either was never published.
                 await self._journal.write([Delete("update", session.update_id)])
+
+    def _let_go(self, session: Session) -> None:
+        """What was not to be served while the update was open is told by its state and its quarantine from now on."""
+        for slot in session.frozen:
+            if slot.restoring:
+                slot.restoring = False
+                self._peers.grant(slot)
+
+    async def _written(self, opened: OpenUpdate, content: Content | None) -> None:
+        """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
+        if content is not None:
+            await content(opened)
+        await self._decision(opened)
+        opened.session.leave_out(opened.run, opened.received)
 
     async def _decision(self, opened: OpenUpdate) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
@@ -495,7 +518,7 @@ class Updates:
         for result in results:
             opened.run.add(result)
         failed = [r for r in results if not acknowledged(r, update=True)]
-        if len(results) - len(failed) < session.quorum:
+        if failed and session.left - len(failed) < session.quorum:
             raise blame(failed[0])
         opened.decide(expected=Expected(digest=digest))
 
@@ -511,7 +534,7 @@ class Updates:
         failed = [result for result in results if not acknowledged(result, update=False)]
         for result in failed:
             opened.run.add(result)
-        if len(results) - len(failed) < session.quorum:
+        if failed and session.left - len(failed) < session.quorum:
             raise blame(failed[0])
         said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
         wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE

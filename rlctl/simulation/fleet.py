@@ -75,6 +75,7 @@ class Simulation:
         digested: updates whose trainers say which digest is right.
         kinds: what each slot's engine can verify.
         retained: ended operations that a coordinator remembers.
+        nameless: every tensor that a trainer has sent that names no update.
     """
 
     seed: int
@@ -90,6 +91,7 @@ class Simulation:
     lease_s: float = LEASE_S
     kinds: dict[str, str] = field(default_factory=dict)
     retained: int = RETAINED
+    nameless: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)

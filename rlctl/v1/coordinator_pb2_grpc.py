@@ -172,6 +172,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_update__pb2.CommitWeightUpdateRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_results__pb2.Operation.FromString,
                 _registered_method=True)
+        self.CommitBatch = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/CommitBatch',
+                request_serializer=rlctl_dot_v1_dot_update__pb2.CommitBatchRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_update__pb2.CommitBatchResponse.FromString,
+                _registered_method=True)
         self.AbortWeightUpdate = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/AbortWeightUpdate',
                 request_serializer=rlctl_dot_v1_dot_update__pb2.AbortWeightUpdateRequest.SerializeToString,
@@ -601,8 +606,22 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CommitBatch(self, request, context):
+        """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+        Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+        Idempotency: yes, by batch.
+        States: the update rolls in place, the batch is written and is not the last one.
+        Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: what is left of the update's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortWeightUpdate(self, request, context):
-        """Ends an update without a version.
+        """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
         Effect: targets past their first byte are DIRTY, the others are as before.
         Idempotency: yes; an update that has ended answers with its end.
@@ -873,6 +892,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.CommitWeightUpdate,
                     request_deserializer=rlctl_dot_v1_dot_update__pb2.CommitWeightUpdateRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_results__pb2.Operation.SerializeToString,
+            ),
+            'CommitBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitBatch,
+                    request_deserializer=rlctl_dot_v1_dot_update__pb2.CommitBatchRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_update__pb2.CommitBatchResponse.SerializeToString,
             ),
             'AbortWeightUpdate': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortWeightUpdate,
@@ -1631,6 +1655,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/CommitWeightUpdate',
             rlctl_dot_v1_dot_update__pb2.CommitWeightUpdateRequest.SerializeToString,
             rlctl_dot_v1_dot_results__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/CommitBatch',
+            rlctl_dot_v1_dot_update__pb2.CommitBatchRequest.SerializeToString,
+            rlctl_dot_v1_dot_update__pb2.CommitBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

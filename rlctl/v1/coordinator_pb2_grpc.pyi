@@ -307,8 +307,18 @@ class CoordinatorServiceStub:
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
     Deadline: what is left of the update's.
     """
+    CommitBatch: _grpc.UnaryUnaryMultiCallable[_update_pb2.CommitBatchRequest, _update_pb2.CommitBatchResponse]
+    """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+    Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+    Idempotency: yes, by batch.
+    States: the update rolls in place, the batch is written and is not the last one.
+    Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: what is left of the update's.
+    """
     AbortWeightUpdate: _grpc.UnaryUnaryMultiCallable[_update_pb2.AbortWeightUpdateRequest, _results_pb2.Operation]
-    """Ends an update without a version.
+    """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
     Effect: targets past their first byte are DIRTY, the others are as before.
     Idempotency: yes; an update that has ended answers with its end.
@@ -683,8 +693,18 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
     Deadline: what is left of the update's.
     """
+    CommitBatch: _aio.UnaryUnaryMultiCallable[_update_pb2.CommitBatchRequest, _update_pb2.CommitBatchResponse]  # type: ignore[assignment]
+    """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+    Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+    Idempotency: yes, by batch.
+    States: the update rolls in place, the batch is written and is not the last one.
+    Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: what is left of the update's.
+    """
     AbortWeightUpdate: _aio.UnaryUnaryMultiCallable[_update_pb2.AbortWeightUpdateRequest, _results_pb2.Operation]  # type: ignore[assignment]
-    """Ends an update without a version.
+    """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
     Effect: targets past their first byte are DIRTY, the others are as before.
     Idempotency: yes; an update that has ended answers with its end.
@@ -1214,12 +1234,28 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def CommitBatch(
+        self,
+        request: _update_pb2.CommitBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_update_pb2.CommitBatchResponse, _abc.Awaitable[_update_pb2.CommitBatchResponse]]:
+        """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+        Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+        Idempotency: yes, by batch.
+        States: the update rolls in place, the batch is written and is not the last one.
+        Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: what is left of the update's.
+        """
+
+    @_abc_1.abstractmethod
     def AbortWeightUpdate(
         self,
         request: _update_pb2.AbortWeightUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
-        """Ends an update without a version.
+        """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
         Effect: targets past their first byte are DIRTY, the others are as before.
         Idempotency: yes; an update that has ended answers with its end.

@@ -201,8 +201,11 @@ class GetModelInfoRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     reference: _builtins.bool
     """Also list the tensors of the reference."""
+    adapter: _builtins.str
+    """With reference: list the tensors of this loaded adapter instead."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -212,10 +215,11 @@ class GetModelInfoRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         reference: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "header", b"header", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,7 +743,7 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     apply: Global___ApplyMode.ValueType
     """Into the weights that generate, under a pause, or into a shadow copy while generation goes on; the pause is for the swap then."""
     max_unavailable: _builtins.int
-    """Staged: targets that swap at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
+    """Targets that take the version at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1064,8 +1068,11 @@ class SendWeightsRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     GROUP_NAME_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """The group."""
+    adapter: _builtins.str
+    """Send those of this loaded adapter instead, full and in its own dtypes. Empty: the weights."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1080,10 +1087,11 @@ class SendWeightsRequest(_message.Message):
         header: _common_pb2.RequestHeader | None = ...,
         group_name: _builtins.str = ...,
         buckets: _abc.Iterable[Global___TensorBucket] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "group_name", b"group_name", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "buckets", b"buckets", "group_name", b"group_name", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1852,6 +1860,7 @@ class Adapter(_message.Message):
     LORA_RANK_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     version: _builtins.str
@@ -1864,6 +1873,10 @@ class Adapter(_message.Message):
     """Never evicted."""
     digest: _builtins.str
     """Digest of its full tensors under their names, hex: what a stage that loads it again must hold. Empty: not known."""
+    @_builtins.property
+    def config(self) -> Global___AdapterConfig:
+        """What its tensors are, when they came from a trainer: a stage that lacks it gets them from another one."""
+
     def __init__(
         self,
         *,
@@ -1873,10 +1886,11 @@ class Adapter(_message.Message):
         lora_rank: _builtins.int = ...,
         pinned: _builtins.bool = ...,
         digest: _builtins.str = ...,
+        config: Global___AdapterConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "digest", b"digest", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

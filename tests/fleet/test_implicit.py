@@ -211,6 +211,10 @@ async def test_a_version_that_is_named_afterwards_is_the_same_version(fleet: InP
     assert named.state == OPERATION_STATE_OK
     assert version_of(fleet) == ("step-3", 2)
     assert {r.weight_version.label for r in named.stage_results} == {"step-3"}
+    assert [[rank.outcome for rank in r.rank_results] for r in named.stage_results] == [
+        [OUTCOME_APPLIED],
+        [OUTCOME_APPLIED] * 2,
+    ]
     assert (await go_on(fleet)).state == OPERATION_STATE_OK
     assert states(fleet) == [READY, READY]
     refused = await refusal(end(fleet))
