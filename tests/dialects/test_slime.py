@@ -121,7 +121,7 @@ async def test_everything_is_aborted_by_way_of_the_worker_list(http: aiohttp.Cli
     """As slime ends a round: each worker is told, then asked until nothing runs there."""
     body = {"input_ids": encode("8"), "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
     running = [asyncio.create_task(ask(http, "POST", "/generate", json=body)) for _ in range(4)]
-    await _generating(client)
+    await _running(client, 4)
     async with aiohttp.ClientSession() as outside:
         for url in await urls(http):
             async with outside.post(f"{url}/abort_request", json={"abort_all": True}) as response:
@@ -239,6 +239,17 @@ async def test_slimes_own_name_of_it_means_this_one(torch_fleet: LocalFleet, ope
     async with open_gateway(torch_fleet.address, "slime", (path,)) as http:
         status, told = await ask(http, "POST", "/retrieve_from_text", json={"text": "1+1="})
         assert (status, told["loss_mask"]) == (200, [0, 0, 0, 0])
+
+
+async def _running(client: AsyncFleet, count: int) -> None:
+    """Until so many requests have come to the engines."""
+
+    def requests(operation: Any) -> int:
+        ranks = [rank.loads for stage in operation.stage_results for rank in stage.rank_results]
+        return sum(load.running + load.waiting for load in ranks)
+
+    while requests(await client.call(GetLoadsRequest())) < count:
+        pass
 
 
 async def _generating(client: AsyncFleet) -> None:
