@@ -104,7 +104,8 @@ def _environment(config: EngineConfig, options: Options, packages: Path) -> dict
     if options.arguments.get("enable_lora") == "true":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":
-        variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB}
+        room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", KV_CACHE_GIB)
+        variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": room}
         if config.tp_size > 1:
             # By itself it gives every rank a NUMA node, and refuses to start when there are too few.
             variables["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(config.tp_size)
