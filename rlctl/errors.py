@@ -45,9 +45,12 @@ class RlctlError(Exception):
         next_step: what to do next, or "".
         metadata: further facts, str to str.
         outcome: what it means for the command at hand: OUTCOME_REJECTED (no effect) unless said otherwise.
+        status: of gRPC, by class. ``http_status``: of HTTP, as SGLang answers (busy, not paused: 400); dialects that
+            answer otherwise say so themselves.
     """
 
     status = "UNKNOWN"
+    http_status = 500
 
     def __init__(
         self,
@@ -72,6 +75,17 @@ class RlctlError(Exception):
         message = f"{self.message.removesuffix('.')}. {self.next_step}" if self.next_step else self.message
         return f"{self.reason.name}{where}: {message}"
 
+    def described(self) -> dict[str, str | int]:
+        """The error as it stands in JSON."""
+        return {
+            "message": str(self),
+            "reason": self.reason.name,
+            "field": self.field,
+            "cause": self.message,
+            "next_step": self.next_step,
+            "code": self.http_status,
+        }
+
     def detail(self) -> common_pb2.ErrorDetail:
         """The error as it stands in results."""
         return common_pb2.ErrorDetail(
@@ -87,60 +101,70 @@ class InvalidRequest(RlctlError):
     """The request is wrong in itself."""
 
     status = "INVALID_ARGUMENT"
+    http_status = 400
 
 
 class NotFound(RlctlError):
     """The request names something that does not exist."""
 
     status = "NOT_FOUND"
+    http_status = 404
 
 
 class PreconditionFailed(RlctlError):
     """The fleet is not in a state for it."""
 
     status = "FAILED_PRECONDITION"
+    http_status = 400
 
 
 class Conflict(RlctlError):
     """Something else holds what it needs."""
 
     status = "ABORTED"
+    http_status = 409
 
 
 class Fenced(RlctlError):
     """The caller is no longer in charge."""
 
     status = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class Unauthenticated(RlctlError):
     """No valid token."""
 
     status = "UNAUTHENTICATED"
+    http_status = 401
 
 
 class Exhausted(RlctlError):
     """Too large or too many."""
 
     status = "RESOURCE_EXHAUSTED"
+    http_status = 413
 
 
 class Unsupported(RlctlError):
     """Nobody can do it, or it is not written yet."""
 
     status = "UNIMPLEMENTED"
+    http_status = 501
 
 
 class Unavailable(RlctlError):
     """Not reachable or not serving now."""
 
     status = "UNAVAILABLE"
+    http_status = 503
 
 
 class DeadlineExceeded(RlctlError):
     """The time is up."""
 
     status = "DEADLINE_EXCEEDED"
+    http_status = 504
 
 
 class Internal(RlctlError):
@@ -178,6 +202,11 @@ class Reason(enum.Enum):
         Exhausted,
         "The message is larger than the server takes.",
         "Send tensors over a group, shared memory or disk; only metadata belongs in messages.",
+    )
+    PLACE_UNAVAILABLE = (
+        Exhausted,
+        "The cluster has no room for it.",
+        "Free some, add nodes, or make the engine smaller.",
     )
     # Names.
     STAGE_NOT_FOUND = (NotFound, "No stage fills this slot.", "`rlctl get stages` lists them.")
@@ -295,6 +324,7 @@ class Reason(enum.Enum):
         "Ask another stage, or wait.",
     )
     NO_ROUTABLE_STAGE = (Unavailable, "No stage of the model is routable.", "`rlctl status` says why.")
+    TOO_MANY_REQUESTS = (Unavailable, "Too many requests are under way here.", "Send it again a little later.")
     NOT_COLOCATED = (
         PreconditionFailed,
         "A rank does not share memory with the source.",
@@ -409,4 +439,5 @@ class OperationFailed(RlctlError):
             cause.reason, cause.message, field=cause.field, next_step=cause.next_step, metadata=cause.metadata
         )
         self.status = cause.status
+        self.http_status = cause.http_status
         self.operation = operation

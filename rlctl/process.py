@@ -11,10 +11,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import NoReturn
 
 ANNOUNCEMENT = "rlctl"
 """Key of the one JSON line that a server prints on stdout when others can reach it."""
+ENDS_S = 60.0
+"""For a server to end in order once its parent is gone."""
 
 
 def configure_logging(level: str = "INFO") -> None:
@@ -55,12 +58,15 @@ def end(code: int) -> NoReturn:
 def end_with_parent() -> None:
     """End this process when its standard input ends.
 
-    A launcher keeps the other end of that pipe open: when it dies, however it dies, the kernel closes it.
+    A launcher keeps the other end of that pipe open: when it dies, however it dies, the kernel closes it. What has not
+    ended in order ENDS_S later is stuck, and nobody is left who would see that.
     """
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ENDS_S)
+        os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "coordinator": ("rlctl.cli.serve", "Run a coordinator."),
     "stage": ("rlctl.cli.serve", "Run a stage server: rank 0 of one engine."),
     "worker": ("rlctl.cli.serve", "Run a follower rank."),
+    "gateway": ("rlctl.cli.gateway", "Run HTTP dialects in front of a fleet."),
     "sidecar vllm": ("rlctl.cli.sidecar", "Run SGLang's HTTP interface in front of a vLLM."),
 }
 """Words of a command → (module that has it, one line of help). It is the module's attribute of that name, with
@@ -67,7 +68,7 @@ underscores: ``get stages`` is ``get_stages``."""
 _SECTIONS = {
     **dict.fromkeys(("generate", "demo"), GENERATION),
     **dict.fromkeys(("explain", "completion", "version"), TOOLS),
-    **dict.fromkeys(("coordinator", "stage", "worker", "sidecar"), SERVERS),
+    **dict.fromkeys(("coordinator", "stage", "worker", "gateway", "sidecar"), SERVERS),
     **dict.fromkeys(("weights",), VERBS),
 }
 

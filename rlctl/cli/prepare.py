@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlctl.cli import state
 from rlctl.cli.output import View
@@ -23,6 +24,7 @@ from rlctl.topology.load import loaded
 from rlctl.topology.plan import Plan
 from rlctl.topology.plan import plan as make_plan
 from rlctl.topology.problems import Problem, Problems, invalid
+from rlctl.topology.resolved import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +42,14 @@ class Prepared:
     running: state.FleetState | None
 
     @property
+    def deployed(self) -> Deployment | None:
+        """What runs, where a fleet of that name is up and ready."""
+        return Deployment.of(self.running.deployment) if self.running is not None and self.running.deployment else None
+
+    @property
     def present(self) -> dict[str, EngineSpec]:
         """Engines that run, by slot."""
-        if self.running is None or not self.running.deployment:
-            return {}
-        return {spec.slot: spec for spec in Deployment.of(self.running.deployment).engines}
+        return {spec.slot: spec for spec in self.deployed.engines} if self.deployed is not None else {}
 
     @property
     def deployment(self) -> Deployment:
@@ -54,22 +59,33 @@ class Prepared:
             name=topology.name,
             listen=topology.listen,
             engines=tuple(self.plan.specs),
-            insecure=topology.insecure,
+            insecure=bool(topology.insecure),
             restart=topology.restart,
             limits=Limits(
-                heal_s=topology.heal_timeout_s, drain_s=topology.drain_timeout_s, backoff_s=topology.backoff_s
+                load_s=topology.load_timeout_s, heal_s=topology.heal_timeout_s, drain_s=topology.drain_timeout_s,
+                backoff_s=topology.backoff_s,
             ),
-        )
+            launcher=topology.launcher,
+            cluster=topology.cluster,
+            interface=topology.interface,
+            per_node=topology.num_gpus_per_node,
+            reserved=self.plan.placeholders,
+            gateways=self.plan.gateways,
+        )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:
         """Why it cannot be run here, and now: what this version cannot, and what this machine lacks."""
+        fixed = self.deployment.fixed(self.deployed) if self.deployed is not None else []
         return [
             *support.unsupported(self.plan),
             *support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))),
+            *(Problem(self.plan.topology.source, 0, key, why) for key, why in fixed),
         ]
 
     def refuse(self) -> None:
-        """Raise UNSUPPORTED, or TOPOLOGY_INVALID for what this machine lacks, with every reason."""
+        """Raise UNSUPPORTED, TOPOLOGY_INVALID for what this machine lacks, or FIELD_CONFLICT for what cannot change in
+        the fleet that is up; each with every reason.
+        """
         if found := support.unsupported(self.plan):
             lines = "\n  ".join(map(str, found))
             raise Reason.UNSUPPORTED.error(
@@ -77,6 +93,8 @@ class Prepared:
             )
         if found := support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))):
             raise invalid(found)
+        if self.deployed is not None and (refused := self.deployment.refusal(self.deployed)):
+            raise refused
 
 
 def prepare(file: Path | None, given: Flags) -> Prepared:
@@ -86,17 +104,25 @@ def prepare(file: Path | None, given: Flags) -> Prepared:
     if running is not None and not running.alive:
         running = None
     models = tuple(dataclasses.replace(model, model_path=_absolute(model.model_path)) for model in topology.models)
-    # Where nobody says so it stays where it is.
-    listen = topology.listen or (running.deployment.get("listen", "") if running is not None else "") or ENDPOINT
-    topology = dataclasses.replace(topology, models=models, listen=listen)
+    topology = dataclasses.replace(topology, models=models, **_as_it_is(topology, running))
     bind = ""
-    if topology.interface:
+    if topology.interface and topology.launcher == "local":
         from rlctl.weights.interfaces import address_on
 
         bind = address_on(topology.interface)
     prepared = Prepared(make_plan(topology, gpus=gpu_count(), bind=bind), problems, running)
     plan = make_plan(topology, gpus=gpu_count(), running=prepared.present, bind=bind)
     return dataclasses.replace(prepared, plan=plan)
+
+
+def _as_it_is(topology: Topology, running: state.FleetState | None) -> dict[str, Any]:
+    """What nobody says stays as it is in the fleet that is up."""
+    present = running.deployment if running is not None else {}
+    listen = topology.listen or present.get("listen", "") or ENDPOINT
+    if running is not None and listen == running.endpoint:
+        listen = present.get("listen", listen)  # port 0, which became this one
+    insecure = present.get("insecure") if topology.insecure is None else topology.insecure
+    return {"listen": listen, "insecure": insecure, "cluster": topology.cluster or present.get("cluster", "")}
 
 
 def token(settings: Settings, plan: Plan) -> str | None:

@@ -135,10 +135,18 @@ class Settings:
         if not self.quiet:
             click.echo(text, err=True)
 
-    def confirm(self, question: str) -> None:
-        """Ask, when somebody can answer and nobody said --yes. Raises click.Abort on no."""
-        if not self.yes and sys.stdin.isatty() and sys.stderr.isatty():
+    def confirm(self, question: str, *, unasked: bool = True) -> None:
+        """Ask, when somebody can answer and nobody said --yes. Raises click.Abort on no; when nobody can answer and it
+        may not be done ``unasked``, FIELD_REQUIRED.
+        """
+        if self.yes:
+            return
+        if sys.stdin.isatty() and sys.stderr.isatty():
             click.confirm(question, abort=True, err=True)
+        elif not unasked:
+            raise Reason.FIELD_REQUIRED.error(
+                "it would be asked whether to go on, and nobody can answer here", field="--yes", next_step="Add --yes."
+            )
 
     def command(self, *, request_id: str = "", slots: Sequence[str] = ()) -> str:
         """This command line again, with this request_id, or for these slots instead of its own targets."""

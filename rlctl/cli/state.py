@@ -40,6 +40,7 @@ class FleetState:
         processes: pids of what it started, by name.
         deployment: a :class:`rlctl.launch.deployment.Deployment` as data, what runs; {} until it is ready.
         engines: where each engine is in its life, by slot.
+        gateways: where the HTTP gateway of a model answers, http://HOST:PORT.
     """
 
     name: str
@@ -51,6 +52,7 @@ class FleetState:
     processes: dict[str, int] = field(default_factory=dict)
     deployment: dict[str, Any] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
+    gateways: dict[str, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:

@@ -87,6 +87,9 @@ class _Supervisor:
             insecure=wanted.insecure,
             on_progress=self._say,
             limits=wanted.limits,
+            launcher=wanted.launcher_of(directory / "logs", settings.token),
+            reserved=wanted.reserved,
+            gateways=wanted.gateways,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
@@ -116,20 +119,13 @@ class _Supervisor:
     def _apply(self, request: Request) -> None:
         """Bring the fleet to what is wanted now. An engine that fails is tried again; the rest is left alone."""
         wanted = request.deployment
-        fixed = [name for name in ("listen", "insecure") if getattr(wanted, name) != getattr(self._wanted, name)]
-        if fixed:
-            request.failed(
-                Reason.FIELD_CONFLICT.error(
-                    f"{fixed[0]} of a fleet that runs cannot change: it is {getattr(self._wanted, fixed[0])!r}",
-                    field=f"fleet.{fixed[0]}",
-                    next_step=f"`rlctl down --name {wanted.name}` first.",
-                )
-            )
+        if refused := wanted.refusal(self._wanted):
+            request.failed(refused)
             return
         self._wanted, self._asking = wanted, request
         try:
             self._fleet.limits = wanted.limits
-            self._fleet.want(wanted.engines)
+            self._fleet.want(wanted.engines, wanted.reserved, wanted.gateways)
             self._fleet.settle()
         except RlctlError as error:
             self._say(f"Warning: {error}")
@@ -150,6 +146,10 @@ class _Supervisor:
                 self._told[slot] = run.error
                 again = f"; starting again in {run.again_in_s:.0f} s" if self._wanted.restart else ""
                 self._say(f"Warning: {run.error}{again}")
+        for model, error in fleet.gateways.errors.items():
+            if self._told.get(f"gateway-{model}") is not error:
+                self._told[f"gateway-{model}"] = error
+                self._say(f"Warning: {error}")
         self._tell_state(state.READY)
         if not self._wanted.restart and fleet.all_ended:
             raise Reason.ENGINE_FAILED.error(
@@ -189,6 +189,7 @@ class _Supervisor:
             phase=phase,
             processes={process.name: process.pid for process in fleet.processes},
             engines={slot: run.phase.value for slot, run in fleet.runs.items()},
+            gateways=fleet.gateways.addresses,
             deployment={**self._wanted.data, "engines": [spec.data for spec in fleet.engines]},
         )
         if fresh != self._state:

@@ -91,6 +91,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--router-policy", type=click.Choice(POLICIES), help="How gateways pick an engine."),
         click.option(
+            "--gateways", metavar="HOST", help="Give every model that names none an HTTP gateway on this host.",
+        ),
+        click.option(
             "--sglang-*", "sglang_", metavar="[VALUE]", expose_value=False, multiple=True,
             help="Argument of SGLang by its name, for every SGLang engine, below the file's.",
         ),
@@ -106,6 +109,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
         click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes.  [default: local]"),
+        click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or that here]"),
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE",
             help="Setting of every engine, below the file's.  [repeatable]",

@@ -93,7 +93,7 @@ def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str,
         fields.assign(request, field, values[field.parameter])
     mutates = verb.mutates(request)
     if mutates and verb.reads_if is not None and not settings.dry_run:
-        settings.confirm(f"This {verb.cli} changes the stages. Go on?")
+        settings.confirm(f"This {verb.cli} changes the stages. Go on?", unasked=False)
     settings.request_id = values["request_id"] or new_uuid7()
     settings.mutating = mutates and not settings.dry_run
     if settings.verbose:

@@ -16,6 +16,7 @@ from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
 from rlctl.transport.auth import load_token
+from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
 if TYPE_CHECKING:
@@ -90,9 +91,10 @@ async def connect(address: str, *, token: str | None = None, timeout_s: float = 
 class AsyncFleet(AsyncAdmin):
     """A fleet: its admin verbs (:class:`rlctl.client.admin.AsyncAdmin`), generation, and publishers of weights."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, lines: Lines | None = None) -> None:
+        """``lines``: those of another, to share them."""
         super().__init__(connection)
-        self._lines = Lines(connection)
+        self._lines = lines or Lines(connection)
         self._generator = Generator(self._lines)
 
     async def __aenter__(self) -> Self:
@@ -104,6 +106,12 @@ class AsyncFleet(AsyncAdmin):
     ) -> None:
         """Close the connection."""
         await self.close()
+
+    def on_behalf_of(self, token: str | None) -> AsyncFleet:
+        """The same fleet, asked with another caller's token. Not to be closed by itself."""
+        if (token or None) == (self.connection.token or None):
+            return self
+        return AsyncFleet(self.connection.on_behalf_of(token), self._lines.on_behalf_of(token))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -122,6 +130,15 @@ class AsyncFleet(AsyncAdmin):
             if stage.registration.slot == slot:
                 return AsyncEngine(self, slot, stage.registration.model)
         raise Reason.STAGE_NOT_FOUND.error(f"there is no stage {slot!r}", field="slot")
+
+    async def models(self, timeout_s: float = CONNECT_S) -> list[Model]:
+        """The models as the coordinator last told them, by name. Raises DEADLINE_EXCEEDED."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._lines.view.known()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
+        return self._lines.view.models
 
     # Generation.
 

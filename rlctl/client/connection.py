@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -31,6 +32,12 @@ class Connection:
         self.token = token
         self._channel = open_channel(address)
         self._stub: Any = CoordinatorServiceStub(self._channel)
+
+    def on_behalf_of(self, token: str | None) -> Connection:
+        """The same connection with another's token. Not to be closed by itself."""
+        other = copy.copy(self)
+        other.token = token
+        return other
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until the coordinator can be reached. Raises UNREACHABLE."""

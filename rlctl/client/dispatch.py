@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -38,6 +39,12 @@ class Lines:
         if address not in self._channels:
             self._channels[address] = open_channel(address)
         return RolloutServiceStub(self._channels[address])
+
+    def on_behalf_of(self, token: str | None) -> Lines:
+        """The same view and channels with another caller's token."""
+        other = copy.copy(self)
+        other.metadata = bearer(token)
+        return other
 
     async def check_model(self, model: str, timeout_s: float) -> None:
         """Raise MODEL_NOT_FOUND for a model that the fleet does not have."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 import grpc.aio
@@ -19,8 +19,9 @@ from rlctl.rollout.policies import policy as policy_of
 from rlctl.rollout.progress import Progress, begin, check_continuable
 from rlctl.rollout.router import FAULTS, Router, Wanted
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
+from rlctl.transport.channel import bearer
 from rlctl.transport.status import from_grpc
-from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, Sample
 
 TIMEOUT_S = 600.0
 
@@ -32,6 +33,7 @@ RETRIES = 4
 
 Prompt = str | Sequence[int]
 Resume = Literal["continue", "return"]
+Metadata = tuple[tuple[str, str], ...]
 
 
 class Asking(TypedDict, total=False):
@@ -62,16 +64,26 @@ class Asking(TypedDict, total=False):
     repetition_penalty: float
 
 
+Told = Callable[[Progress, Sample], None]
+"""Called with all that is had of a sample and what is new of it, as it comes."""
+
+
 class _Job:
     """One sample under way.
 
     Attributes:
+        metadata: what its calls carry.
+        slot: where it is to be generated; "": anywhere.
+        told: called with what comes.
         running: stub and id of the request that runs now.
         stopped: the caller wants no more of it.
     """
 
-    def __init__(self, sample: RolloutSample) -> None:
+    def __init__(self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, slot: str = "") -> None:
         self.sample = sample
+        self.metadata = metadata
+        self.slot = slot
+        self.told = told
         self.progress = Progress(sample)
         self.running: tuple[Any, str] | None = None
         self.stopped = False
@@ -110,6 +122,7 @@ class AsyncRollout:
         self._lines = lines
         self._router = Router(policy_of(policy, session_idle_s=session_idle_s))
         self._dispatch = Dispatch(lines, self._router)
+        self._named: dict[str, _Job] = {}
 
     @property
     def latest(self) -> int:
@@ -146,7 +159,7 @@ class AsyncRollout:
 
         Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot go on from their tokens.
         """
-        jobs = [_again(sample, min_version) for sample in samples if not sample.finished]
+        jobs = [self._again(sample, min_version) for sample in samples if not sample.finished]
         done = iter(await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs)))
         results = [sample if sample.finished else next(done) for sample in samples]
         self._refuse_failed(results)
@@ -166,7 +179,7 @@ class AsyncRollout:
         timeout_s = asking.get("timeout_s", TIMEOUT_S)
         fresh = [prompt for prompt in prompts if not isinstance(prompt, RolloutSample)]
         cut = [sample for sample in prompts if isinstance(sample, RolloutSample)]
-        jobs = [_again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
+        jobs = [self._again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
         if not 1 <= count <= len(jobs):
             raise Reason.FIELD_INVALID.error(f"count is {count}; it must be from 1 to {len(jobs)}", field="count")
         tasks = {asyncio.create_task(self._run(job, _deadline(timeout_s), timeout_s)): job for job in jobs}
@@ -195,6 +208,39 @@ class AsyncRollout:
             raise RolloutFailed(cause or Reason.CANCELLED.error("they were aborted"), samples)
         return ended, rest
 
+    async def complete(
+        self,
+        sample: RolloutSample,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        token: str | None = None,
+        slot: str = "",
+        told: Told | None = None,
+    ) -> RolloutSample:
+        """One sample of :func:`rlctl.rollout.progress.begin`, as it ended; what cut it is its ``error``, not raised.
+
+        For whoever passes on requests of others: ``token`` is the caller's, ``slot`` the only stage that may be
+        asked, ``told`` gets what comes as it comes. The first request to a stage has the sample's own ``rid``, if it
+        has one. Cancelling it ends it at the engine.
+        """
+        job = _Job(sample, bearer(token), told, slot)
+        rid = sample.request.rid
+        if rid in self._named:
+            raise Reason.RID_IN_USE.error(f"a request with rid {rid!r} is running", field="rid")
+        if rid:
+            self._named[rid] = job
+        try:
+            return await self._run(job, _deadline(timeout_s), timeout_s)
+        finally:
+            if rid:
+                del self._named[rid]
+
+    async def stop(self, rids: Sequence[str]) -> list[str]:
+        """End samples of :meth:`complete` by their rids; returns those that ran here. They come back cut."""
+        ours = [rid for rid in rids if rid in self._named]
+        await self._stop([self._named[rid] for rid in ours])
+        return ours
+
     async def finish_session(self, session_id: str) -> None:
         """The session sends nothing more; without this it is forgotten once it was idle for long enough."""
         self._router.finish(session_id)
@@ -221,8 +267,14 @@ class AsyncRollout:
             if self._resume == "continue":
                 check_continuable(request.sampling_params)
             samples = (begin(request, prompt=number, index=i, group=group, session_id=session) for i in range(n))
-            jobs += map(_Job, samples)
+            jobs += (_Job(sample, self._lines.metadata) for sample in samples)
         return jobs
+
+    def _again(self, sample: RolloutSample, min_version: int) -> _Job:
+        request = GenerateRequest()
+        request.CopyFrom(sample.request)
+        request.min_version_seq = max(request.min_version_seq, min_version)
+        return _Job(dataclasses.replace(sample, request=request, error=None), self._lines.metadata)
 
     async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:
         """The sample as it ended, why it was cut inside."""
@@ -286,14 +338,14 @@ class AsyncRollout:
     def _wanted(self, job: _Job) -> Wanted:
         request = job.sample.request
         floor = self.admission.floor(self._lines.view.model(self.model), request.min_version_seq)
-        return Wanted(self.model, adapter=request.adapter, floor=floor, session=job.sample.session_id)
+        return Wanted(self.model, adapter=request.adapter, slot=job.slot, floor=floor, session=job.sample.session_id)
 
     async def _stream(
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float
     ) -> RlctlError | None:
         """Take in what a stage generates; returns why it did not go on to an end, or None."""
         left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        call = attempt.stub.GenerateStream(request, timeout=left, metadata=self._lines.metadata)
+        call = attempt.stub.GenerateStream(request, timeout=left, metadata=job.metadata)
         gone = Reason.UNREACHABLE.error(f"{attempt.stage.registration.slot} is gone, says the coordinator")
         lost: list[RlctlError] = []
 
@@ -307,6 +359,9 @@ class AsyncRollout:
                 async for response in call:
                     attempt.answered()
                     job.progress.take(response)
+                    if job.told is not None:
+                        for part in response.samples:
+                            job.told(job.progress, part)
                     if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
                         return None  # at a stop that the engine has not seen
         except grpc.aio.AioRpcError as error:
@@ -328,7 +383,7 @@ class AsyncRollout:
             job.stopped = True
             if job.running is not None:
                 stub, rid = job.running
-                calls.append(stub.Abort(AbortRequest(rids=[rid]), timeout=STOP_S, metadata=self._lines.metadata))
+                calls.append(stub.Abort(AbortRequest(rids=[rid]), timeout=STOP_S, metadata=job.metadata))
         for call in calls:
             with contextlib.suppress(grpc.aio.AioRpcError):  # its stage is gone: what is had is had
                 await call
@@ -348,13 +403,6 @@ def _refuse_request(sample: RolloutSample) -> None:
     """Raise what is wrong with the request itself: nothing is lost with it."""
     if isinstance(sample.error, InvalidRequest | NotFound | Unsupported) and not sample.output_ids:
         raise sample.error
-
-
-def _again(sample: RolloutSample, min_version: int) -> _Job:
-    request = GenerateRequest()
-    request.CopyFrom(sample.request)
-    request.min_version_seq = max(request.min_version_seq, min_version)
-    return _Job(dataclasses.replace(sample, request=request, error=None))
 
 
 def _deadline(timeout_s: float) -> float:

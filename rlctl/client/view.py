@@ -31,6 +31,11 @@ class FleetView:
         """Every stage, in slot order."""
         return [stage for _, stage in sorted(self._stages.items())]
 
+    @property
+    def models(self) -> list[Model]:
+        """Every model that is known, by name."""
+        return [model for _, model in sorted((self._models or {}).items())]
+
     def model(self, name: str) -> Model | None:
         """A model, if it is known."""
         return (self._models or {}).get(name)

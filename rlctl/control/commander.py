@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.any_pb2 import Any
@@ -35,18 +35,34 @@ HOP_S = 0.25
 on can still say so, with what it knows of its ranks, before this side stops waiting."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Issued:
     """A command that was sent.
 
     Attributes:
+        request: its verb, packed.
+        deadline: on the clock's ``now``.
         accepted: done when the peer has checked the command and will carry it out, or has answered.
-        result: the answer; fails with LINK_LOST, outcome UNKNOWN, when the link breaks first.
+        result: the answer; fails with LINK_LOST, outcome UNKNOWN, when the link breaks first and nobody asks again.
+        again: whether it may be asked again over another link to the same peer.
     """
 
     command_id: str
+    operation_id: str
+    request: Any
+    deadline: float
     accepted: asyncio.Future[None]
     result: asyncio.Future[CommandResult]
+    again: bool = True
+
+    def fail(self) -> None:
+        """Its link broke, and what became of it is not known."""
+        _settle(self, Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN))
+
+
+def _fail_all(lost: Sequence[Issued]) -> None:
+    for issued in lost:
+        issued.fail()
 
 
 class Commander:
@@ -58,11 +74,14 @@ class Commander:
         clock: Clock,
         *,
         on_report: Callable[[StageReport], None] = lambda _: None,
+        on_lost: Callable[[Sequence[Issued]], None] = _fail_all,
         silence_s: float = SILENCE_S,
     ) -> None:
+        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending."""
         self._link = link
         self._clock = clock
         self._on_report = on_report
+        self._on_lost = on_lost
         self._silence_s = silence_s
         self._pending: dict[str, Issued] = {}
         self._attached: asyncio.Future[Attached] | None = None
@@ -86,7 +105,7 @@ class Commander:
             raise from_detail(attached.error)
         return attached
 
-    def issue(self, command_id: str, operation_id: str, request: Any, deadline: float) -> Issued:
+    def issue(self, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool = True) -> Issued:
         """Send a command; ``deadline`` is on the clock's ``now``. Never blocks; failures are in the result.
 
         An id that is still without an answer on this link is not sent again: both wait for the same answer.
@@ -94,36 +113,39 @@ class Commander:
         if command_id in self._pending:
             return self._pending[command_id]
         loop = asyncio.get_running_loop()
-        issued = Issued(command_id, loop.create_future(), loop.create_future())
-        remaining = deadline - self._clock.now()
+        issued = Issued(command_id, operation_id, request, deadline, loop.create_future(), loop.create_future(), again)
         try:
-            if remaining <= 0:
-                raise Reason.DEADLINE_EXCEEDED.error(
-                    "the time was up before the command was sent", outcome=OUTCOME_NOT_SENT
-                )
-            command = Command(
-                command_id=command_id,
-                operation_id=operation_id,
-                time_remaining=duration(remaining - min(HOP_S, remaining / 10)),
-                request=request,
-            )
-            self._send(ControlRequest(command=command))
+            self._ask(issued)
         except RlctlError as error:
-            issued.accepted.set_result(None)
-            issued.result.set_exception(error)
-        else:
-            self._pending[command_id] = issued
+            _settle(issued, error)
         return issued
 
-    def give_up(self, issued: Issued) -> RlctlError:
-        """A command had no answer by its deadline: ask the peer not to start it, and say that it is UNKNOWN."""
-        self.cancel(issued.command_id)
-        return Reason.DEADLINE_EXCEEDED.error(
-            "no answer by the deadline; what became of it is not known", outcome=OUTCOME_UNKNOWN
+    def ask_again(self, issued: Issued) -> None:
+        """Send a command that an earlier link to the same peer took along: it attaches to the run of its id, if any."""
+        try:
+            self._ask(issued)
+        except RlctlError:
+            issued.fail()
+
+    def _ask(self, issued: Issued) -> None:
+        remaining = issued.deadline - self._clock.now()
+        if remaining <= 0:
+            raise Reason.DEADLINE_EXCEEDED.error(
+                "the time was up before the command was sent", outcome=OUTCOME_NOT_SENT
+            )
+        command = Command(
+            command_id=issued.command_id,
+            operation_id=issued.operation_id,
+            time_remaining=duration(remaining - min(HOP_S, remaining / 10)),
+            request=issued.request,
         )
+        self._send(ControlRequest(command=command))
+        self._pending[issued.command_id] = issued
 
     def cancel(self, command_id: str) -> None:
-        """Ask the peer to give up a command that it has not started."""
+        """Ask the peer to give up a command that it has not started, and ask for it no more."""
+        if command_id in self._pending:
+            self._pending[command_id].again = False
         with contextlib.suppress(RlctlError):
             self._send(ControlRequest(cancel=CancelCommand(command_id=command_id)))
 
@@ -137,7 +159,7 @@ class Commander:
         await self._link.close()
 
     async def run(self) -> None:
-        """Receive until the link ends; then every pending command fails with LINK_LOST. Cancelling closes the link."""
+        """Receive until the link ends; then ``on_lost`` gets what is pending. Cancelling closes the link."""
         pinger = asyncio.create_task(self._ping())
         try:
             async for message in self._link.receive():
@@ -190,9 +212,8 @@ class Commander:
         self._lost = error
         if self._attached is not None and not self._attached.done():
             self._attached.set_exception(error)
-        for issued in self._pending.values():
-            _settle(issued, error)
-        self._pending.clear()
+        lost, self._pending = list(self._pending.values()), {}
+        self._on_lost(lost)
 
 
 def _settle(issued: Issued, result: CommandResult | RlctlError) -> None:

@@ -43,6 +43,9 @@ class Commanded(Protocol):
     async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
         """Accept or refuse a commander; reports go to the accepted one's link from then on."""
 
+    def obeys(self, link: Link[ControlResponse, ControlRequest]) -> bool:
+        """Whether commands and grants that come over a link count: it is the accepted commander's."""
+
     def grant(self, grant: ServingGrant) -> None:
         """Take a serving grant."""
 
@@ -126,20 +129,26 @@ class Executor:
         return record.task
 
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
-        """Obey one stream until it ends. Commands that are running then go on, and their results are kept."""
+        """Obey one stream until it ends. Commands that are running then go on, and their results are kept.
+
+        What comes over a stream whose commander was not accepted, or was replaced, is refused.
+        """
         tasks: set[asyncio.Task[None]] = set()
         async for message in link.receive():
             match message.WhichOneof("message"):
                 case "attach":
                     attached = await self._commanded.attach(message.attach, link)
                     _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
+                case "command" if not self._commanded.obeys(link):
+                    error = Reason.EPOCH_FENCED.error("this stream's commander was not accepted, or has been replaced")
+                    _answer(link, message.command, self._commanded.refuse(error))
                 case "command":
                     self._obey(link, message.command)
                 case "cancel":
                     task = asyncio.create_task(self._commanded.withdraw(message.cancel.command_id))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
-                case "grant":
+                case "grant" if self._commanded.obeys(link):
                     self._commanded.grant(message.grant)
                 case "ping":
                     _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce), sent_at=self._now()))
@@ -149,22 +158,18 @@ class Executor:
 
     def _obey(self, link: Link[ControlResponse, ControlRequest], command: Command) -> None:
         """Carry a command out; its answer follows over the same link. No task waits for it: a callback answers."""
-        command_id = command.command_id
-
-        def answer(result: CommandResult) -> None:
-            response = ControlResponse(result=result)
-            response.result.command_id = command_id
-            _reply(link, response)
 
         def accepted() -> None:
-            _reply(link, ControlResponse(accepted=CommandAccepted(command_id=command_id)))
+            _reply(link, ControlResponse(accepted=CommandAccepted(command_id=command.command_id)))
 
         try:
-            task = self._start(command_id, command.request, seconds(command.time_remaining), accepted, together=True)
+            task = self._start(
+                command.command_id, command.request, seconds(command.time_remaining), accepted, together=True
+            )
         except RlctlError as error:
-            answer(self._commanded.refuse(error))
+            _answer(link, command, self._commanded.refuse(error))
         else:
-            task.add_done_callback(lambda done: None if done.cancelled() else answer(done.result()))
+            task.add_done_callback(lambda done: None if done.cancelled() else _answer(link, command, done.result()))
 
     async def _run(self, packed: Any, call: Call) -> CommandResult:
         try:
@@ -196,6 +201,12 @@ def unpack(packed: Any) -> Message:
     except DecodeError as error:
         raise Reason.FIELD_INVALID.error(f"{name} cannot be parsed: {error}", field="request") from None
     return request
+
+
+def _answer(link: Link[ControlResponse, ControlRequest], command: Command, result: CommandResult) -> None:
+    response = ControlResponse(result=result)
+    response.result.command_id = command.command_id
+    _reply(link, response)
 
 
 def _reply(link: Link[ControlResponse, ControlRequest], message: ControlResponse) -> None:

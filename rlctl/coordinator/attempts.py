@@ -1,16 +1,11 @@
-"""What the targets do for the sources of an update: join their groups, take in what they send, and start over.
-
-Whoever fails first ends the others: a rank that waits in a group for one that will never come is told to leave it.
-"""
+"""What the targets do for the sources of an update: join their groups, take in what they send, and start over."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from google.protobuf.message import Message
 
 from rlctl.coordinator import groups
 from rlctl.coordinator.fanout import Fanout
@@ -19,6 +14,7 @@ from rlctl.coordinator.operations import Run
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put, names
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.together import Together
 from rlctl.coordinator.verification import NOTHING, Expected
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged
@@ -28,7 +24,6 @@ from rlctl.v1.journal_pb2 import UPDATE_PHASE_WRITING
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, RetryWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
-    DestroyWeightsUpdateGroupRequest,
     InitWeightsUpdateGroupRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -36,14 +31,6 @@ from rlctl.v1.verbs_pb2 import (
 from rlctl.verbs import of_request
 
 Write = UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest
-
-PROBE_S = 10.0
-"""Time for every rank to find out whether it could join a group."""
-
-RENDEZVOUS_S = 30.0
-"""Time for the ranks to meet once all of them can."""
-
-LEAVE_S = 10.0
 
 
 @dataclass
@@ -97,14 +84,8 @@ class Attempts:
         """Join every rank of the targets into a group, once each has found that it can."""
         groups.place(request, targets)
         model = targets[0].model
-        probe = InitWeightsUpdateGroupRequest()
-        probe.CopyFrom(request)
-        probe.probe_only = True
-        names = [request.group_name]
-        await self._together(probe, targets, run, min(timeout_s, PROBE_S), names, step="probe")
-        if all(acknowledged(r, update=True) for r in run.operation.stage_results):
-            await self._together(request, targets, run, min(timeout_s, RENDEZVOUS_S), names)
-        if all(acknowledged(r, update=True) for r in run.operation.stage_results):
+        results = await self._together(targets, run, [request.group_name]).join(request, timeout_s)
+        if all(acknowledged(result, update=True) for result in results):
             self._book.formed(model, request.group_name)
         else:
             self._book.broke(model)
@@ -130,13 +111,19 @@ class Attempts:
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             try:
                 targets = session.reached_by(of_request(request))
-                await self._together(request, targets, run, timeout_s, group_names, aside=session.staged)
+                await self._together(targets, run, group_names).run(request, timeout_s, aside=session.staged)
             finally:
                 opened.received += run.operation.stage_results
                 if not all(acknowledged(r, update=True) for r in run.operation.stage_results):
                     opened.broken = True
                     if group_names:
                         self._book.broke(session.model.record.name)
+
+    def _together(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str]) -> Together:
+        """What targets do for an operation; a cancellation makes them leave."""
+        together = Together(self._fanout, self._clock, targets, run.operation.operation_id, group_names, run.add)
+        run.cancel = together.leave
+        return together
 
     async def retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
@@ -183,54 +170,6 @@ class Attempts:
             )
         if session.record.plan.attempt > session.record.request.retries:
             raise Reason.RETRIES_EXHAUSTED.error(f"it was begun with retries = {session.record.request.retries}")
-
-    async def _together(
-        self,
-        request: Message,
-        targets: Sequence[Slot],
-        run: Run,
-        timeout_s: float,
-        group_names: Sequence[str],
-        *,
-        step: str = "1",
-        aside: bool = False,
-    ) -> None:
-        """A verb during which ranks wait for each other inside groups: the first that fails, or a cancellation, makes
-        all of them leave.
-        """
-        leaving: list[asyncio.Task[None]] = []
-
-        def leave() -> None:
-            if not leaving:
-                leaving.append(asyncio.create_task(self._leave(targets, run, group_names)))
-
-        def took(result: StageResult) -> None:
-            run.add(result)
-            if not acknowledged(result, update=True):
-                leave()
-
-        cancel: Callable[[], None] = leave
-        run.cancel = cancel
-        await self._fanout.run(
-            request,
-            targets,
-            operation_id=run.operation.operation_id,
-            step=step,
-            deadline=self._clock.now() + timeout_s,
-            on_result=took,
-            aside=aside,
-        )
-        await asyncio.gather(*leaving)
-
-    async def _leave(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str]) -> None:
-        for name in group_names:
-            await self._fanout.run(
-                DestroyWeightsUpdateGroupRequest(group_name=name),
-                targets,
-                operation_id=run.operation.operation_id,
-                step=f"leave-{name}",
-                deadline=self._clock.now() + LEAVE_S,
-            )
 
 
 def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:

@@ -13,7 +13,7 @@ from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.operations import Operations, Run, conclude
+from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
 from rlctl.coordinator.updates import Updates
@@ -68,15 +68,16 @@ class Coordinator:
         *,
         lease_s: float = SERVING_LEASE_S,
         heal: bool = True,
+        retained: int = RETAINED,
     ) -> None:
         """``lease_s``: how long a stage may serve without hearing from here; ``heal``: late joiners and restarted
-        engines are brought to the published version without being asked.
+        engines are brought to the published version without being asked; ``retained``: ended operations that are kept.
         """
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
         self.roster = Roster(journal, clock)
-        self.operations = Operations(journal, self.roster, clock)
+        self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
@@ -375,6 +376,8 @@ class Coordinator:
         slot = self.roster.slot(request.slot)
         if request.boot_id and request.boot_id != slot.record.registration.boot_id:
             raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
+        if not request.force:
+            self.updates.refuse_target(slot)
         await self.roster.change([slot], lambda record: setattr(record, "retired", True))
         if slot.commander is not None:
             await slot.commander.close()

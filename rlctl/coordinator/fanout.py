@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
-from rlctl.control.commander import Commander, Issued
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import Roster, Slot, unsupported
 from rlctl.errors import Reason, RlctlError
@@ -49,19 +48,21 @@ class Fanout:
         deadline: float,
         on_result: Callable[[StageResult], None] = lambda _: None,
         aside: bool = False,
+        again: bool = True,
     ) -> list[StageResult]:
         """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
 
         ``step`` tells apart several fan-outs of one operation: commands are identified by operation, slot,
         incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome of a
         mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is
-        served (groups, steps of a staged update). ``aside``: it is such a step.
+        served (groups, steps of a staged update). ``aside``: it is such a step. ``again``: where a link breaks under
+        the command, what became of it is asked over the next one.
         """
         verb = of_request(request)
         packed = self._pack(request)
         mutates = verb.mutates(request) and not aside
         results: dict[Slot, StageResult] = {}
-        waiting: dict[asyncio.Future[CommandResult], tuple[Slot, Commander, Issued]] = {}
+        waiting: dict[asyncio.Future[CommandResult], tuple[Slot, str]] = {}
         given_up = False
 
         def settle(slot: Slot, done: asyncio.Future[CommandResult]) -> None:
@@ -76,18 +77,18 @@ class Fanout:
         for slot in slots:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
             try:
-                commander = self._commander(slot, verb)
-                issued = commander.issue(command_id, operation_id, packed, deadline)
+                self._refuse_unsupported(slot, verb)
+                issued = self._peers.issue(slot, command_id, operation_id, packed, deadline, again=again)
             except RlctlError as error:
                 file(slot, self._failed(slot, error))
             else:
-                waiting[issued.result] = slot, commander, issued
+                waiting[issued.result] = slot, command_id
                 issued.result.add_done_callback(functools.partial(settle, slot))
         try:
             if waiting:
                 await asyncio.wait(waiting, timeout=max(0.0, deadline - self._clock.now()))
-            for future, (slot, commander, issued) in waiting.items():
-                file(slot, self._answer(slot, future) if future.done() else self._late(slot, commander, issued))
+            for future, (slot, command_id) in waiting.items():
+                file(slot, self._answer(slot, future) if future.done() else self._late(slot, command_id))
         finally:
             given_up = True
         if verb.mutates(request) and verb.waits:
@@ -102,8 +103,7 @@ class Fanout:
     def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
         """Ask stages to give up a command that they have not started."""
         for slot in slots:
-            if slot.commander is not None:
-                slot.commander.cancel(f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}")
+            self._peers.cancel(slot, f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}")
 
     def _pack(self, request: Message) -> Any:
         sent = type(request)()
@@ -116,12 +116,12 @@ class Fanout:
         packed.Pack(sent)
         return packed
 
-    def _commander(self, slot: Slot, verb: Verb) -> Commander:
+    @staticmethod
+    def _refuse_unsupported(slot: Slot, verb: Verb) -> None:
         missing = unsupported(slot, verb.name)
         if missing is not None:
             missing.outcome = OUTCOME_SKIPPED
             raise missing
-        return self._peers.commander(slot)
 
     def _answer(self, slot: Slot, done: asyncio.Future[CommandResult]) -> StageResult:
         try:
@@ -129,8 +129,14 @@ class Fanout:
         except RlctlError as error:
             return self._failed(slot, error)
 
-    def _late(self, slot: Slot, commander: Commander, issued: Issued) -> StageResult:
-        return self._failed(slot, commander.give_up(issued))
+    def _late(self, slot: Slot, command_id: str) -> StageResult:
+        self._peers.cancel(slot, command_id)
+        return self._failed(
+            slot,
+            Reason.DEADLINE_EXCEEDED.error(
+                "no answer by the deadline; what became of it is not known", outcome=OUTCOME_UNKNOWN
+            ),
+        )
 
     def _failed(self, slot: Slot, error: RlctlError) -> StageResult:
         return StageResult(

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.roster import ModelState, Slot, model_put
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.together import RENDEZVOUS_S, Together
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal
 from rlctl.times import duration
@@ -31,7 +32,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
 )
 
-JOIN_S = 30.0
+ANSWER_S = 30.0
 SEND_S = 24 * 3600.0
 """No limit but the session's."""
 
@@ -66,7 +67,9 @@ class FromPeer:
         group = await self._new_group(self._session.model)
         both = [self._peer, self._slot]
         try:
-            refuse_failed(await self.ask(self._joining(group), both, "join", JOIN_S))
+            together = Together(self._fanout, self._clock, both, self._session.update_id, [group])
+            await together.join(self._joining(group), self._session.deadline - self._clock.now())
+            together.refuse_failed()
             buckets = await self._buckets()
             await self._session.ready()
             send = SendWeightsRequest(group_name=group, buckets=buckets)
@@ -85,7 +88,7 @@ class FromPeer:
                 await asyncio.gather(sending, receiving, return_exceptions=True)
         finally:
             leave = DestroyWeightsUpdateGroupRequest(group_name=group)
-            await asyncio.shield(self.ask(leave, both, "leave", JOIN_S))
+            await asyncio.shield(self.ask(leave, both, "leave", ANSWER_S))
 
     def _joining(self, group: str) -> InitWeightsUpdateGroupRequest:
         layout = self._peer.record.registration.layout
@@ -100,7 +103,7 @@ class FromPeer:
                 GroupMember(slot=self._peer.name, rank_offset=0, num_ranks=ranks if self._paired else 1),
                 GroupMember(slot=self._slot.name, rank_offset=1, num_ranks=ranks),
             ],
-            group_timeout=duration(JOIN_S),
+            group_timeout=duration(RENDEZVOUS_S),
             paired=self._paired,
         )
 
@@ -114,7 +117,7 @@ class FromPeer:
 
     async def _buckets(self) -> list[TensorBucket]:
         """Every tensor of the model, each in a broadcast of its own."""
-        asked = await self.ask(GetModelInfoRequest(reference=True), [self._peer], "reference", JOIN_S)
+        asked = await self.ask(GetModelInfoRequest(reference=True), [self._peer], "reference", ANSWER_S)
         refuse_failed(asked)
         listed = asked[0].rank_results[0].model_info.reference
         return [

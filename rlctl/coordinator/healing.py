@@ -8,11 +8,13 @@ What the stage then holds must have the digest that was published.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.coordinator import verification
 from rlctl.coordinator.adapters import FinishAdapter
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
@@ -54,7 +56,6 @@ from rlctl.v1.verbs_pb2 import (
 log = logging.getLogger(__name__)
 
 HEAL_S = 300.0
-JOIN_S = 30.0
 OWNER = "healing"
 
 AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
@@ -197,7 +198,11 @@ class Healer:
 
     def is_open(self, update_id: str) -> bool:
         """Whether a heal of this id is running."""
-        return any(running.session.update_id == update_id for running in self._running.values())
+        return any(session.update_id == update_id for session in self.sessions())
+
+    def sessions(self) -> list[Session]:
+        """Those of the heals that run."""
+        return [running.session for running in self._running.values()]
 
     async def make_way(self, model: str) -> None:
         """End a heal of this model: an update is about to begin, and reaches its stage too."""
@@ -210,13 +215,14 @@ class Healer:
                 raise in_progress(self._roster.models[model]) from None
 
     async def stop(self) -> None:
-        """End what runs."""
-        for model in list(self._running):
-            await self.make_way(model)
+        """End what runs. What takes longer to end is an operation that goes on until it has."""
         looking = list(self._looking.values())
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
+        for model in list(self._running):
+            with contextlib.suppress(RlctlError):
+                await self.make_way(model)
 
     async def _heal_alone(self, slot: Slot) -> None:
         for pause in AGAIN_S:
@@ -285,6 +291,10 @@ class Healer:
             and peer.report.weight_version == model.record.latest
             and peer.quarantine is None
         ]
+
+    def _witnesses(self, session: Session) -> list[Slot]:
+        """Stages that are at the version and can say what they hold."""
+        return [slot for slot in self._at_version(session.model, session.targets) if verification.digests(slot)]
 
     async def _one(self, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
@@ -355,6 +365,7 @@ class Healer:
         await self._roster.quarantine({slot: unverified.detail()})
         slot.restoring = True
         self._peers.grant(slot)
+        session.reference = next(iter(self._witnesses(session)), None)
         if isinstance(source, Slot):
             self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
         else:
@@ -365,7 +376,7 @@ class Healer:
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
-        found = self._at_version(session.model, session.targets)
+        found = self._witnesses(session)
         if found:
             results = await self._fanout.run(
                 CheckWeightsRequest(),

@@ -88,8 +88,9 @@ class Run:
 class Operations:
     """Every operation by id."""
 
-    def __init__(self, journal: Journal, roster: Roster, clock: Clock) -> None:
+    def __init__(self, journal: Journal, roster: Roster, clock: Clock, retained: int = RETAINED) -> None:
         self._journal = journal
+        self._retained = retained
         self._roster = roster
         self._clock = clock
         self._runs: dict[str, Run] = {}
@@ -125,7 +126,7 @@ class Operations:
         run = self._runs.get(request_id)
         if run is None and request_id and request_id <= self._forgotten:
             raise Reason.REQUEST_ID_EXPIRED.error(
-                f"request_id {request_id} is older than the {RETAINED} operations that are remembered",
+                f"request_id {request_id} is older than the {self._retained} operations that are remembered",
                 field="header.request_id",
             )
         if run is not None and run.record.request_sha256 != body_hash(request):
@@ -273,7 +274,7 @@ class Operations:
             del self._holders[name]
 
     def _expired(self) -> list[str]:
-        return list(itertools.islice(self._ended, max(0, len(self._ended) - RETAINED)))
+        return list(itertools.islice(self._ended, max(0, len(self._ended) - self._retained)))
 
     def _done_at(self, operation_id: str) -> int:
         return self._runs[operation_id].operation.done_time.ToNanoseconds()

@@ -8,8 +8,11 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from rlctl.control.commander import Commander
+from google.protobuf.any_pb2 import Any
+
+from rlctl.control.commander import Commander, Issued
 from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.coordinator.unanswered import Unanswered
 from rlctl.coordinator.versions import adoptable, lacking
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Dialer, Journal
@@ -56,6 +59,7 @@ class Peers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._grants = itertools.count(1)
+        self._unanswered = Unanswered(lease_s + DRIFT_S)
         self._connecting = asyncio.Semaphore(CONNECTING)
         self.succeeded = asyncio.Event()
         """Set once the journal is another's."""
@@ -152,12 +156,22 @@ class Peers:
         for slot in self._roster.slots.values():
             slot.lease_until = self._clock.now() + self._lease_s + DRIFT_S
 
-    def commander(self, slot: Slot) -> Commander:
-        """The slot's link. Raises UNREACHABLE, outcome NOT_SENT, when none stands."""
+    def issue(
+        self, slot: Slot, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool
+    ) -> Issued:
+        """Send a command. Where the link breaks under it, it is asked again over the next one, if ``again``. Raises
+        UNREACHABLE, outcome NOT_SENT, when no link stands.
+        """
         self._refuse_succeeded()
         if slot.commander is None or slot.commander.lost:
             raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
-        return slot.commander
+        return slot.commander.issue(command_id, operation_id, request, deadline, again=again)
+
+    def cancel(self, slot: Slot, command_id: str) -> None:
+        """Ask a stage to give up a command that it has not started."""
+        if slot.commander is not None:
+            slot.commander.cancel(command_id)
+        self._unanswered.withdraw(slot, command_id)
 
     def _holds_journal(self) -> bool:
         if not self._journal.held():
@@ -179,23 +193,31 @@ class Peers:
 
     async def _keep(self, slot: Slot) -> None:
         tries = 0
-        while not slot.record.retired and self._roster.slots.get(slot.name) is slot:
-            try:
-                await self._once(slot)
-                tries = 0
-            except RlctlError as error:
-                log.info("%s: %s", slot.name, error)
-            if self.succeeded.is_set():
-                return
-            await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
-            tries += 1
+        try:
+            while not slot.record.retired and self._roster.slots.get(slot.name) is slot:
+                try:
+                    await self._once(slot)
+                    tries = 0
+                except RlctlError as error:
+                    log.info("%s: %s", slot.name, error)
+                if self.succeeded.is_set():
+                    return
+                await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
+                tries += 1
+        finally:
+            self._unanswered.end(slot)
 
     async def _once(self, slot: Slot) -> None:
         registration = slot.record.registration
         connected = await self._turn_to_connect()
         self._refuse_succeeded()
         link = await self._dialer.dial(registration.address)
-        commander = Commander(link, self._clock, on_report=lambda report: self._reported(slot, report))
+        commander = Commander(
+            link,
+            self._clock,
+            on_report=lambda report: self._reported(slot, report),
+            on_lost=lambda lost: self._unanswered.keep(slot, lost),
+        )
         receiving = asyncio.create_task(commander.run())
         granting: asyncio.Task[None] | None = None
         try:
@@ -210,8 +232,10 @@ class Peers:
                 )
             if attached.registration.boot_id != registration.boot_id:
                 raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+            self._refuse_succeeded()
             slot.commander = commander
             connected()
+            self._unanswered.ask(slot, commander)
             self._reported(slot, attached.report)
             granting = asyncio.create_task(self._keep_granting(slot))
             await receiving

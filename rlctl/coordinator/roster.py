@@ -35,6 +35,10 @@ ABSENT = (
 )
 """States in which a stage is left out when a target set is frozen."""
 
+REST = 5
+"""A watch rests so many times as long as it took to look at the fleet: of a thousand stages that all change, looking
+would otherwise take half of the coordinator's time."""
+
 
 @dataclass(eq=False)
 class Slot:
@@ -347,9 +351,12 @@ class Roster:
             yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
             while not self._closed:
                 await queue.get()
+                began = self._clock.now()
                 changed = _difference(self.fleet(model), seen)
+                rest_s = REST * (self._clock.now() - began)
                 if changed.models or changed.stages:
                     yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
+                await asyncio.sleep(rest_s)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[asyncio.Queue[None]]:

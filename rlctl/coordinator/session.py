@@ -78,6 +78,7 @@ class Session:
         resume: targets that generate again afterwards.
         paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
         adapter: the adapter that it is about, beside the weights; None: it is about the weights.
+        reference: a stage that is no target and holds what the targets should hold, or None.
         missed: targets that did not take in all that was sent to them.
         unprepared: what those answered that could not be paused or prepared.
         writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
@@ -105,6 +106,7 @@ class Session:
         self.targets = list(targets)
         self.deadline = deadline
         self.checkpoint = ""
+        self.reference: Slot | None = None
         self._roster = roster
         self._peers = peers
         self._fanout = fanout

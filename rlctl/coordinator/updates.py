@@ -231,6 +231,13 @@ class Updates:
             if model.update_id and model.update_id != update_id:
                 raise in_progress(model)
 
+    def refuse_target(self, slot: Slot) -> None:
+        """Raise UPDATE_IN_PROGRESS when an open update or a heal has this stage as a target."""
+        sessions = [opened.session for opened in self._open.values()]
+        for session in [*sessions, *self._healer.sessions()]:
+            if slot in session.targets:
+                raise in_progress(session.model)
+
     async def join_group(
         self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
     ) -> None:
@@ -370,8 +377,9 @@ class Updates:
     async def _see_through(self, opened: OpenUpdate, disk: FromDisk | None) -> None:
         session, run = opened.session, opened.run
         finish = Finish if session.adapter is None else FinishAdapter
+        # Beside the rest, so that the lease is watched meanwhile. What is not left by the end the next update leaves.
+        leaving = asyncio.create_task(session.leave_groups(opened.abandoned))
         try:
-            await session.leave_groups(opened.abandoned)
             if disk is not None:
                 await self._read_checkpoint(opened, disk)
             await self._decision(opened)
@@ -385,6 +393,8 @@ class Updates:
                 await session.leave_groups(self._groups.unformed(session.record.plan))
             raise
         finally:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
             del self._open[session.update_id]
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()

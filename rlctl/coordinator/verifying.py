@@ -75,7 +75,7 @@ async def _compared(
     session: Session, results: Sequence[StageResult], wrong: Mapping[str, RlctlError], expected: Expected
 ) -> dict[str, StageResult]:
     """Tensor by tensor, the targets whose digest is another one: with the source's, or with those of a replica, one
-    that is right if there is any.
+    that is right if there is any, or of the stage that holds what they should.
     """
     differ = [
         result.slot
@@ -88,7 +88,7 @@ async def _compared(
         return {}
     slots = {slot.name: slot for slot in session.targets if slot.name in differ}
     sound = {result.slot for result in results} - wrong.keys()
-    right = next((slot for slot in session.targets if slot.name in sound), None)
+    right = next((slot for slot in session.targets if slot.name in sound), session.reference)
     reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]])
     if not reference:
         return {}

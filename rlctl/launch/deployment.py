@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rlctl.errors import Reason, RlctlError
 from rlctl.launch.engine_run import Limits
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.launcher import Launcher
+from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
+
+_FIXED = {
+    "listen": "fleet.listen",
+    "insecure": "fleet.auth.insecure",
+    "launcher": "fleet.launcher",
+    "cluster": "fleet.ray.address",
+    "interface": "fleet.network.interface",
+    "per_node": "fleet.num_gpus_per_node",
+}
+"""What cannot change in a fleet that is up, by the key that says it. The last two are told to the Ray launcher once."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,12 @@ class Deployment:
         insecure: bind where others can reach it though there is no token.
         restart: engines that end by themselves are started again.
         limits: how long what may take.
+        launcher: "local" or "ray".
+        cluster: address of the Ray cluster, or "".
+        interface: interface or network that servers on other nodes bind to, or "".
+        per_node: ranks of an engine that go on one node.
+        reserved: room that placeholders keep free.
+        gateways: HTTP gateways.
     """
 
     name: str
@@ -29,6 +48,45 @@ class Deployment:
     insecure: bool = False
     restart: bool = True
     limits: Limits = field(default_factory=Limits)
+    launcher: str = "local"
+    cluster: str = ""
+    interface: str = ""
+    per_node: int = 8
+    reserved: tuple[Reservation, ...] = ()
+    gateways: tuple[GatewaySpec, ...] = ()
+
+    def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
+        """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""
+        if self.launcher == "local":
+            return None
+        from rlctl.launch.ray_launcher import RayLauncher  # loads ray
+
+        return RayLauncher(
+            logs, listen=self.listen, address=self.cluster, per_node=self.per_node, interface=self.interface,
+            token=token, insecure=self.insecure,
+        )  # fmt: skip
+
+    def fixed(self, running: Deployment) -> list[tuple[str, str]]:
+        """(key, why) for everything that is wanted otherwise, and cannot change in a fleet that runs."""
+        keys = dict(_FIXED)
+        if self.launcher == running.launcher == "local":
+            del keys["cluster"], keys["interface"], keys["per_node"]  # engines say what it means for them
+        return [
+            (key, f"it cannot change in a fleet that is up, where it is {getattr(running, name)!r}")
+            for name, key in keys.items()
+            if getattr(self, name) != getattr(running, name)
+        ]
+
+    def refusal(self, running: Deployment) -> RlctlError | None:
+        """The error with everything that is :meth:`fixed`, if anything is."""
+        found = self.fixed(running)
+        if not found:
+            return None
+        return Reason.FIELD_CONFLICT.error(
+            "\n  ".join(f"{key}: {why}" for key, why in found),
+            field=found[0][0],
+            next_step=f"`rlctl down --name {self.name}` first.",
+        )
 
     @property
     def data(self) -> dict[str, Any]:
@@ -39,4 +97,7 @@ class Deployment:
     def of(cls, data: Mapping[str, Any]) -> Deployment:
         """From :attr:`data`."""
         engines = tuple(EngineSpec.of(spec) for spec in data["engines"])
-        return cls(**{**data, "engines": engines, "limits": Limits(**data["limits"])})
+        reserved = tuple(Reservation(**place) for place in data.get("reserved", ()))
+        gateways = tuple(GatewaySpec(**gateway) for gateway in data.get("gateways", ()))
+        limits = Limits(**data["limits"])
+        return cls(**{**data, "engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways})

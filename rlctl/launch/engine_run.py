@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
-from rlctl.launch.processes import STOP_S, end
-from rlctl.launch.spec import EngineSpec, rank_arguments
+from rlctl.launch.processes import STOP_S, end, last_line
+from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.v1.fleet_pb2 import Stage
 
 START_S = 300.0
-LOAD_S = 1860.0
-"""More than a stage server gives its engine, so that the one that knows the cause ends first."""
 BACKOFF_AT_MOST_S = 60.0
 TELL_S = 1.0
+REMIND_S = 10.0
+"""After so long in a phase people are told that it goes on, then after twice, four times ... as long."""
 STEADY_S = 60.0
 """An engine that was ready for so long has its back-off forgotten."""
 
@@ -89,6 +89,7 @@ class EngineRun:
         self._again_at = 0.0
         self._quiet_looks = 0
         self._told = False
+        self._remind_s = REMIND_S
 
     # What it is told.
 
@@ -96,9 +97,11 @@ class EngineRun:
         """Start its processes: the followers, or rank 0 where there are none."""
         spec = self.spec
         self._enter(Phase.STARTING)
+        if spec.followers:
+            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {spec.ranks} ranks beside rank 0)")
         try:
             for rank in spec.followers:
-                self._launch(rank, rank_arguments(spec, rank, self._coordinator))
+                self._launch(rank)
         except RlctlError as error:
             self._fail(error)
             return
@@ -148,18 +151,20 @@ class EngineRun:
                     followers = [process.facts["address"] for process in self.processes]
                     self._enter(Phase.LOADING)
                     try:
-                        self._launch(0, rank_arguments(self.spec, 0, self._coordinator, followers))
+                        self._launch(0, followers)
                     except RlctlError as error:
                         self._fail(error)
                     else:
                         self._say(f"{self.spec.slot}: {_loading(self.spec)}")
                 else:
+                    self._remind("starting")
                     self._limit(self._limits.start_s, "its followers did not come up")
             case Phase.LOADING:
                 if self.leader.serves:
                     self._told = False
                     self._enter(Phase.HEALING)
                 else:
+                    self._remind("loading")
                     self._limit(self._limits.load_s, "it did not load")
             case Phase.HEALING:
                 facts = self.leader.facts
@@ -171,8 +176,10 @@ class EngineRun:
                     if not self._told and time.monotonic() - self._since > TELL_S:
                         self._say(f"{self.spec.slot}: loaded, healing ({why})")
                         self._told = True
+                    self._remind(f"healing ({why})")
                     self._limit(self._limits.heal_s, f"it is not routable: {why}")
             case Phase.READY:
+                self._refuse_lost(stage)
                 if time.monotonic() - self._since > STEADY_S:
                     self.failures = 0
             case Phase.DRAINING:
@@ -197,15 +204,31 @@ class EngineRun:
         """After a failure: seconds until it is tried again."""
         return max(0.0, self._again_at - time.monotonic())
 
-    def _launch(self, rank: int, arguments: Sequence[str]) -> None:
-        spec = self.spec
-        process = self._launcher.launch(
-            spec.process(rank), arguments, spec.environment, gpus=spec.gpus, cpus=spec.cpus(rank)
-        )
-        self.processes.append(process)
+    def _launch(self, rank: int, followers: Sequence[str] = ()) -> None:
+        self.processes.append(self._launcher.launch(self.spec, rank, self._coordinator, followers))
 
     def _ended(self) -> Launched | None:
         return next((process for process in self.processes if process.returncode is not None), None)
+
+    def _refuse_lost(self, stage: Stage | None) -> None:
+        """A stage server whose engine is gone, and that cannot start it again, holds its slot in vain."""
+        if stage is None or self.spec.restarts_itself or stage.registration.address != self.leader.facts["address"]:
+            return
+        lost = next((rank for rank in stage.report.ranks if not rank.alive), None)
+        if lost is None:
+            return
+        why = f"{self.spec.slot} has lost rank {lost.coordinates.rank}: {lost.reason}"
+        self._fail(Reason.ENGINE_FAILED.error(why, next_step=f"See {self.leader.log}."))
+
+    def _remind(self, what: str) -> None:
+        """Say that it goes on, and what the process that it waits for has logged last."""
+        since_s = time.monotonic() - self._since
+        if since_s < self._remind_s:
+            return
+        self._remind_s *= 2
+        waiting = next((process for process in self.processes if not process.serves), self.processes[-1])
+        said = last_line(waiting.log)
+        self._say(f"{self.spec.slot}: still {what} after {since_s:.0f} s" + (f"; its log says: {said}" if said else ""))
 
     def _limit(self, limit_s: float, why: str) -> None:
         if time.monotonic() - self._since > limit_s:
@@ -240,6 +263,7 @@ class EngineRun:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._since = time.monotonic()
+        self._remind_s = REMIND_S
 
 
 def _loading(spec: EngineSpec) -> str:

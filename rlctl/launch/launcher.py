@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from rlctl.errors import RlctlError
+from rlctl.launch.spec import EngineSpec, Reservation
 
 
 class Launched(Protocol):
@@ -49,12 +50,16 @@ class Launched(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts servers. None outlives the launcher's process."""
+    """Starts the servers of engines. None outlives the launcher's process."""
 
-    def launch(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, gpus: Sequence[int], cpus: int
-    ) -> Launched:
-        """Start ``rlctl ARGUMENTS``; does not wait.
+    def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Launched:
+        """Start the server of one rank; does not wait. ``followers``: where the others are, for rank 0.
 
-        ``gpus``: GPUs of the plan that it is placed by; ``cpus``: cores that it is bound to, 0 for none in particular.
+        All processes of an engine have ended before one of them is launched again.
         """
+
+    def reserve(self, places: Sequence[Reservation]) -> None:
+        """Keep room that nothing is started in; what is not named any more is given back. Raises PLACE_UNAVAILABLE."""
+
+    def close(self) -> None:
+        """Give back what is held; every process has ended."""

@@ -18,10 +18,11 @@ from typing import Self
 from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.engine_run import START_S, EngineRun, Limits, Phase
+from rlctl.launch.gateways import Gateways
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import STOP_S, stop_all
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
 from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -30,6 +31,7 @@ __all__ = ["EngineSpec", "LocalFleet", "interrupted"]
 READY_S = 60.0
 POLL_S = 0.05
 CALL_S = 5.0
+ASK_S = 2.0
 
 
 def interrupted(processes: int) -> str:
@@ -55,11 +57,14 @@ class LocalFleet:
         module: str = "rlctl",
         limits: Limits | None = None,
         launcher: Launcher | None = None,
+        reserved: Sequence[Reservation] = (),
+        gateways: Sequence[GatewaySpec] = (),
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None.
 
         ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
-        it must do what that does, and may do more. ``launcher``: where they run; None: on this machine.
+        it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
+        coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
         """
         self.engines = _placed(engines)
         self.address = ""
@@ -72,8 +77,12 @@ class LocalFleet:
         self._say = on_progress
         self.limits = limits or Limits(heal_s=READY_S)
         logs = self.directory / "logs"
-        self._launcher: Launcher = launcher or LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._local = LocalLauncher(logs, token=token, insecure=insecure, module=module)
+        self._launcher: Launcher = launcher or self._local
+        self._reserved = tuple(reserved)
+        self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
         self._client: Fleet | None = None
+        self._ask_at = 0.0
         self._disabled: set[str] = set()
         """Slots that were disabled to be drained, so that whatever fills them next is enabled again."""
 
@@ -93,7 +102,8 @@ class LocalFleet:
     def processes(self) -> list[Launched]:
         """Every process, the coordinator first."""
         coordinator = [self.coordinator] if self.coordinator is not None else []
-        return [*coordinator, *(process for run in self.runs.values() for process in run.processes)]
+        engines = [process for run in self.runs.values() for process in run.processes]
+        return [*coordinator, *engines, *self.gateways.processes]
 
     def start(self) -> str:
         """Start everything and wait until every stage is routable; returns the coordinator's address.
@@ -104,6 +114,7 @@ class LocalFleet:
             (self.directory / "logs").mkdir(parents=True, exist_ok=True)
             self._start_coordinator(self._listen)
             self._say(f"coordinator at {self.address}")
+            self._launcher.reserve(self._reserved)
             self.settle()
         except BaseException as error:
             self._tell_of_interrupt(error)
@@ -112,7 +123,8 @@ class LocalFleet:
         return self.address
 
     def stop(self) -> None:
-        """End every process: engines first, while there is a coordinator that they can take leave of."""
+        """End every process: gateways first, then engines, while there is a coordinator that they can take leave of."""
+        self.gateways.stop()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -123,6 +135,7 @@ class LocalFleet:
             )
         self.runs.clear()
         self.coordinator = None
+        self._launcher.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -157,9 +170,19 @@ class LocalFleet:
 
     # What is wanted, and the way there.
 
-    def want(self, engines: Sequence[EngineSpec]) -> None:
-        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone."""
+    def want(
+        self,
+        engines: Sequence[EngineSpec],
+        reserved: Sequence[Reservation] = (),
+        gateways: Sequence[GatewaySpec] = (),
+    ) -> None:
+        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone.
+
+        Raises PLACE_UNAVAILABLE where there is no room for what is to be kept free.
+        """
+        self._launcher.reserve(reserved)
         self.engines = _placed(engines)
+        self.gateways.wanted = tuple(gateways)
         for spec in self.engines:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
@@ -169,9 +192,10 @@ class LocalFleet:
     def settled(self) -> bool:
         """Whether everything that is wanted is ready, and nothing else runs."""
         wanted = {spec.slot: spec for spec in self.engines}
-        return self.runs.keys() == wanted.keys() and all(
+        engines = self.runs.keys() == wanted.keys() and all(
             run.phase is Phase.READY and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
         )
+        return engines and self.gateways.settled
 
     @property
     def all_ended(self) -> bool:
@@ -215,6 +239,7 @@ class LocalFleet:
             if spec.slot not in self.runs and not self._gpus_held(spec):
                 run = self.runs[spec.slot] = self._run(spec)
                 run.start()
+        self.gateways.look(self.address, restart=restart)
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         """Take it out of routing before it is drained."""
@@ -258,7 +283,7 @@ class LocalFleet:
 
     def _start_coordinator(self, listen: str) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.directory / "journal.db")]
-        self.coordinator = self._launcher.launch("coordinator", arguments, {}, gpus=(), cpus=0)
+        self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
 
     def _refuse_failed(self) -> None:
@@ -267,15 +292,17 @@ class LocalFleet:
         for run in self.runs.values():
             if run.error is not None:
                 raise run.error
+        for error in self.gateways.errors.values():
+            raise error
 
     # What the coordinator says.
 
     def _stages(self) -> dict[str, Stage]:
-        """What is known of the slots; asked only while somebody waits for it."""
-        asking = (Phase.HEALING, Phase.DRAINING)
-        settled = self.settled
-        if settled or not any(run.phase in asking or run.phase is Phase.READY for run in self.runs.values()):
+        """What is known of the slots; asked now and then while nobody waits for it."""
+        asking = (Phase.HEALING, Phase.DRAINING, Phase.READY)
+        if (self.settled and time.monotonic() < self._ask_at) or not any(r.phase in asking for r in self.runs.values()):
             return {}
+        self._ask_at = time.monotonic() + ASK_S
         fleet = self._status()
         return {stage.registration.slot: stage for stage in fleet.stages} if fleet is not None else {}
 

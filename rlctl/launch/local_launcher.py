@@ -9,6 +9,7 @@ from pathlib import Path
 from rlctl.errors import Reason
 from rlctl.launch.launcher import Launched
 from rlctl.launch.processes import Process
+from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
 
 
 class LocalLauncher:
@@ -22,18 +23,31 @@ class LocalLauncher:
         self._module = module
         self._cores: dict[int, Launched] = {}
 
-    def launch(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, gpus: Sequence[int], cpus: int
+    def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Process:
+        """Start the server of a rank, on the GPUs that the plan names."""
+        arguments = rank_arguments(spec, rank, coordinator, followers)
+        return self.start(spec.process(rank), arguments, spec.environment, cpus=spec.cpus(rank))
+
+    def start(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, cpus: int = 0
     ) -> Process:
-        """Start it; cores are those that no process that still runs is bound to. Raises FIELD_INVALID: too few."""
-        del gpus  # named in the arguments
+        """Start ``rlctl ARGUMENTS``; cores are those that no process that still runs is bound to.
+
+        Raises FIELD_INVALID: too few.
+        """
         bound = self._free_cores(name, cpus)
         threads = str(cpus) if cpus else os.environ.get("OMP_NUM_THREADS", "1")
-        variables = {"OMP_NUM_THREADS": threads, **environment, **self._common}
+        variables = {"OMP_NUM_THREADS": threads, **(environment or {}), **self._common}
         log = self._directory / f"{name}.log"
         process = Process(name, [*arguments, *self._flags], log, variables, self._module, bound)
         self._cores.update(dict.fromkeys(bound, process))
         return process
+
+    def reserve(self, places: Sequence[Reservation]) -> None:
+        """Nothing: the plan leaves them out, and nobody else gives out GPUs of this machine."""
+
+    def close(self) -> None:
+        """Nothing."""
 
     def _free_cores(self, name: str, count: int) -> list[int]:
         if not count:

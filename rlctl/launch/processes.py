@@ -18,6 +18,8 @@ from rlctl.launch.launcher import Launched
 from rlctl.process import ANNOUNCEMENT
 
 STOP_S = 10.0
+LOG_BYTES = 8192
+"""How far back a log is looked into for its last line."""
 
 
 class Process:
@@ -82,15 +84,22 @@ class Process:
             raise self.failure()
         return self.facts
 
+    def until_announced(self) -> dict[str, str]:
+        """Wait until it has announced itself, and return what; {} when it ended before."""
+        self._announced.wait()
+        return self.facts
+
+    def until_ended(self) -> int:
+        """Wait until it has ended; how."""
+        return self._popen.wait()
+
     def failure(self) -> RlctlError:
         """Why it ended, from the end of its log."""
-        with contextlib.suppress(OSError):
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            if lines:
-                return Reason.ENGINE_FAILED.error(
-                    f"{self.name} ended with {self.returncode}: {lines[-1].strip()}", next_step=f"See {self.log}."
-                )
-        return Reason.ENGINE_FAILED.error(f"{self.name} ended with {self.returncode}", next_step=f"See {self.log}.")
+        said = last_line(self.log)
+        why = f": {said}" if said else ""
+        return Reason.ENGINE_FAILED.error(
+            f"{self.name} ended with {self.returncode}{why}", next_step=f"See {self.log}."
+        )
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -125,6 +134,15 @@ class Process:
                     self.facts = {key: str(value) for key, value in said.items()}
                     self._announced.set()
         self._announced.set()
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something; "" where there is none, or the log is on another machine."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+    return ""
 
 
 def end(process: Launched) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from rlctl.engine import brings_ranks
 
+LOAD_S = 1860.0
+"""Longest time for an engine to load: more than a stage server gives it, so that who knows the cause ends first."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -62,6 +65,11 @@ class EngineSpec:
         return "url" in self.options
 
     @property
+    def restarts_itself(self) -> bool:
+        """Whether its stage server starts its engine again: that of a server that it has launched."""
+        return brings_ranks(self.engine) and not self.attached
+
+    @property
     def followers(self) -> range:
         """Ranks that are processes of ours beside rank 0."""
         return range(1, 1 if brings_ranks(self.engine) else self.ranks)
@@ -88,6 +96,46 @@ class EngineSpec:
     def of(cls, data: Mapping[str, Any]) -> EngineSpec:
         """From :attr:`data`."""
         return cls(**{**data, "gpus": tuple(data.get("gpus", ()))})
+
+
+@dataclass(frozen=True)
+class GatewaySpec:
+    """An HTTP gateway in front of one model.
+
+    Attributes:
+        model: the model; one gateway each.
+        listen: HOST:PORT; port 0 takes any.
+        policy: how it picks an engine; "": its own default.
+    """
+
+    model: str
+    listen: str
+    policy: str = ""
+
+    @property
+    def process(self) -> str:
+        """Name of its process."""
+        return f"gateway-{self.model}"
+
+    def arguments(self, coordinator: str, listen: str) -> list[str]:
+        """Arguments of ``rlctl``; ``listen``: the one of the spec, or what became of it."""
+        policy = ["--policy", self.policy] if self.policy else []
+        return ["gateway", "--coordinator", coordinator, "--model", self.model, "--listen", listen, *policy]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Room that a placeholder keeps free.
+
+    Attributes:
+        name: what its slots would begin with.
+        ranks: how many GPUs; on a CPU, ranks.
+        device: "cpu" or "cuda".
+    """
+
+    name: str
+    ranks: int
+    device: str
 
 
 def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Sequence
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.merging import merge_sample
@@ -24,6 +25,7 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     SamplingParams,
     TokenIds,
+    TokenLogprob,
 )
 
 
@@ -38,7 +40,24 @@ class Progress:
         self._whole.CopyFrom(sample.whole)
         self._prompt_ids = list(sample.prompt_ids)
         self._parts = list(sample.parts)
+        self._input_logprobs = list(sample.input_logprobs)
+        self._tried = bool(sample.parts)
         self._base = self._text_base = 0  # tokens, and length of the text, that earlier attempts brought
+
+    @property
+    def whole(self) -> Sample:
+        """All that is had. Not to be changed, and it goes on to grow."""
+        return self._whole
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt's tokens, once they are known."""
+        return self._prompt_ids
+
+    @property
+    def input_logprobs(self) -> Sequence[TokenLogprob]:
+        """Of the prompt's tokens, if they were asked for and are there."""
+        return self._input_logprobs
 
     @property
     def tokens(self) -> int:
@@ -64,15 +83,20 @@ class Progress:
         self._base, self._text_base = self.tokens, len(self._whole.text)
         request = GenerateRequest()
         request.CopyFrom(self._request)
-        request.rid = uuid.uuid4().hex
+        if self._tried or not request.rid:
+            request.rid = uuid.uuid4().hex
+        self._tried = True
         request.min_version_seq = min_version_seq
         if self._base:
             self._go_on(request)
+        else:
+            self._input_logprobs.clear()
         return request
 
     def _go_on(self, request: GenerateRequest) -> None:
         params = request.sampling_params
         check_continuable(params)
+        request.ClearField("logprob_start_len")
         if not self._prompt_ids:
             raise Reason.UNSUPPORTED.error("the engine has not said the prompt's tokens", field="text")
         request.input_ids.CopyFrom(TokenIds(ids=[*self._prompt_ids, *self._whole.output_ids]))
@@ -89,6 +113,8 @@ class Progress:
         """Take in a message of the attempt under way."""
         if response.prompt_ids and not self._prompt_ids:
             self._prompt_ids = list(response.prompt_ids)
+        if response.input_logprobs and not self._base:
+            self._input_logprobs.extend(response.input_logprobs)
         for sample in response.samples:
             self._begin_part(response, sample)
             sample.index = 0
@@ -133,6 +159,7 @@ class Progress:
             whole=whole,
             prompt_ids=list(self._prompt_ids),
             parts=tuple(self._parts),
+            input_logprobs=tuple(self._input_logprobs),
             session_id=known.session_id,
             own_session=known.own_session,
             group=known.group,

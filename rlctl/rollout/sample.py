@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlctl.errors import RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
-from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishType, GenerateRequest, Sample
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishType, GenerateRequest, Sample, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class RolloutSample:
         request: what was asked for, for this sample alone; its seed is the sample's own.
         whole: all that was generated, over every stage that it went on at.
         prompt_ids: the prompt's tokens; empty while a prompt of text has not reached a stage.
+        input_logprobs: of the prompt's tokens, if they were asked for (``logprob_start_len``).
         parts: the stages that it came from.
         session_id: what kept its turns on one stage.
         own_session: that session was made for this sample.
@@ -49,6 +50,7 @@ class RolloutSample:
     group: str = ""
     index: int = 0
     latest: int = 0
+    input_logprobs: Sequence[TokenLogprob] = ()
     error: RlctlError | None = None
 
     @property
@@ -110,4 +112,5 @@ class RolloutFailed(RlctlError):
             outcome=cause.outcome,
         )
         self.status = cause.status
+        self.http_status = cause.http_status
         self.samples = samples

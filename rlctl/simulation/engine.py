@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
+from rlctl.fingerprints import differing
 from rlctl.simulation.fabric import Tensors
-from rlctl.simulation.holding import NAMES, Holding, digest
+from rlctl.simulation.holding import NAMES, Holding, digest, digests, probed
 from rlctl.simulation.world import Node
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
 from rlctl.v1.common_pb2 import (
+    EVIDENCE_RANK,
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
+    OUTCOME_APPLIED,
     OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
@@ -31,11 +34,15 @@ from rlctl.v1.common_pb2 import (
     TRANSPORT_DISK,
     TRANSPORT_TORCH_GLOO,
     VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
+    VerificationLevel,
     WeightVersion,
     WorkerCoordinates,
 )
 from rlctl.v1.fleet_pb2 import Capabilities, StageLayout
+from rlctl.v1.results_pb2 import RankResult
 
 if TYPE_CHECKING:
     from rlctl.simulation.fleet import Simulation
@@ -43,13 +50,31 @@ if TYPE_CHECKING:
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
 
 
+_BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
+
+LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
+    "plain": _BY_DIGEST,
+    "thorough": (*_BY_DIGEST, VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
+    "receiver": (VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
+    "speaker": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
+}
+"""What engines can verify, by kind. A "speaker" has its ranks inside, and answers for all of them at once."""
+
+
 @dataclass
 class Machine:
-    """What the ranks of one incarnation of an engine share: the step stream."""
+    """What the ranks of one incarnation of an engine share: the step stream.
+
+    Attributes:
+        kind: which of :data:`LEVELS`.
+        spoken_for: ranks that each process of it is.
+    """
 
     sim: Simulation
     nodes: list[Node]
     checkpoint: str
+    kind: str = "plain"
+    spoken_for: int = 1
     engines: list[SimEngine] = field(default_factory=list)
     step: int = 0
 
@@ -78,7 +103,7 @@ class SimEngine(Engine):
         self.node = machine.nodes[config.rank]
         self.holding = Holding({}, machine.sim.off)
         self._sim = machine.sim
-        self._fail = on_failure
+        self.fail = on_failure
         self._held: dict[str, asyncio.Future[int]] = {}
         self._paused: int | None = None
         self._going = asyncio.Event()
@@ -115,7 +140,8 @@ class SimEngine(Engine):
             capabilities=Capabilities(
                 pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
                 transports=[TRANSPORT_DISK, TRANSPORT_TORCH_GLOO],
-                verification=[VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA],
+                verification=LEVELS[self.machine.kind],
+                answers_for_ranks=self.machine.kind == "speaker",
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
                 staged_apply=True,
@@ -154,7 +180,7 @@ class SimEngine(Engine):
             if not held.done():
                 held.set_exception(error)
         self._held.clear()
-        self._fail(error)
+        self.fail(error)
 
     async def withdraw(self, command_id: str) -> None:
         """Let this rank forget the command."""
@@ -305,7 +331,8 @@ class SimEngine(Engine):
         rank = request.rank_offset + self.rank
         if not request.probe_only:
             left = call.deadline - self.node.loop.time() - 0.1
-            await self._sim.fabric.join(self.node, request.group_name, rank, request.world_size, left)
+            ranks = min(self.machine.spoken_for, request.num_ranks or self.machine.spoken_for)
+            await self._sim.fabric.join(self.node, request.group_name, rank, request.world_size, left, ranks=ranks)
         return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
 
     async def destroy_weights_update_group(self, request: verbs.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
@@ -368,7 +395,7 @@ class SimEngine(Engine):
         del request
         self.holding.refuse_other(call.update_id)
         await self._begin("SealUpdate", call)
-        return verbs.WeightsReport(tensors=self.holding.seal())
+        return self.holding.report(self.holding.seal())
 
     async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Close an update."""
@@ -376,7 +403,7 @@ class SimEngine(Engine):
         await self._begin("CommitUpdate", call)
         if self.holding.shadow is not None and self.holding.adapter is None:
             self._refuse_active()
-        return verbs.WeightsReport(tensors=self.holding.commit(request))
+        return self.holding.report(self.holding.commit(request))
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
         """Drop an update."""
@@ -417,21 +444,59 @@ class SimEngine(Engine):
         for request in users:
             request.ended.set()
 
-    async def check_weights(self, request: verbs.CheckWeightsRequest, call: Call) -> verbs.CheckReport:
-        """Digest the full tensors, each rank a share."""
+    async def check_weights(
+        self, request: verbs.CheckWeightsRequest, call: Call
+    ) -> verbs.CheckReport | list[RankResult]:
+        """Digest the full tensors, each rank a share. Here every rank inside an engine answers for itself."""
         await self._begin("CheckWeights", call)
+        report = self._checked(request)
+        if self.machine.spoken_for == 1:
+            return report
+        return [
+            RankResult(
+                coordinates=WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu"),
+                outcome=OUTCOME_APPLIED,
+                evidence=EVIDENCE_RANK,
+                step=call.step,
+                check=report,
+            )
+            for rank in range(self.machine.spoken_for)
+        ]
+
+    def _checked(self, request: verbs.CheckWeightsRequest) -> verbs.CheckReport:
         if request.action == verbs.CHECK_ACTION_RESET_TENSORS:
             self._refuse_active()
             self.holding.weights = dict.fromkeys(NAMES, "scrambled")
+            return verbs.CheckReport(action=request.action)
+        if request.action == verbs.CHECK_ACTION_PROBE:
+            computed = probed(self.holding.weights, request.prompts)
+            return verbs.CheckReport(action=request.action, probed=computed if self.rank == 0 else ())
+        if not self.digests:
+            raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
         held = [engine.holding.asked_for(request) for engine in self.machine.engines]
         mine = self.holding.asked_for(request)
-        return verbs.CheckReport(
+        report = verbs.CheckReport(
             action=request.action,
             tensor_count=len(mine),
             rank_digest=digest(mine),
             model_digest=digest(mine),
             inconsistent=[name for name in mine if len({tensors.get(name) for tensors in held}) > 1],
         )
+        each = digests(mine)
+        if request.per_tensor:
+            for name in mine:
+                report.model_tensors.add(name=name, sha256=each[name])
+        if request.fingerprints and (names := differing(each, request.fingerprints)):
+            part = verbs.TensorPart(name=names[0], sha256=each[names[0]], differs=True)
+            report.difference.CopyFrom(
+                verbs.TensorDifference(count=len(names), first=names[0], part=part, tensors=len(mine))
+            )
+        return report
+
+    @property
+    def digests(self) -> bool:
+        """Whether it can digest what it holds."""
+        return VERIFICATION_LEVEL_EXPECTED in LEVELS[self.machine.kind]
 
     def _disk(self, path: str) -> Tensors:
         if path not in self._sim.disks:

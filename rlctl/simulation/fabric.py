@@ -50,6 +50,8 @@ class Group:
     """Ranks that have not taken a broadcast in yet, by its index."""
     joining: dict[int, _Wait] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
+    also: dict[int, list[int]] = field(default_factory=dict)
+    """Further ranks that a member is, by its first."""
 
     def taken(self, node: Node) -> int:
         """How many broadcasts a member has taken in."""
@@ -68,26 +70,29 @@ class Fabric:
     def _delay(node: Node) -> float:
         return node.random.expovariate(1 / 0.005)
 
-    async def join(self, node: Node, name: str, rank: int, size: int, timeout_s: float) -> None:
-        """Meet the other members. Raises GROUP_FAILED when they do not come, or it breaks meanwhile."""
+    async def join(self, node: Node, name: str, rank: int, size: int, timeout_s: float, *, ranks: int = 1) -> None:
+        """Meet the other members, as one rank or several. Raises GROUP_FAILED when they do not come."""
         group = self.groups.get(name)
         if group is None or (group.broken and not group.members):
             group = self.groups[name] = Group(name, size)
         if group.broken or group.size != size or group.members.get(rank, node) is not node:
             raise Reason.GROUP_FAILED.error(f"group {name} cannot be joined as rank {rank} of {size}")
-        group.members[rank] = node
         node.at_end.append(lambda: self._died(group, rank))
-        wait = group.joining[rank] = _Wait(node, node.loop.create_future())
+        wait = _Wait(node, node.loop.create_future())
+        group.also[rank] = list(range(rank + 1, rank + ranks))
+        for each in (rank, *group.also[rank]):
+            group.members[each], group.joining[each] = node, wait
         if len(group.joining) == size:
-            for each in group.joining.values():
-                each.settle(self._delay(each.node), {})
+            for met in group.joining.values():
+                met.settle(self._delay(met.node), {})
         await self._await(wait, timeout_s, group)
 
     def _died(self, group: Group, rank: int) -> None:
         # A connection that breaks is noticed, unless nothing says so.
         if self._world.chance(f"{group.name} {rank}").random() < 0.8:
             self.break_group(group)
-        group.members.pop(rank, None)
+        for each in (rank, *group.also[rank]):
+            group.members.pop(each, None)
 
     def break_group(self, group: Group) -> None:
         """Everybody who waits in it is told, by and by."""
@@ -148,7 +153,7 @@ class Fabric:
         self.collectives += 1
         taking.settle(self._delay(taking.node), dict(group.sent[index]))
         del group.waits[index, rank]
-        group.taking[index].discard(rank)
+        group.taking[index].difference_update((rank, *group.also.get(rank, ())))
         if not group.taking[index]:
             told = group.waits.pop((index, 0))
             told.settle(self._delay(told.node), {})

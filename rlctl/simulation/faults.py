@@ -71,6 +71,8 @@ class Faults:
             self._take_over_apart,
             self._leave,
             self._join,
+            self._fail_engine,
+            self._end_coordinator,
         ]
         chance = self._sim.world.chance("faults")
         for number in range(chance.randint(8, 14)):
@@ -130,6 +132,8 @@ class Faults:
 
     async def _refusing(self, engine: SimEngine, verb: str) -> None:
         outcome = engine.node.random.choice((OUTCOME_REJECTED, OUTCOME_REJECTED, OUTCOME_DIRTY))
+        if engine.node.random.random() < 0.1:
+            raise RuntimeError(f"{verb} has a defect")
         raise Reason.ENGINE_FAILED.error(f"{verb} failed", outcome=outcome)
 
     def forgets(self, engine: SimEngine) -> bool:
@@ -142,9 +146,15 @@ class Faults:
         """
         update_id = engine.holding.update_id
         known = update_id in self._sim.digested or "/heal/" in update_id
+        if not engine.digests and engine.holding.received is None:
+            known = False
         if not self._damage or not known or engine.node.random.random() >= self._damage:
             return content
         self._note(f"{content} comes damaged to {engine.node.name}")
+        if engine.node.random.random() < 0.5:
+            # It is cut off as soon as it has said what it holds: what it is told then does not reach it.
+            slot = engine.node.host
+            self._traps.append(Trap("answer", "CheckWeights", 1, "part", self._sim.world.chance(update_id), slot))
         return f"{content}, damaged at {engine.node.name}"
 
     # At a step of the protocol.
@@ -217,7 +227,7 @@ class Faults:
             self._sim.timer.later(chance.uniform(0.5, 20), self._replace, slot)
 
     def _kill_follower(self, chance: random.Random) -> None:
-        hosts = [host for host in self._sim.stages.values() if host.tp_size > 1]
+        hosts = [host for host in self._sim.stages.values() if len(host.nodes) > 1]
         if not hosts:
             return self._kill_stage(chance)
         host = chance.choice(hosts)
@@ -225,6 +235,21 @@ class Faults:
         host.nodes[1].kill()
         self._sim.timer.later(chance.uniform(5, 20), self._replace, host.slot)
         return None
+
+    def _fail_engine(self, chance: random.Random) -> None:
+        """An engine notices that it cannot go on."""
+        host = self._sim.stages[self._stage(chance)]
+        if not host.machine.engines:
+            return
+        engine = chance.choice(host.machine.engines)
+        self._note(f"the engine of {engine.node.name} fails")
+        engine.fail(Reason.ENGINE_FAILED.error("it has failed by itself"))
+        self._sim.timer.later(chance.uniform(5, 20), self._kill_and_replace, host.slot)
+
+    def _kill_and_replace(self, slot: str) -> None:
+        if slot in self._sim.stages:
+            self._sim.stages[slot].kill()
+            self._replace(slot)
 
     def _replace(self, slot: str) -> None:
         host = self._sim.stages.get(slot)
@@ -280,6 +305,13 @@ class Faults:
         self._note("the coordinator is killed")
         self._sim.coordinator.node.kill()
         self._sim.timer.later(chance.uniform(0.2, 12), self._restart_coordinator)
+
+    def _end_coordinator(self, chance: random.Random) -> None:
+        host = self._sim.coordinator
+        if host.node.alive and not host.node.stopped:
+            self._note("the coordinator is told to stop")
+            host.node.start(host.end())
+            host.node.at_end.append(lambda: self._sim.timer.later(chance.uniform(0.2, 5), self._restart_coordinator))
 
     def _restart_coordinator(self) -> None:
         if not self._sim.coordinator.node.alive:

@@ -10,10 +10,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rlctl.coordinator.operations import RETAINED
 from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
 from rlctl.simulation.clients import Client, Operator
+from rlctl.simulation.curious import Curious
+from rlctl.simulation.engine import LEVELS
 from rlctl.simulation.fabric import Fabric, Tensors
 from rlctl.simulation.faults import WORK_S, Faults
 from rlctl.simulation.holding import contents
@@ -69,6 +72,8 @@ class Simulation:
         published: what each version of a model is made of, by model and sequence.
         adapters: what each adapter is made of, by model, name and version.
         digested: updates whose trainers say which digest is right.
+        kinds: what each slot's engine can verify.
+        retained: ended operations that a coordinator remembers.
     """
 
     seed: int
@@ -82,6 +87,8 @@ class Simulation:
     models: dict[str, list[str]] = field(default_factory=dict)
     stages: dict[str, StageHost] = field(default_factory=dict)
     lease_s: float = LEASE_S
+    kinds: dict[str, str] = field(default_factory=dict)
+    retained: int = RETAINED
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
@@ -124,6 +131,7 @@ class Simulation:
     def add_stage(self, model: str, ranks: int) -> None:
         """Fill a slot that there has not been yet."""
         slot = f"{model}-{sum(other.startswith(model) for other in self.ranks)}"
+        self.kinds[slot] = self.world.chance(f"kind of {slot}").choices([*LEVELS], (6, 2, 1, 1))[0]
         self.models[model].append(slot)
         self.ranks[slot] = ranks
         self.counts.stages += 1
@@ -151,6 +159,7 @@ class Simulation:
     def run(self) -> None:
         """All of it."""
         chance, world = self.world.chance("fleet"), self.world
+        self.retained = self.world.chance("retained").choice((RETAINED, RETAINED, 25))
         for model in ("actor", "critic")[: chance.randint(1, 2)]:
             self.disks[f"{model}-initial"] = contents(f"{model}-initial")
             self.published[model, 1] = contents(f"{model}-initial")
@@ -207,6 +216,9 @@ class Simulation:
         for work, (least, most) in several.items():
             for number in range(chance.randint(least, most)):
                 self._at(f"{work.__name__} {number}", operator.node, work)
+        curious = Curious(self, self.world.spawn("curious"))
+        for number in range(chance.randint(2, 6)):
+            self._at(f"curious {number}", curious.node, curious.act)
         client = Client(self)
         for number in range(30):
             slot = chance.choice(sorted(self.stages))

@@ -7,7 +7,7 @@ that are taken in another order than they are sent in end up in each other's pla
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from rlctl.errors import Reason
@@ -27,6 +27,20 @@ def digest(tensors: Tensors) -> str:
     return hashlib.sha256("\n".join(f"{name}={tensors[name]}" for name in sorted(tensors)).encode()).hexdigest()
 
 
+def digests(tensors: Tensors) -> dict[str, str]:
+    """Digest of each tensor, hex, by name."""
+    return {name: hashlib.sha256(content.encode()).hexdigest() for name, content in tensors.items()}
+
+
+def probed(tensors: Tensors, prompts: Iterable[verbs.ProbePrompt]) -> list[verbs.ProbePrompt]:
+    """Log probabilities of the tokens of prompts that nothing but these weights gives."""
+    seen = int(digest(tensors)[:8], 16) / 2**32
+    return [
+        verbs.ProbePrompt(token_ids=prompt.token_ids, logprobs=[-seen - token for token in prompt.token_ids[1:]])
+        for prompt in prompts
+    ]
+
+
 def contents(tag: str, names: Collection[str] = NAMES) -> Tensors:
     """The weights of one version."""
     return {name: f"{name}@{tag}" for name in names}
@@ -43,6 +57,7 @@ class Holding:
         update_id: open update, or "".
         adapter: what the open update loads, if it loads an adapter.
         shadow: what the open update writes into, where that is not the weights.
+        received: what has come in the open update, where it is to be digested; else None.
     """
 
     weights: Tensors
@@ -51,6 +66,7 @@ class Holding:
     update_id: str = ""
     adapter: verbs.Adapter | None = None
     shadow: Tensors | None = None
+    received: Tensors | None = None
     _names: tuple[str, ...] = NAMES
     _full: bool = True
     _sealed: bool = False
@@ -66,6 +82,7 @@ class Holding:
         """Open an update, or another attempt at it."""
         self.update_id, self._written, self._received, self._sealed = update_id, set(), {}, False
         self._full = request.kind != verbs.UPDATE_KIND_PARTIAL
+        self.received = {} if request.digest_received else None
         self._names, self.adapter, self.shadow = NAMES, None, None
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
             self.adapter, self.shadow, self._names = request.adapter, {}, ADAPTER_NAMES
@@ -90,6 +107,8 @@ class Holding:
     def write(self, name: str, content: str) -> None:
         """Write a tensor."""
         (self.weights if self.shadow is None else self.shadow)[name] = content
+        if self.received is not None:
+            self.received[name] = content
         self._written.add(name)
 
     def _refuse_incomplete(self) -> None:
@@ -137,6 +156,12 @@ class Holding:
                 raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.adapter!r} is loaded", field="adapter")
             return self.adapters[request.adapter][1]
         return (self.shadow or {}) if request.shadow else self.weights
+
+    def report(self, tensors: int) -> verbs.WeightsReport:
+        """What a finished or sealed update says of itself."""
+        return verbs.WeightsReport(
+            tensors=tensors, received_digest=digest(self.received) if self.received is not None else ""
+        )
 
     def listed(self) -> verbs.AdapterList:
         """The adapters."""

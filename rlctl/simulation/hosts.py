@@ -61,6 +61,21 @@ _PLAIN = {
 }
 
 
+_WATCHES = {"WatchFleet": "watch_fleet", "WatchOperation": "watch_operation"}
+
+WATCH_S = 5.0
+
+
+async def _watched(events: AsyncGenerator[Any, None]) -> list[Any]:
+    """What a watch tells in some seconds."""
+    told: list[Any] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WATCH_S), contextlib.aclosing(events):
+            async for event in events:
+                told.append(event)  # noqa: PERF401 - what came before the time was up counts
+    return told
+
+
 class CoordinatorHost:
     """A coordinator's process."""
 
@@ -73,7 +88,9 @@ class CoordinatorHost:
     async def _run(self) -> None:
         sim, node = self.sim, self.node
         journal = SimJournal(sim.store, node)
-        coordinator = Coordinator(journal, sim.network.dialer(node), SimClock(node), lease_s=sim.lease_s)
+        coordinator = Coordinator(
+            journal, sim.network.dialer(node), SimClock(node), lease_s=sim.lease_s, retained=sim.retained
+        )
         try:
             await coordinator.start()
         except RlctlError as error:
@@ -84,6 +101,12 @@ class CoordinatorHost:
         self.coordinator = coordinator
         sim.network.answer(node, COORDINATOR, self._answer)
 
+    async def end(self) -> None:
+        """SIGTERM: it stops by itself."""
+        if self.coordinator is not None:
+            await self.coordinator.stop()
+        self.node.kill()
+
     def _again(self) -> None:
         """What supervises it starts it again."""
         if self.sim.coordinator is self:
@@ -93,6 +116,10 @@ class CoordinatorHost:
         assert self.coordinator is not None
         if method == "Verb":
             return await self.coordinator.verb(request, remaining_s)
+        if method == "Adopt":
+            return await self.coordinator.adopt(request.registration.address)  # type: ignore[attr-defined]
+        if method in _WATCHES:
+            return await _watched(getattr(self.coordinator, _WATCHES[method])(request))
         answer = await getattr(self.coordinator, _PLAIN[method])(request)
         if isinstance(request, BeginWeightUpdateRequest):
             self.sim.observer.began(request.model, request.trainer.incarnation)
@@ -109,11 +136,13 @@ class StageHost:
         self.tp_size = tp_size
         self.name = f"{slot}.{boot}"
         self.stage: Stage | None = None
-        self.nodes = [sim.world.spawn(f"{slot}/{boot}.{rank}") for rank in range(tp_size)]
-        self.machine = Machine(sim, self.nodes, checkpoint)
+        kind = sim.kinds[slot]
+        processes = 1 if kind == "speaker" else tp_size
+        self.nodes = [sim.world.spawn(f"{slot}/{boot}.{rank}") for rank in range(processes)]
+        self.machine = Machine(sim, self.nodes, checkpoint, kind, tp_size // processes)
         self._left = asyncio.Event()
         self._generation: Generation | None = None
-        for rank in range(1, tp_size):
+        for rank in range(1, processes):
             self.nodes[rank].start(self._follow(rank))
         self.node.start(self._start())
         # Without rank 0 its followers end.
@@ -144,7 +173,8 @@ class StageHost:
 
     # Followers.
 
-    def _address(self, rank: int) -> str:
+    def address(self, rank: int) -> str:
+        """Where a rank is commanded."""
         return f"{self.slot}-{self.name.rpartition('.')[2]}-{rank}:1"
 
     async def _follow(self, rank: int) -> None:
@@ -158,7 +188,7 @@ class StageHost:
             clock,
         )
         executor = Executor(follower, clock)
-        self.sim.network.listen(node, self._address(rank), lambda end: _obey(executor, end))
+        self.sim.network.listen(node, self.address(rank), lambda end: _obey(executor, end))
 
     # Rank 0.
 
@@ -180,12 +210,12 @@ class StageHost:
         clock = SimClock(node)
         config = EngineConfig(self.machine.checkpoint, tp_size=self.tp_size)
         engine = SimEngine(self.machine, config, lambda error: node.later(0.0, self._failed, error))
-        commanders = [await self._dial(rank) for rank in range(1, self.tp_size)]
+        commanders = [await self._dial(rank) for rank in range(1, len(self.nodes))]
         attach = Attach(slot=self.slot, contract_version=CONTRACT_VERSION)
         joining = asyncio.gather(*(commander.attach(attach) for commander in commanders))
         info, _ = await asyncio.gather(engine.start({}), joining)
         workers = list(info.layout.workers)
-        self._worker = Worker(engine, workers[0], clock)
+        self._worker = Worker(engine, workers[0], clock, others=workers[len(self.nodes) :])
         ranks: list[Rank] = [LocalRank(self._worker), *map(RemoteRank, workers[1:], commanders)]
         info.capabilities.verbs.extend(_VERBS)
         info.capabilities.fenced = True
@@ -193,8 +223,8 @@ class StageHost:
             slot=self.slot,
             model=self.model,
             stage="main",
-            address=self._address(0),
-            rollout_address=self._address(0),
+            address=self.address(0),
+            rollout_address=self.address(0),
             boot_id=sim.world.new_id(),
             contract_version=CONTRACT_VERSION,
             capabilities=info.capabilities,
@@ -210,13 +240,13 @@ class StageHost:
                 self.stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
         self._generation = Generation(lambda: engine, self._serving, clock)
         executor = Executor(self.stage, clock)
-        sim.network.listen(node, self._address(0), lambda end: _obey(executor, end, self._link_ended))
+        sim.network.listen(node, self.address(0), lambda end: _obey(executor, end, self._link_ended))
         node.start(self._stay_registered(self.stage))
 
     async def _dial(self, rank: int) -> Commander:
         while True:
             with contextlib.suppress(RlctlError):
-                link = await self.sim.network.dialer(self.node).dial(self._address(rank))
+                link = await self.sim.network.dialer(self.node).dial(self.address(rank))
                 break
             await asyncio.sleep(0.1)
         commander = Commander(link, SimClock(self.node), on_report=lambda report: self._follower_reported(rank, report))
@@ -263,7 +293,7 @@ class StageHost:
     async def leave(self) -> None:
         """Deregister and end."""
         if self.stage is not None and self.stage.incarnation:
-            request = DeregisterStageRequest(slot=self.slot, boot_id=self.stage.registration.boot_id)
+            request = DeregisterStageRequest(slot=self.slot, boot_id=self.stage.registration.boot_id, force=True)
             with contextlib.suppress(RlctlError):
                 await self.sim.network.call(self.node, COORDINATOR, "DeregisterStage", request, 2.0)
         self.kill()
@@ -276,6 +306,12 @@ class StageHost:
             async for part in parts:
                 self.sim.observer.served(self, part)
                 yield part
+
+    async def call(self, method: str, request: Any) -> Any:
+        """A unary call of the rollout port."""
+        if self._generation is None:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is still loading")
+        return await getattr(self._generation, method)(request, 30.0)
 
 
 async def _obey(executor: Executor, end: End, ended: Any = lambda _: None) -> None:

@@ -8,17 +8,35 @@ import random
 from typing import TYPE_CHECKING
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.fingerprints import fingerprints
 from rlctl.simulation.clients import MODES, Caller
 from rlctl.simulation.fabric import Tensors
-from rlctl.simulation.holding import ADAPTER_NAMES, NAMES, contents, digest
+from rlctl.simulation.holding import ADAPTER_NAMES, NAMES, contents, digest, digests, probed
 from rlctl.simulation.hosts import COORDINATOR
 from rlctl.times import duration
 from rlctl.v1 import update_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.common_pb2 import (
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    VERIFICATION_LEVEL_UNSPECIFIED,
+)
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 
 if TYPE_CHECKING:
     from rlctl.simulation.fleet import Simulation
+
+VERIFY = (
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    VERIFICATION_LEVEL_EXPECTED,
+)
 
 Writes = list[verbs_pb2.UpdateWeightsFromDistributedRequest]
 
@@ -59,6 +77,12 @@ class Trainer(Caller):
             options.quorum = chance.randint(1, max(1, len(self.sim.slots_of(self.model)) - 1))
         if chance.random() < 0.2:
             options.adapters = verbs_pb2.ADAPTER_POLICY_DROP
+        if chance.random() < 0.15:
+            options.verify = chance.choice(VERIFY)
+        if chance.random() < 0.3 and begin.kind == verbs_pb2.UPDATE_KIND_FULL:
+            prompts = [verbs_pb2.ProbePrompt(token_ids=[1, 2, 3]), verbs_pb2.ProbePrompt(token_ids=[4, 5])]
+            options.probe.prompts.extend(probed(contents(tag), prompts))
+            options.probe.tolerance = 1e-6
         return begin
 
     async def update(self, tag: str, chance: random.Random) -> None:
@@ -73,7 +97,7 @@ class Trainer(Caller):
         plan = await self.call("BeginWeightUpdate", begin, 10.0)
         sent = self._contents(begin, plan, tag, chance)
         gives_digest = chance.random() < 0.7 and len(sent) in (len(NAMES), len(ADAPTER_NAMES))
-        if gives_digest:
+        if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
             sim.digested.add(plan.update_id)
         whole = sim.adapters.get((self.model, begin.adapter, tag)) or sim.published[self.model, plan.version.sequence]
         renewing = asyncio.ensure_future(self._renew(plan))
@@ -93,8 +117,11 @@ class Trainer(Caller):
             commit = update_pb2.CommitWeightUpdateRequest(
                 update_id=plan.update_id,
                 fencing_token=plan.fencing_token,
-                expected_digest=digest(whole) if gives_digest else "",
             )
+            if gives_digest:
+                commit.expected_digest, commit.sent_digest = digest(whole), digest(sent)
+                if chance.random() < 0.5:
+                    commit.fingerprints = fingerprints(digests(whole))
             operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
             sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
             if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
@@ -153,6 +180,9 @@ class Trainer(Caller):
             return max(0.5, deadline - self.node.loop.time())
 
         async def source(group: update_pb2.GroupPlan) -> None:
+            if group.source:
+                request = update_pb2.JoinWeightUpdateRequest(update_id=plan.update_id, source=group.source)
+                await self.call("JoinWeightUpdate", request, left())
             if not group.formed:
                 await self.sim.fabric.join(self.node, group.group_name, 0, group.world_size, left())
             for name in shares[group.group_name]:

@@ -31,6 +31,7 @@ class Trap:
 
     Attributes:
         where: "command" (a command was sent), "answer" (a stage has answered one), "journal" (a record is durable).
+        slot: the stage that the command is for; "": any.
     """
 
     where: str
@@ -38,6 +39,7 @@ class Trap:
     count: int
     action: str
     chance: random.Random
+    slot: str = ""
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Trap:
@@ -49,6 +51,6 @@ class Trap:
 
     def springs(self, where: str, what: str) -> bool:
         """Whether this is the one."""
-        if where == self.where and self.what in what:
+        if where == self.where and self.what in what and (not self.slot or f"/{self.slot}/" in what):
             self.count -= 1
         return self.count == 0

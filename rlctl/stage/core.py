@@ -187,6 +187,10 @@ class Stage:
                 field="attach.contract_version",
             )
 
+    def obeys(self, link: object) -> bool:
+        """Whether this is the coordinator's link."""
+        return self._link is not None and link is self._link
+
     def detached(self, link: object) -> bool:
         """A stream has ended; the lease runs out by itself. Returns whether it was the coordinator's."""
         if link is not self._link:

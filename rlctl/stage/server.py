@@ -304,7 +304,7 @@ class StageServer:
         stage = self._stage
         if stage is None or not self.config.coordinator or not stage.incarnation:
             return
-        request = DeregisterStageRequest(slot=self.config.slot, boot_id=stage.registration.boot_id)
+        request = DeregisterStageRequest(slot=self.config.slot, boot_id=stage.registration.boot_id, force=True)
         # A coordinator that cannot be reached sees the link end.
         with contextlib.suppress(RlctlError):
             await self._call_coordinator("DeregisterStage", request, timeout_s=2.0)

@@ -35,6 +35,8 @@ class Flags:
         listen: ``--listen``.
         name: ``--name``.
         launcher: ``--launcher``.
+        gateways: ``--gateways``.
+        address: ``--address``, of a Ray cluster.
         insecure: ``--insecure``.
     """
 
@@ -54,6 +56,8 @@ class Flags:
     listen: str | None = None
     name: str | None = None
     launcher: str | None = None
+    gateways: str | None = None
+    address: str | None = None
     insecure: bool = False
 
 

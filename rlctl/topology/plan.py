@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlctl.launch.spec import EngineSpec, rank_arguments
+from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
 from rlctl.topology.resolve import slot_stem
 from rlctl.topology.resolved import Group, Model, Topology
 
@@ -105,17 +105,26 @@ class Plan:
         models: in the file's order.
         engines: in the file's order.
         reserved: places of placeholders, by what they would be called: (node, GPU) each.
+        placeholders: the same, for a launcher that finds the places itself.
     """
 
     topology: Topology
     models: tuple[ModelPlan, ...]
     engines: tuple[EnginePlan, ...]
     reserved: Mapping[str, tuple[tuple[int, int], ...]]
+    placeholders: tuple[Reservation, ...] = ()
 
     @property
     def specs(self) -> list[EngineSpec]:
         """What a launcher is to keep running."""
         return [engine.spec for engine in self.engines]
+
+    @property
+    def gateways(self) -> tuple[GatewaySpec, ...]:
+        """HTTP gateways, of models that have one."""
+        return tuple(
+            GatewaySpec(model.name, model.gateway, model.router_policy) for model in self.models if model.gateway
+        )
 
     @property
     def nodes(self) -> int:
@@ -160,6 +169,7 @@ def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | N
         if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
             kept[spec.slot] = present.gpus
     reserved = {}
+    placeholders = []
     specs: dict[str, EngineSpec] = {}
     for model in topology.models:
         for group in model.groups:
@@ -167,6 +177,7 @@ def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | N
                 reserved[slot_stem(model, group)] = tuple(
                     places.cell(place) for _ in range(group.num_gpus) for place in places.take(1)
                 )
+                placeholders.append(Reservation(slot_stem(model, group), group.num_gpus, _device(group, gpus)))
             for other, mine, spec in drafts:
                 if other is model and mine is group and not spec.attached:
                     specs[spec.slot] = replace(spec, gpus=kept.get(spec.slot) or places.take(spec.ranks))
@@ -183,7 +194,7 @@ def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | N
         )
     models = [_model(model, [engine.spec for engine in engines if engine.spec.model == model.name], offsets)
               for model in topology.models]  # fmt: skip
-    return Plan(topology, tuple(models), tuple(engines), reserved)
+    return Plan(topology, tuple(models), tuple(engines), reserved, tuple(placeholders))
 
 
 class _Places:
@@ -232,14 +243,13 @@ def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int,
         options |= _disaggregation(group, index)
     if group.external:
         options = {**options, "url": group.external[index]}
-    device = ("cuda" if gpus else "cpu") if group.device == "auto" else group.device
     return EngineSpec(
         slot=f"{slot_stem(model, group)}-{index}",
         model_path=model.model_path,
         model=model.name,
         engine=model.engine,
         tp_size=max(group.num_gpus_per_engine // group.pp_size, 1),
-        device=device,
+        device=_device(group, gpus),
         options=options,
         environment=group.environment,
         frozen=not model.update_weights,
@@ -251,6 +261,10 @@ def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int,
         bind=bind or "127.0.0.1",
         advertise=topology.advertise,
     )
+
+
+def _device(group: Group, gpus: int) -> str:
+    return ("cuda" if gpus else "cpu") if group.device == "auto" else group.device
 
 
 def _disaggregation(group: Group, index: int) -> dict[str, str]:

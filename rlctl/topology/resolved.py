@@ -87,16 +87,18 @@ class Topology:
         source: the file, or "command line".
         name: of the fleet on this machine.
         launcher: "local" or "ray".
+        cluster: address of the Ray cluster, or "".
         listen: where the coordinator listens; "" where nothing says so.
         num_gpus: of all groups, placeholders included.
         num_gpus_per_node: of a node.
         token_file: file with the bearer token, or "".
-        insecure: bind wide without one.
+        insecure: bind wide without one; None where nothing says so.
         interface: interface or network that the engines' servers bind to, or "".
         advertise: host under which others reach this one, or "".
         restart: engines that end by themselves are started again.
         backoff_s: before the first attempt, seconds.
         heal_timeout_s: longest time until a new engine is routable, seconds.
+        load_timeout_s: longest time for an engine to load, seconds.
         drain_timeout_s: longest time for requests to end, seconds.
         models: in the file's order.
     """
@@ -104,15 +106,17 @@ class Topology:
     source: str
     name: str
     launcher: str
+    cluster: str
     listen: str
     num_gpus: int
     num_gpus_per_node: int
     token_file: str
-    insecure: bool
+    insecure: bool | None
     interface: str
     advertise: str
     restart: bool
     backoff_s: float
     heal_timeout_s: float
+    load_timeout_s: float
     drain_timeout_s: float
     models: tuple[Model, ...]

@@ -96,7 +96,8 @@ MODEL = (
     Key("environment", "settings", "Environment variables of its processes.", "{}"),
     Key("weight_version", "string", "Label of its first version, the checkpoint.", "initial"),
     Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
-    Key("gateway", "string", "HOST:PORT of its HTTP gateway."),
+    Key("gateway", "string", "HOST:PORT of its HTTP gateway; port 0 takes any.",
+        "none, or one where the fleet's gateways are"),
 )  # fmt: skip
 FLEET = (
     Key("name", "string", "Name of the fleet on this machine.", "default"),
@@ -107,8 +108,12 @@ FLEET = (
     Key("engine", "string", "Engine plug-in of models that name none.", "torch; sglang under `sglang:`"),
     Key("device", "string", "What the ranks compute on; auto: cuda where there are GPUs.", "auto", choices=DEVICES),
     Key("launcher", "string", "What starts the processes.", "local", choices=LAUNCHERS),
+    Key("ray", "section", "Of launcher ray.", of=(
+        Key("address", "string", "Address of the cluster, HOST:PORT.", "RAY_ADDRESS, or the cluster that runs here"),
+    )),
     Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
     Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
+    Key("gateways", "string", "Host on which every model that names no gateway has one, on a free port.", "none"),
     Key("auth", "section", "Who may call.", of=(
         Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
         Key("insecure", "boolean", "Bind where other hosts can reach it though there is no token.", "false"),
@@ -123,6 +128,8 @@ FLEET = (
     )),
     Key("heal_timeout_s", "number", "Seconds that a new engine may take to be brought to the published version.",
         "300", least=1),
+    Key("load_timeout_s", "number", "Seconds that an engine may take to load, from the start of its rank 0.", "1860",
+        least=1),
     Key("drain_timeout_s", "number", "Seconds that requests have to end before their engine is removed.", "60",
         least=0),
 )  # fmt: skip

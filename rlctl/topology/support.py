@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlctl.engine import brings_ranks
 from rlctl.topology.plan import Plan
 from rlctl.topology.problems import Problem
 from rlctl.topology.resolved import Group, Model
 
-LAUNCHERS = ("local",)
+GATEWAY_POLICIES = ("consistent_hashing", "round_robin")
+"""Those of slime's names that ``rlctl gateway`` has."""
 
 
 def unsupported(plan: Plan) -> list[Problem]:
     """What cannot be run, whatever the machine."""
     topology = plan.topology
     found = []
-    if topology.launcher not in LAUNCHERS:
-        found.append(
-            Problem(topology.source, 0, "fleet.launcher", f"there is no launcher {topology.launcher!r} in this version")
-        )
     for model in topology.models:
-        if model.gateway:
-            why = "there is no gateway in this version; clients pick their engine themselves"
-            found.append(Problem(topology.source, model.line, f"{model.path}.gateway", why))
+        if model.gateway and model.router_policy and model.router_policy not in GATEWAY_POLICIES:
+            why = f"the gateway has no policy {model.router_policy!r}; there are: {', '.join(GATEWAY_POLICIES)}"
+            found.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
         for group in model.groups:
             found += [Problem(topology.source, group.line, group.path, why) for why in _of_group(plan, model, group)]
     return found
 
 
 def missing(plan: Plan, *, gpus: int, cores: int) -> list[Problem]:
-    """What this machine lacks for it: checkpoints, GPUs, cores."""
+    """What this machine lacks for it: checkpoints, GPUs, cores. What a cluster lacks is found out there."""
     topology = plan.topology
-    found = []
+    found: list[Problem] = []
+    if topology.launcher != "local":
+        return found
     for model in topology.models:
         engines = [engine for engine in plan.engines if engine.spec.model == model.name]
         if engines and not Path(model.model_path).expanduser().is_dir():
@@ -62,6 +62,10 @@ def _of_group(plan: Plan, model: Model, group: Group) -> list[str]:
         found.append(f"no plug-in runs several pipeline stages yet, and {model.engine} has one")
     if group.pp_size > 1 and model.engine != "sglang":
         found.append(f"engine {model.engine} has no pipeline-parallel ranks")
-    if group.num_gpus_per_engine > plan.topology.num_gpus_per_node and group.device == "cuda":
-        found.append("the local launcher has one node, and the engine needs several")
+    if group.num_gpus_per_engine > plan.topology.num_gpus_per_node and not group.external:
+        if plan.topology.launcher == "ray":
+            if brings_ranks(model.engine):
+                found.append(f"engine {model.engine} starts no server over several nodes")
+        elif group.device == "cuda":
+            found.append("the local launcher has one node, and the engine needs several")
     return found

@@ -85,19 +85,23 @@ class DeregisterStageRequest(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     """Which."""
     boot_id: _builtins.str
     """The process that leaves; another one in the slot is not touched."""
+    force: _builtins.bool
+    """It is going whether or not an open update has it as a target: to the update it is lost."""
     def __init__(
         self,
         *,
         slot: _builtins.str = ...,
         boot_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "force", b"force", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -531,7 +531,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: the slot is RETIRED; it is no target any more.
         Idempotency: yes.
-        States: every one; refused while the stage is the target of an open update.
+        States: every one; refused while the stage is the target of an open update, unless force says that it goes anyway.
         Partial failure: none.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 30 s.

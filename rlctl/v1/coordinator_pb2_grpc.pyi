@@ -257,7 +257,7 @@ class CoordinatorServiceStub:
 
     Effect: the slot is RETIRED; it is no target any more.
     Idempotency: yes.
-    States: every one; refused while the stage is the target of an open update.
+    States: every one; refused while the stage is the target of an open update, unless force says that it goes anyway.
     Partial failure: none.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
@@ -628,7 +628,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: the slot is RETIRED; it is no target any more.
     Idempotency: yes.
-    States: every one; refused while the stage is the target of an open update.
+    States: every one; refused while the stage is the target of an open update, unless force says that it goes anyway.
     Partial failure: none.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
@@ -1128,7 +1128,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: the slot is RETIRED; it is no target any more.
         Idempotency: yes.
-        States: every one; refused while the stage is the target of an open update.
+        States: every one; refused while the stage is the target of an open update, unless force says that it goes anyway.
         Partial failure: none.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 30 s.

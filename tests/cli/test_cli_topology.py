@@ -104,7 +104,7 @@ def test_the_plan_against_a_fleet_that_is_up(cli: Cli, checkpoint: Callable[[str
     path = checkpoint("one")
     running = [EngineSpec(f"actor-{i}", path, engine="fake", gpus=(i,)) for i in (0, 1)]
     running.append(EngineSpec("old-0", path, engine="fake", gpus=(2,)))
-    deployment = Deployment("lab", "127.0.0.1:0", tuple(running)).data
+    deployment = Deployment("lab", "127.0.0.1:0", tuple(running), insecure=True).data
     pid = os.getpid()
     present = state.FleetState("lab", pid, state.identity(pid), state.READY, "127.0.0.1:9", str(tmp_path))
     state.write(state.FleetState(**{**vars(present), "deployment": json.loads(json.dumps(deployment))}))
@@ -125,6 +125,22 @@ def test_the_plan_against_a_fleet_that_is_up(cli: Cli, checkpoint: Callable[[str
     file.write_text(json.dumps({"fleet": {"name": "lab", "hf_checkpoint": path}, "models": [model]}))
     shown = cli("plan", str(file)).out
     assert re.search(r"actor-0 +restart +options", shown)
+    # What is not said stays as it is: the port that 0 became, and that everybody may reach it.
+    assert plan["obstacles"] == []
+    for said in ((), ("--listen", "127.0.0.1:9"), ("--listen", "127.0.0.1:0"), ("--insecure",)):
+        assert cli("plan", str(file), *said, "-o", "json").data["obstacles"] == []
+    (obstacle,) = cli("plan", str(file), "--listen", "127.0.0.1:8", "-o", "json").data["obstacles"]
+    assert (obstacle["key"], obstacle["message"]) == (
+        "fleet.listen", "it cannot change in a fleet that is up, where it is '127.0.0.1:0'"
+    )  # fmt: skip
+    auth = {"auth": {"insecure": False}, "launcher": "ray"}
+    file.write_text(json.dumps({"fleet": {"name": "lab", "hf_checkpoint": path, **auth}, "models": [model]}))
+    ended = cli("up", str(file))
+    assert ended.code == 2
+    refused = ended.err
+    assert "FIELD_CONFLICT" in refused
+    assert "fleet.auth.insecure" in refused
+    assert "fleet.launcher: it cannot change in a fleet that is up, where it is 'local'" in refused
     state.remove("lab")
 
 

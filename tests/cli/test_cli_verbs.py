@@ -293,6 +293,10 @@ def test_checksums_show_the_model_digest_and_every_rank_s(rlctl: LiveFleet) -> N
 
 
 def test_a_read_that_changes_something_asks_and_is_recorded(rlctl: LiveFleet) -> None:
+    refused = rlctl("weights", "checksum", "--action", "reset_tensors", "--slot", "a")
+    assert refused.code == 2
+    assert "Add --yes." in refused.err
+    assert rlctl("get", "operations", "-o", "name").out == ""
     ran = rlctl("weights", "checksum", "--action", "reset_tensors", "--slot", "a", "--yes")
     assert ran.code == 0
     assert rlctl("get", "operations", "-o", "name").out.strip() in ran.err

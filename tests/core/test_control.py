@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from rlctl.control.commander import Commander, Issued
@@ -31,6 +32,7 @@ class Rank:
     def __init__(self) -> None:
         self.carried_out: list[str] = []
         self.withdrawn: list[str] = []
+        self.strangers: list[object] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -38,6 +40,9 @@ class Rank:
         if attach.fleet_epoch == 13:
             return Attached(error=Reason.EPOCH_FENCED.error("over").detail())
         return Attached(report=StageReport(incarnation=attach.incarnation))
+
+    def obeys(self, link: object) -> bool:
+        return link not in self.strangers
 
     def grant(self, grant: ServingGrant) -> None:
         self.lease = grant.lease.seconds
@@ -64,10 +69,10 @@ class Wire:
         self.tasks: list[asyncio.Task[None]] = []
         self.reports: list[StageReport] = []
 
-    def connect(self, silence_s: float = 5.0) -> Commander:
+    def connect(self, **settings: object) -> Commander:
         near, self.far = memory_link()
         self.near: MemoryLink = near
-        commander = Commander(near, CLOCK, on_report=self.reports.append, silence_s=silence_s)
+        commander = Commander(near, CLOCK, on_report=self.reports.append, **settings)
         self.tasks += [asyncio.create_task(commander.run()), asyncio.create_task(self.executor.serve(self.far))]
         return commander
 
@@ -94,18 +99,15 @@ def soon(seconds: float = 5.0) -> float:
     return CLOCK.now() + seconds
 
 
-async def answer(commander: Commander, issued: Issued, deadline: float) -> CommandResult:
-    done, _ = await asyncio.wait({issued.result}, timeout=max(0.0, deadline - CLOCK.now()))
-    if not done:
-        raise commander.give_up(issued)
-    return issued.result.result()
+async def answer(issued: Issued) -> CommandResult:
+    return await asyncio.wait_for(issued.result, 5.0)
 
 
 async def test_a_command_is_accepted_and_answered(wire: Wire) -> None:
     commander = wire.connect()
     issued = commander.issue("c", "o", packed(), soon())
     await issued.accepted
-    result = await answer(commander, issued, soon())
+    result = await answer(issued)
     assert (result.command_id, result.rank.outcome) == ("c", OUTCOME_APPLIED)
     assert wire.rank.carried_out == ["c"]
 
@@ -118,18 +120,18 @@ async def test_a_repeat_gets_the_recorded_result_and_attaches_while_it_runs(wire
     await first.accepted
     wire.rank.gate.set()
     for issued in (first, second):
-        assert (await answer(commander, issued, soon())).rank.outcome == OUTCOME_APPLIED
+        assert (await answer(issued)).rank.outcome == OUTCOME_APPLIED
     assert (await attached).rank.outcome == OUTCOME_APPLIED
     third = commander.issue("c", "o", packed(), soon())
-    assert (await answer(commander, third, soon())).rank.outcome == OUTCOME_APPLIED
+    assert (await answer(third)).rank.outcome == OUTCOME_APPLIED
     assert wire.rank.carried_out == ["c"]
 
 
 async def test_the_same_id_with_another_body_is_refused(wire: Wire) -> None:
     commander = wire.connect()
-    await answer(commander, commander.issue("c", "o", packed(), soon()), soon())
+    await answer(commander.issue("c", "o", packed(), soon()))
     other = commander.issue("c", "o", packed(v.PauseGenerationRequest(mode=2)), soon())
-    result = await answer(commander, other, soon())
+    result = await answer(other)
     assert result.rank.error.reason == "REQUEST_ID_REUSED"
     assert wire.rank.carried_out == ["c"]
 
@@ -141,38 +143,65 @@ async def test_after_a_broken_link_the_result_is_there_for_the_asking(wire: Wire
     await issued.accepted
     wire.near.cut()
     with pytest.raises(RlctlError) as caught:
-        await answer(commander, issued, soon())
+        await answer(issued)
     assert (caught.value.reason, caught.value.outcome) == (Reason.LINK_LOST, OUTCOME_UNKNOWN)
     wire.rank.gate.set()
     again = wire.connect()
-    result = await answer(again, again.issue("c", "o", packed(), soon()), soon())
+    result = await answer(again.issue("c", "o", packed(), soon()))
     assert result.rank.outcome == OUTCOME_APPLIED
     assert wire.rank.carried_out == ["c"]
 
 
-async def test_no_answer_by_the_deadline_is_unknown_and_asks_to_withdraw(wire: Wire) -> None:
-    commander = wire.connect()
+async def test_a_command_that_nobody_wants_any_more_is_withdrawn_and_not_asked_again(wire: Wire) -> None:
+    lost: list[Issued] = []
+    commander = wire.connect(on_lost=lost.extend)
     wire.rank.gate.clear()
-    issued = commander.issue("c", "o", packed(), soon())
-    with pytest.raises(RlctlError) as caught:
-        await answer(commander, issued, soon(0.05))
-    assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_UNKNOWN)
+    wanted, unwanted = (commander.issue(name, "o", packed(), soon()) for name in "wc")
+    commander.cancel("c")
     probe = commander.issue("probe", "o", packed(v.GetLoadsRequest()), soon())
     await probe.accepted
     assert wire.rank.withdrawn == ["c"]
+    wire.near.cut()
+    await wire.tasks[0]
+    assert [(issued.command_id, issued.again) for issued in lost] == [("w", True), ("c", False), ("probe", True)]
+    assert not wanted.result.done()
+    assert not unwanted.result.done()
+
+
+async def test_what_a_broken_link_took_along_is_asked_again_over_the_next(wire: Wire) -> None:
+    lost: list[Issued] = []
+    commander = wire.connect(on_lost=lost.extend)
+    wire.rank.gate.clear()
+    begun = commander.issue("begun", "o", packed(), soon())
+    await begun.accepted
+    wire.near.muted = True
+    commander.issue("never arrived", "o", packed(), soon())
+    commander.issue("late", "o", packed(), CLOCK.now() + 0.001)
+    wire.near.cut()
+    await wire.tasks[0]
+    await asyncio.sleep(0.002)
+    again = wire.connect()
+    for issued in lost:
+        again.ask_again(issued)
+    wire.rank.gate.set()
+    results = await asyncio.gather(*(answer(issued) for issued in lost), return_exceptions=True)
+    assert [getattr(result, "command_id", result) for result in results[:2]] == ["begun", "never arrived"]
+    assert isinstance(results[2], RlctlError)
+    assert (results[2].reason, results[2].outcome) == (Reason.LINK_LOST, OUTCOME_UNKNOWN)
+    assert wire.rank.carried_out == ["begun", "never arrived"]
 
 
 async def test_what_never_left_is_not_sent(wire: Wire) -> None:
     commander = wire.connect()
     late = commander.issue("c", "o", packed(), CLOCK.now() - 1)
     with pytest.raises(RlctlError) as caught:
-        await answer(commander, late, soon())
+        await answer(late)
     assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_NOT_SENT)
     wire.near.cut()
     await wire.tasks[0]
     lost = commander.issue("d", "o", packed(), soon())
     with pytest.raises(RlctlError) as caught:
-        await answer(commander, lost, soon())
+        await answer(lost)
     assert (caught.value.reason, caught.value.outcome) == (Reason.LINK_LOST, OUTCOME_NOT_SENT)
     assert wire.rank.carried_out == []
 
@@ -182,7 +211,7 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
     wire.far.muted = True
     issued = commander.issue("c", "o", packed(), soon(30))
     with pytest.raises(RlctlError) as caught:
-        await answer(commander, issued, soon(30))
+        await answer(issued)
     assert caught.value.reason is Reason.LINK_LOST
     assert commander.lost
 
@@ -195,6 +224,18 @@ async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
     assert caught.value.reason is Reason.EPOCH_FENCED
 
 
+async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None:
+    commander = wire.connect()
+    wire.rank.strangers.append(wire.far)
+    commander.grant(ServingGrant(lease=Duration(seconds=7)))
+    result = await answer(commander.issue("c", "o", packed(), soon()))
+    assert (result.rank.outcome, result.rank.error.reason) == (OUTCOME_REJECTED, "EPOCH_FENCED")
+    assert wire.rank.carried_out == []
+    assert not hasattr(wire.rank, "lease")
+    # It was not recorded either: the commander that is accepted is obeyed under the same id.
+    assert (await answer(wire.connect().issue("c", "o", packed(), soon()))).rank.outcome == OUTCOME_APPLIED
+
+
 async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:
     commander = wire.connect()
     for body, reason in (
@@ -204,7 +245,7 @@ async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:
         (Any(type_url="type.googleapis.com/rlctl.v1.PauseGenerationRequest", value=b"\xff\xff"), "FIELD_INVALID"),
     ):
         issued = commander.issue(f"c{body.value!r}{body.type_url}", "o", body, soon())
-        assert (await answer(commander, issued, soon())).rank.error.reason == reason
+        assert (await answer(issued)).rank.error.reason == reason
     assert wire.rank.carried_out == []
 
 

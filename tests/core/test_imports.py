@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-_SHARED = ["v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "times", "version", "fingerprints"]
+_SHARED = [
+    *("v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "sglang_api", "times", "version"),
+    "fingerprints",
+]
 BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
 
@@ -26,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/simulation": PORTS | {"rlctl.control", "rlctl.worker", "rlctl.stage", "rlctl.coordinator"},
     "rlctl/rollout": BASE,
     "rlctl/client": BASE | {"rlctl.ports", "rlctl.transport", "rlctl.weights", "rlctl.rollout", "rlctl.loops"},
+    "rlctl/gateway": BASE | {"rlctl.client", "rlctl.ports", "rlctl.rollout", "rlctl.transport"},
     "engines/rlctl_servers": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_sglang": BASE | {"rlctl.engine", "rlctl.weights"},
     "engines/rlctl_torch": BASE | {"rlctl.engine", "rlctl.weights"},
@@ -58,6 +62,7 @@ CORES = [
     "rlctl/coordinator/verifying.py",
     "rlctl/coordinator/versions.py",
     "rlctl/rollout",
+    "rlctl/sglang_api",
     "rlctl/checks.py",
     "rlctl/merging.py",
     "rlctl/outcomes.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,8 +30,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
 
 def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    first = launcher.launch("a", [], {}, gpus=(), cpus=1)
-    unbound = launcher.launch("b", [], {"OMP_NUM_THREADS": "7"}, gpus=(), cpus=0)
+    first = launcher.start("a", [], {}, cpus=1)
+    unbound = launcher.start("b", [], {"OMP_NUM_THREADS": "7"}, cpus=0)
     try:
         assert launcher._cores == {cores[0]: first}
         facts = first.announced(20)
@@ -39,14 +40,29 @@ def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None
         assert unbound.announced(20)["threads"] == "7"
         assert os.sched_getaffinity(unbound.pid) == set(cores)
         with pytest.raises(InvalidRequest, match=f"{len(cores) - 1} of {len(cores)} are free"):
-            launcher.launch("c", [], {}, gpus=(), cpus=len(cores))
+            launcher.start("c", [], {}, cpus=len(cores))
     finally:
         for process in (first, unbound):
             process.kill()
             process.wait()
-    again = launcher.launch("d", [], {}, gpus=(), cpus=len(cores))
+    again = launcher.start("d", [], {}, cpus=len(cores))
     again.kill()
     again.wait()
+
+
+def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:
+    program = """
+import signal, time
+from rlctl import process
+process.ENDS_S = 0.1
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+process.end_with_parent()
+time.sleep(60)
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, timeout=20, check=False).returncode
+        == 1
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="addresses of interfaces are asked as Linux is")

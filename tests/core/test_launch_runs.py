@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.launch import engine_run
 from rlctl.launch.devices import gpu_count
 from rlctl.launch.engine_run import EngineRun, Limits, Phase
-from rlctl.launch.spec import EngineSpec
+from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
 from rlctl.stage import server
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -55,11 +55,15 @@ class Children:
     def __init__(self) -> None:
         self.all: list[Child] = []
 
-    def launch(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, gpus: Sequence[int], cpus: int
-    ) -> Child:
-        self.all.append(Child(name, arguments))
+    def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Child:
+        self.all.append(Child(spec.process(rank), rank_arguments(spec, rank, coordinator, followers)))
         return self.all[-1]
+
+    def reserve(self, places: Sequence[Reservation]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -86,10 +90,9 @@ def started(children: Children, said: list[str], limits: Limits | None = None) -
 
 
 def brought_up(run: EngineRun, children: Children) -> None:
-    children.all[-1].announce()
-    run.advance(None)
-    children.all[-1].announce()
-    run.advance(None)
+    for _ in children.all[0].name, *run.spec.followers:
+        children.all[-1].announce()
+        run.advance(None)
     run.advance(READY)
     assert run.phase is Phase.READY
 
@@ -136,6 +139,52 @@ def test_what_takes_too_long_fails_with_its_reason_and_log(phase: Phase, clock: 
     assert run.error.reason is Reason.DEADLINE_EXCEEDED
     assert "/logs/a" in run.error.next_step
     assert all(child.returncode is not None for child in children.all)
+
+
+def test_people_are_told_that_an_engine_still_loads_and_what_its_log_says(
+    clock: Callable[[float], None], tmp_path: Path
+) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    assert said == ["a: starting (1 of its 2 ranks beside rank 0)"]
+    children.all[0].announce()
+    run.advance(None)
+    children.all[1].log = tmp_path / "a.log"
+    children.all[1].log.write_text("one\nshard 3 of 7\n\n")
+    said.clear()
+    for _ in range(45):
+        clock(1)
+        run.advance(None)
+    assert said == [f"a: still loading after {after} s; its log says: shard 3 of 7" for after in (10, 20, 40)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "phase"),
+    [
+        (EngineSpec("a", "/m"), Phase.FAILED),
+        (EngineSpec("a", "/m", engine="vllm", options={"url": "http://there"}), Phase.FAILED),
+        (EngineSpec("a", "/m", engine="vllm"), Phase.READY),
+    ],
+    ids=["in the process", "attached", "launched"],
+)
+def test_an_engine_that_is_gone_while_its_process_lives_is_started_again_unless_that_does_it(
+    spec: EngineSpec, phase: Phase
+) -> None:
+    children = Children()
+    run = EngineRun(spec, children, "c", Limits(), lambda _: None)
+    run.start()
+    brought_up(run, children)
+    gone = Stage()
+    gone.registration.address = "what filled the slot before"
+    gone.report.ranks.add(reason="vLLM does not answer")
+    run.advance(gone)
+    assert run.phase is Phase.READY
+    gone.registration.address = "at a"
+    run.advance(gone)
+    assert run.phase is phase
+    if phase is Phase.FAILED:
+        assert str(run.error).startswith("ENGINE_FAILED: a has lost rank 0: vLLM does not answer. See /logs/a.log")
+        assert children.all[0].returncode is not None
 
 
 def test_who_knows_why_an_engine_does_not_load_gives_up_first() -> None:

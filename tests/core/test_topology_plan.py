@@ -42,6 +42,23 @@ MULTI = (
     + model(of(4, 2), "name: ref\nmodel_path: /r\nupdate_weights: false")[8:]
     + model(of(4, 2), "name: reward\nmodel_path: /w\nupdate_weights: false")[8:]
 )
+OVERRIDDEN = (
+    "overrides: {mem_fraction_static: 0.85, context_length: 32768, chunked_prefill_size: 4096, "
+    "enable_torch_compile: true}"
+)
+PD_AND_REF = (
+    model(PD_TP.replace("12", "8"), "name: actor\nupdate_weights: true")
+    + model(of(4, 2), "name: ref\nmodel_path: /r\nupdate_weights: false")[8:]
+)
+AGENT = (
+    model(
+        PD_TP.replace("engine: 2", "engine: 2, overrides: {chunked_prefill_size: 8192}")
+        .replace("engine: 4", "engine: 4, overrides: {mem_fraction_static: 0.88}"),
+        "name: actor\nupdate_weights: true",
+    )
+    + model(of(8, 4), "name: ref\nmodel_path: /data/32B\nupdate_weights: false")[8:]
+    + model(of(8, 4), "name: reward\nmodel_path: /data/reward\nupdate_weights: false")[8:]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -56,7 +73,9 @@ MULTI = (
             3,
             {2},
         ),
-        (model(of(8, 4, "overrides: {context_length: 32768}")), {}, 2, {4}),
+        (model(of(8, 4, OVERRIDDEN)), {}, 2, {4}),
+        (PD_AND_REF, {"num_gpus": 16}, 6, {2, 4}),
+        (AGENT, {"num_gpus": 32}, 9, {2, 4}),
     ],
 )
 def test_slimes_examples_have_the_engines_that_it_states(
@@ -65,6 +84,22 @@ def test_slimes_examples_have_the_engines_that_it_states(
     made = planned(text, Flags(hf_checkpoint="/m", **flags))  # type: ignore[arg-type]
     assert len(made.engines) == engines
     assert {engine.spec.tp_size for engine in made.engines} == sizes
+
+
+def test_the_arguments_of_slimes_examples_are_those_of_their_groups() -> None:
+    (options, _) = (engine.spec.options for engine in planned(model(of(8, 4, OVERRIDDEN))).engines)
+    assert options == {
+        "mem_fraction_static": "0.85", "context_length": "32768", "chunked_prefill_size": "4096",
+        "enable_torch_compile": "true",
+    }  # fmt: skip
+    made = planned(AGENT, Flags(hf_checkpoint="/m", num_gpus=32))
+    by_slot = {engine.spec.slot: engine.spec for engine in made.engines}
+    assert by_slot["actor-prefill-1"].options["chunked_prefill_size"] == "8192"
+    assert by_slot["actor-decode-2"].options["mem_fraction_static"] == "0.88"
+    assert not by_slot["ref-0"].options
+    assert [(plan.name, plan.update_weights, plan.world_size) for plan in made.models] == [
+        ("actor", True, 17), ("ref", False, 0), ("reward", False, 0)
+    ]  # fmt: skip
 
 
 def test_prefill_and_decode_have_slots_sizes_and_flags_of_their_own() -> None:
@@ -202,8 +237,14 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
     [
         (model(PD), "prefill engines cannot be run yet"),
         (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
-        (model(REGULAR, "name: a\ngateway: 127.0.0.1:1"), "no gateway in this version"),
-        ("fleet: {launcher: ray}\n" + model(REGULAR), "no launcher 'ray' in this version"),
+        (
+            model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter_policy: cache_aware"),
+            "the gateway has no policy 'cache_aware'; there are: consistent_hashing, round_robin",
+        ),
+        (
+            "fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4)),
+            "engine sglang starts no server over several nodes",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rlctl.engine import KnownOptions
 from rlctl.topology import document
+from rlctl.topology.context import Engines
 from rlctl.topology.flags import COMMAND_LINE, Flags, document_of
 from rlctl.topology.problems import Problems
-from rlctl.topology.resolve import Engines, resolve
+from rlctl.topology.resolve import resolve
 from rlctl.topology.resolved import Topology
 
 NAMES = frozenset({"mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size"})
@@ -354,3 +356,29 @@ def test_external_engines_are_attached_to() -> None:
     assert topology.models[0].engine == "sglang"
     assert topology.models[0].groups[0].external == ("http://host1:10090", "http://host2:10091")
     assert topology.num_gpus == 0
+
+
+def test_a_cluster_is_the_files_or_the_flags() -> None:
+    text = "fleet: {launcher: ray, ray: {address: '10.0.0.1:6379'}, load_timeout_s: 60}\n" + model(REGULAR)
+    made = good(text)
+    assert (made.launcher, made.cluster, made.load_timeout_s) == ("ray", "10.0.0.1:6379", 60)
+    assert good(text, replace(HF, address="10.0.0.2:6379")).cluster == "10.0.0.2:6379"
+    assert errors(model(REGULAR), replace(HF, address="10.0.0.2:6379")) == [
+        "command line: --address: it is a Ray cluster's, and needs --launcher ray"
+    ]
+    (wrong,) = errors("fleet: {launcher: ray, network: {advertise: me}}\n" + model(REGULAR))
+    assert "fleet.network.advertise: launcher ray has several nodes, and each has its own address" in wrong
+
+
+def test_gateways_are_the_models_or_one_each() -> None:
+    text = "fleet: {gateways: 10.0.0.1}\n" + model(REGULAR, "name: actor\ngateway: 10.0.0.1:3000")
+    text += model(REGULAR, "name: ref\nupdate_weights: false")[8:]
+    assert [made.gateway for made in good(text).models] == ["10.0.0.1:3000", "10.0.0.1:0"]
+    assert [made.gateway for made in good(text, replace(HF, gateways="::1")).models] == ["10.0.0.1:3000", "[::1]:0"]
+    assert [made.gateway for made in good(model(REGULAR)).models] == [""]
+
+
+def test_whether_a_fleet_is_insecure_is_said_or_not() -> None:
+    assert good(model(REGULAR)).insecure is None
+    assert good("fleet: {auth: {insecure: false}}\n" + model(REGULAR)).insecure is False
+    assert good("fleet: {auth: {insecure: false}}\n" + model(REGULAR), replace(HF, insecure=True)).insecure

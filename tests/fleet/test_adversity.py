@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +112,23 @@ async def test_a_rank_that_refuses_the_abort_is_asked_again(fleet: InProcessFlee
     await assert_updatable(fleet)
 
 
-async def test_a_stage_whose_pause_is_not_known_is_resumed_by_the_next_update(fleet: InProcessFleet) -> None:
-    async def break_link(engine: FakeEngine, name: str, call: Call) -> None:
-        if name == "pause_generation" and engine.config.tp_size == 1:
-            fake_engine.FAULTS.clear()
-            await fleet.server.coordinator.roster.slots["a"].commander.close()
+async def test_a_stage_whose_pause_is_not_known_is_resumed_by_the_next_update(make_fleet: Fleets) -> None:
+    async with make_fleet(a=1, b=2) as fleet, AsyncExitStack() as away:
+        fleet.server.coordinator._peers._unanswered._within_s = 0.1
 
-    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = break_link
-    plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
-    await join(fleet, plan)
-    assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
-    await abort(fleet, plan)
-    await fleet.until(lambda stages: all(s.state not in (5, common.STAGE_STATE_UNREACHABLE) for s in stages))
-    await assert_updatable(fleet)
+        async def break_link(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "pause_generation" and engine.config.tp_size == 1:
+                fake_engine.FAULTS.clear()
+                await away.enter_async_context(unreachable(fleet, "a"))
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = break_link
+        plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
+        await abort(fleet, plan)
+        await away.aclose()
+        await fleet.until(lambda stages: all(s.state not in (5, common.STAGE_STATE_UNREACHABLE) for s in stages))
+        await assert_updatable(fleet)
 
 
 async def test_requests_of_a_stage_that_was_left_out_end_with_the_version_that_they_run_on(

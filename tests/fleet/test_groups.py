@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from updating import abort, begin, commit, digest, join, refusal, write
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.times import duration
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
@@ -89,3 +93,29 @@ async def test_an_update_that_nobody_joined_leaves_nothing_behind(fleet: InProce
     await abort(fleet, plan)
     assert groups(fleet) == [set()] * 3
     assert not fleet.server.coordinator.roster.models["actor"].record.groups
+
+
+async def test_the_lease_is_watched_while_a_stage_does_not_leave_its_groups(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await update(fleet, "one")
+    never = asyncio.Event()
+    leave = FakeEngine.destroy_weights_update_group
+
+    async def hang(engine: FakeEngine, request: v.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        if request.group_name == first:
+            await never.wait()
+        await leave(engine, request, call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "destroy_weights_update_group", hang)
+        trainer = u.Trainer(boot_id="second")
+        request = u.BeginWeightUpdateRequest(model="actor", version="two", trainer=trainer, lease_ttl=duration(1.0))
+        plan = await fleet.stub.BeginWeightUpdate(request)
+        async with asyncio.timeout(5.0):
+            await fleet.server.coordinator.operations.get(plan.update_id).ended.wait()
+    ended = fleet.server.coordinator.operations.get(plan.update_id).operation
+    assert ended.error.reason == "LEASE_EXPIRED"
+    never.set()
+    # What could not be left is left by the next one.
+    assert groups(fleet) == [{await update(fleet, "three", "third")}] * 3

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, version_of, weights, write
+import pytest
+from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
@@ -211,3 +212,83 @@ async def test_a_stage_that_has_lost_a_rank_is_not_healed_and_keeps_nobody_waiti
     assert error.reason is Reason.RANK_LOST
     operation = await fleet.stub.HealStage(HealStageRequest())
     assert (operation.state, list(operation.targets)) == (OPERATION_STATE_OK, ["a"])
+
+
+async def test_a_heal_that_ends_with_another_digest_names_the_tensor(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=2, c=1, heal=False) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        request = HealStageRequest(slots=["a"], checkpoint=checkpoint("another"))
+        error = (await fleet.stub.HealStage(request)).stage_results[0].error
+        assert (error.reason, error.metadata["tensor"]) == ("DIGEST_MISMATCH", "weights")
+        assert "of 1 tensors only weights differs" in error.message
+
+
+@pytest.mark.parametrize("refuses", ["the sender", "the receiver"])
+@pytest.mark.parametrize("at", ["the probe", "the rendezvous"])
+async def test_a_heal_from_a_peer_waits_for_nobody_when_one_side_cannot_join(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, refuses: str, at: str
+) -> None:
+    left = asyncio.Event()
+    waited: list[str] = []
+
+    async def join_group(engine: FakeEngine, request: v.InitWeightsUpdateGroupRequest, call: Call) -> v.GroupReport:
+        sends = request.rank_offset == 0
+        healing = request.group_name.endswith("-heal")
+        if healing and (sends == (refuses == "the sender")) and request.probe_only == (at == "the probe"):
+            raise Reason.GROUP_FAILED.error("there is no way to the store")
+        if healing and not request.probe_only:
+            waited.append(call.command_id)
+            await left.wait()
+            raise Reason.GROUP_FAILED.error("told to leave")
+        return await init(engine, request, call)
+
+    async def leave(engine: FakeEngine, request: v.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        left.set()
+
+    async def start(engine: FakeEngine, setup: Any) -> Any:
+        info = await started(engine, setup)
+        info.layout.store_host, info.layout.store_port = "127.0.0.1", 1
+        return info
+
+    init, started = FakeEngine.init_weights_update_group, FakeEngine.start
+    monkeypatch.setattr(FakeEngine, "start", start)
+    monkeypatch.setattr(FakeEngine, "send_weights", leave, raising=False)
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        await update(fleet, "sent")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        monkeypatch.setattr(FakeEngine, "init_weights_update_group", join_group)
+        monkeypatch.setattr(FakeEngine, "destroy_weights_update_group", leave)
+        async with asyncio.timeout(5.0):
+            operation = await fleet.stub.HealStage(HealStageRequest(slots=["a"]))
+        assert operation.error.reason == "GROUP_FAILED"
+        assert operation.error.message.endswith("there is no way to the store")
+        assert len(waited) == (at == "the rendezvous")
+        assert fleet.stage("b").routable
+
+
+async def test_a_coordinator_stops_although_a_heal_does_not_give_way(
+    fleet: InProcessFleet, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    await dirty(fleet)
+    reading, going_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk" and engine.config.tp_size == 1:
+            reading.set()
+            await going_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest(slots=["a"])))
+    await reading.wait()
+    monkeypatch.setattr("rlctl.coordinator.healing.MAKE_WAY_S", 0.05)
+    stopping = asyncio.ensure_future(fleet.server.coordinator.stop())
+    await asyncio.sleep(0.2)
+    going_on.set()
+    await stopping
+    assert (await healing).error.reason == "CANCELLED"

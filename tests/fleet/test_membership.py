@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from updating import abort, begin, refusal
 
 from rlctl.errors import Reason
 from rlctl.testing.fleet import InProcessFleet, StageSpec
@@ -176,6 +177,17 @@ async def test_a_deregistered_stage_is_no_target_any_more(fleet: InProcessFleet)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await fleet.stub.DeregisterStage(wrong)
     assert from_grpc(caught.value).reason is Reason.INCARNATION_FENCED
+
+
+async def test_a_target_of_an_open_update_does_not_leave_unless_it_goes_anyway(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    error = await refusal(fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a")))
+    assert (error.reason, error.metadata["holder"]) == (Reason.UPDATE_IN_PROGRESS, plan.update_id)
+    assert fleet.stage("a").routable
+    await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a", force=True))
+    assert [s.registration.slot for s in (await fleet.stub.GetFleet(c.GetFleetRequest())).stages] == ["b"]
+    await abort(fleet, plan)
+    await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="b"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,19 +10,24 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf import descriptor_pb2
+from google.protobuf.any_pb2 import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from rlctl.control.commander import Commander
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.errors import Reason, RlctlError
+from rlctl.ports import SystemClock
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.transport.addresses import is_loopback, join, split
 from rlctl.transport.auth import load_token
 from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.links import GrpcDialer
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import rollout_pb2
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
@@ -165,3 +171,24 @@ async def test_health_follows_the_stage(fleet: InProcessFleet) -> None:
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         await stage._admin._health.enter_graceful_shutdown()
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.mark.parametrize("request_", [v.PauseGenerationRequest(), v.GetModelInfoRequest()])
+async def test_a_stream_of_somebody_who_was_not_accepted_commands_no_rank(
+    make_fleet: Callable, request_: v.PauseGenerationRequest | v.GetModelInfoRequest
+) -> None:
+    async with make_fleet(a=2) as fleet:
+        stage = fleet.stages["a"]
+        for stub, address in ((WorkerServiceStub, stage.config.followers[0]), (StageServiceStub, stage.address)):
+            commander = Commander(await GrpcDialer(stub, None).dial(address), SystemClock())
+            receiving = asyncio.create_task(commander.run())
+            body = Any()
+            body.Pack(request_)
+            issued = commander.issue("stranger", "stranger", body, SystemClock().now() + 5)
+            result = await asyncio.wait_for(issued.result, 5)
+            assert "EPOCH_FENCED" in (result.rank.error.reason, result.stage.error.reason)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+        # The rank's turn was not taken.
+        paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+        assert paused.state == OPERATION_STATE_OK

@@ -230,9 +230,9 @@ async def test_incidents_23_and_24_an_update_costs_a_fixed_number_of_commands_wh
     sent: dict[str, set[str]] = {}
     issue = Commander.issue
 
-    def count(self: Commander, command_id: str, *rest: Any) -> Any:
+    def count(self: Commander, command_id: str, *rest: Any, **more: Any) -> Any:
         sent.setdefault(command_id.split("/")[1], set()).add(command_id)  # relayed to followers under the same id
-        return issue(self, command_id, *rest)
+        return issue(self, command_id, *rest, **more)
 
     monkeypatch.setattr(Commander, "issue", count)
     plan = await begin(fleet)

@@ -2,96 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
-import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until, when
 
-from rlctl.cli import state
-from rlctl.client.fleet import Fleet, connect
-from rlctl.errors import RlctlError
+from rlctl.client.fleet import connect
+from rlctl.compat.slime import get_model_url, set_model_routers
+from rlctl.errors import NotFound
 
 pytestmark = pytest.mark.processes
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
-WAIT_S = 60.0
-
-
-def rlctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlctl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
 def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("ENDPOINT", "TOKEN", "TOKEN_FILE", "OUTPUT"):
-        monkeypatch.delenv(f"RLCTL_{name}", raising=False)
-    yield
-    for directory in (tmp_path / "state" / "rlctl").glob("*"):
-        left = state.read(directory.name)
-        if left is not None and left.alive:
-            os.kill(left.pid, signal.SIGTERM)
-            until(lambda left=left: not left.alive, "the supervisor did not end")  # type: ignore[misc]
-
-
-def known(name: str) -> state.FleetState:
-    found = state.read(name)
-    assert found is not None
-    return found
-
-
-class Load:
-    """Requests one after the other from several threads: what failed, and what was older than it had to be."""
-
-    def __init__(self, fleet: Fleet, model: str) -> None:
-        self.done = 0
-        self.wrong: list[object] = []
-        self.least = 1
-        self._fleet = fleet
-        self._model = model
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(4)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(WAIT_S)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            least = self.least
-            try:
-                answer = self._fleet.generate("1+2=", model=self._model, max_new_tokens=16)
-            except RlctlError as error:
-                self.wrong.append(str(error))
-            else:
-                self.done += 1
-                sequences = [span.version.sequence for sample in answer.samples for span in sample.versions]
-                if not sequences or min(sequences) < least:
-                    self.wrong.append((answer.slot, sequences, least))
+    with own_state(monkeypatch, tmp_path):
+        yield
 
 
 def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
@@ -101,7 +35,7 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
     text = EXAMPLE.read_text().replace("/tmp/tiny", str(checkpoint))
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
-    up = rlctl("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json")
+    up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json")
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
     assert first["engines"] == {"actor-0": "ready", "ref-0": "ready", "reward-0": "ready"}
@@ -115,13 +49,13 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
         load.least = publisher.update(model, version="step-1", pause="retract").version.sequence
         assert not load.wrong
 
-        plan = json.loads(rlctl("plan", str(file), "--listen", "127.0.0.1:0", "-o", "json").stdout)
+        plan = json.loads(rlctl_command("plan", str(file), "--listen", "127.0.0.1:0", "-o", "json").stdout)
         assert {change["slot"]: change["action"] for change in plan["changes"]} == {
             "actor-0": "unchanged", "actor-1": "add", "actor-2": "add", "ref-0": "unchanged", "reward-0": "unchanged",
         }  # fmt: skip
         before = load.done
         # What is not said again stays: where the coordinator listens.
-        grown = rlctl("up", str(file), "-o", "json")
+        grown = rlctl_command("up", str(file), "-o", "json")
         assert grown.returncode == 0, grown.stderr
         assert load.done > before, "nothing was served meanwhile"
         stages = {stage.registration.slot: stage for stage in fleet.status("actor").stages}
@@ -132,7 +66,7 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
         load.least = publisher.update(model, version="step-2", pause="retract").version.sequence
 
         file.write_text(text)
-        shrunk = rlctl("up", str(file), "--listen", "127.0.0.1:0", "-o", "json", "--yes")
+        shrunk = rlctl_command("up", str(file), "--listen", "127.0.0.1:0", "-o", "json", "--yes")
         assert shrunk.returncode == 0, shrunk.stderr
         assert [stage.registration.slot for stage in fleet.status("actor").stages] == ["actor-0"]
         publisher.close()
@@ -140,19 +74,21 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
     last = json.loads(shrunk.stdout)
     assert {slot: pid for slot, pid in last["processes"].items() if not slot.startswith("actor")} == frozen
     assert last["processes"]["actor-0"] == first["processes"]["actor-0"]
-    assert rlctl("down", "--name", "multi-model").returncode == 0
+    assert rlctl_command("down", "--name", "multi-model").returncode == 0
 
 
 @pytest.fixture
 def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[..., Path]:
     """Writes a file for two fake engines: ``fleet_of_fakes(pace=0.01)``."""
 
-    def write(engines: int = 2, **overrides: object) -> Path:
+    def write(engines: int = 2, gateways: str = "", **overrides: object) -> Path:
         file = tmp_path / "fakes.yaml"
         group = {"worker_type": "regular", "num_gpus": engines, "overrides": overrides}
         model = {"name": "actor", "engine": "fake", "model_path": checkpoint("one"), "server_groups": [group]}
         restart = {"backoff_s": 0.1}
         fleet = {"name": "fakes", "listen": "127.0.0.1:0", "restart": restart, "hf_checkpoint": checkpoint("one")}
+        if gateways:
+            fleet["gateways"] = gateways
         file.write_text(json.dumps({"fleet": fleet, "models": [model]}))  # JSON is YAML
         return file
 
@@ -160,24 +96,19 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
 
 
 def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of_fakes: Callable[..., Path]) -> None:
-    up = rlctl("up", str(fleet_of_fakes()), "--detach", "-o", "json")
+    up = rlctl_command("up", str(fleet_of_fakes()), "--detach", "-o", "json")
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
     os.kill(first["processes"]["actor-1"], signal.SIGKILL)
     with connect(first["endpoint"]) as fleet:
-
-        def back() -> bool:
-            now = known("fakes")
-            stages = {stage.registration.slot: stage for stage in fleet.status().stages}
-            again = now.processes.get("actor-1") not in (None, first["processes"]["actor-1"])
-            return again and now.engines["actor-1"] == "ready" and stages["actor-1"].incarnation == 2
-
-        until(back, "the engine did not come back")
+        when(fleet, lambda now: "actor-1" in now and now["actor-1"].incarnation == 2 and now["actor-1"].routable)
+        until(lambda: known("fakes").engines["actor-1"] == "ready", "the supervisor has not seen it")
+        assert known("fakes").processes["actor-1"] != first["processes"]["actor-1"]
         assert known("fakes").processes["actor-0"] == first["processes"]["actor-0"]
     os.kill(first["processes"]["coordinator"], signal.SIGKILL)
     until(lambda: known("fakes").processes["coordinator"] != first["processes"]["coordinator"], "no new coordinator")
     with connect(first["endpoint"]) as fleet:
-        until(lambda: sum(stage.routable for stage in fleet.status().stages) == 2, "the fleet did not go on")
+        when(fleet, lambda now: sum(stage.routable for stage in now.values()) == 2)
         assert fleet.status().header.fleet_epoch == 2
 
     supervisor = psutil.Process(known("fakes").pid)
@@ -188,11 +119,11 @@ def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of
 
 
 def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[..., Path]) -> None:
-    assert rlctl("up", str(fleet_of_fakes()), "--detach").returncode == 0
+    assert rlctl_command("up", str(fleet_of_fakes()), "--detach").returncode == 0
     first = known("fakes")
     with connect(first.endpoint) as fleet, Load(fleet, "actor") as load:
         until(lambda: load.done, "nothing was generated")
-        changed = rlctl("up", str(fleet_of_fakes(pace=0.002)))
+        changed = rlctl_command("up", str(fleet_of_fakes(pace=0.002)))
         assert changed.returncode == 0, changed.stderr
         assert "actor-0: restart (options)" in changed.stderr
     assert load.wrong == []
@@ -202,7 +133,7 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
     assert order in (["actor-0"] * 3 + ["actor-1"] * 3, ["actor-1"] * 3 + ["actor-0"] * 3)
     now = known("fakes")
     assert now.processes["actor-0"] != first.processes["actor-0"]
-    again = rlctl("up", str(fleet_of_fakes(pace=0.002)))
+    again = rlctl_command("up", str(fleet_of_fakes(pace=0.002)))
     assert "0 engines changed" in again.stderr
     assert known("fakes").processes == now.processes
 
@@ -211,17 +142,49 @@ def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(
     fleet_of_fakes: Callable[..., Path], checkpoint: Callable[[str], str]
 ) -> None:
     file = fleet_of_fakes()
-    assert rlctl("up", str(file), "--detach").returncode == 0
+    assert rlctl_command("up", str(file), "--detach").returncode == 0
     before = known("fakes")
     grown = str(fleet_of_fakes(engines=3))
     (Path(checkpoint("one")) / "weights.txt").unlink()
-    failed = rlctl("up", grown)
+    failed = rlctl_command("up", grown)
     assert failed.returncode == 1
     assert "actor-2 ended with 2: CHECKPOINT_NOT_FOUND" in failed.stderr
     assert "logs/actor-2.log" in failed.stderr
     assert known("fakes").processes["actor-0"] == before.processes["actor-0"]
     checkpoint("one")
     until(lambda: known("fakes").engines.get("actor-2") == "ready", "it was not tried again")
-    refused = rlctl("up", str(file), "--listen", "127.0.0.1:1")
+    refused = rlctl_command("up", str(file), "--listen", "127.0.0.1:1")
     assert refused.returncode == 2
     assert "FIELD_CONFLICT" in refused.stderr
+
+
+def asked(url: str) -> dict[str, Any]:
+    body = json.dumps({"text": "1+2=", "sampling_params": {"max_new_tokens": 4}}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)  # type: ignore[no-any-return]
+
+
+def test_a_model_has_a_gateway_that_slimes_code_finds_and_that_is_kept_at_its_address(
+    fleet_of_fakes: Callable[..., Path],
+) -> None:
+    up = rlctl_command("up", str(fleet_of_fakes(gateways="127.0.0.1")), "--detach")
+    assert up.returncode == 0, up.stderr
+    args = argparse.Namespace()
+    set_model_routers(args, "fakes")
+    url = get_model_url(args, "actor", "/generate")
+    assert asked(url)["meta_info"]["completion_tokens"] == 4
+    with pytest.raises(NotFound, match=r"no model 'critic' has a gateway; there are: actor"):
+        get_model_url(args, "critic")
+
+    before = known("fakes").processes["gateway-actor"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: known("fakes").processes.get("gateway-actor") not in (None, before), "it was not started again")
+    until(lambda: known("fakes").gateways, "it does not answer again")
+    assert asked(url)["meta_info"]["completion_tokens"] == 4
+
+    without = rlctl_command("up", str(fleet_of_fakes()))
+    assert without.returncode == 0, without.stderr
+    assert "gateway-actor: stopped" in without.stderr
+    assert known("fakes").gateways == {}
+    assert not psutil.pid_exists(before)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +17,10 @@ from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import Options
 from rlctl_vllm.process import VLLMProcess
 from server_stage import Driver, changed, greedy, prompt, refusal
+from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl
+from rlctl.client.fleet import connect
 from rlctl.demo.tiny import encode
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
@@ -66,6 +71,30 @@ def call(url: str, path: str) -> None:
         await http.close()
 
     asyncio.run(tell())
+
+
+def test_up_attaches_to_it_and_never_ends_it(
+    url: str, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "external.yaml"
+    group = {"worker_type": "regular", "external": [url.removeprefix("http://")]}
+    models = [{"name": "actor", "engine": "vllm", "server_groups": [group]}]
+    fleet = {"name": "external", "listen": "127.0.0.1:0", "hf_checkpoint": str(tiny[1])}
+    file.write_text(json.dumps({"fleet": fleet, "models": models}))
+    with own_state(monkeypatch, tmp_path):
+        up = rlctl_command("up", str(file), "--detach")
+        assert up.returncode == 0, up.stderr
+        assert f"(engine vllm at {url}, TP 1)" in up.stderr
+        with connect(known("external").endpoint) as client:
+            answer = client.generate(encode("4"), model="actor", max_new_tokens=8, temperature=0)
+            (sample,) = answer.samples
+            assert list(sample.output_ids) == greedy(tiny[0], encode("4"), 8)
+            # The stage server is ours, and is started again; the server is not.
+            before = known("external").processes["actor-0"]
+            os.kill(before, signal.SIGKILL)
+            when(client, lambda now: now["actor-0"].incarnation == 2 and now["actor-0"].routable)
+        assert rlctl_command("down", "--name", "external").returncode == 0
+    call(url, "/resume")
 
 
 def test_attaching(url: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from aiohttp import web
 from rlctl.errors import Reason, RlctlError
 from rlctl_vllm.sidecar.admin import VERBS, Admin
 from rlctl_vllm.sidecar.asking import read
-from rlctl_vllm.sidecar.failures import described, status_of
 from rlctl_vllm.sidecar.running import Requests
 from rlctl_vllm.sidecar.telling import wire_version
 from rlctl_vllm.sidecar.upstream import About, Upstream
@@ -94,7 +93,7 @@ class Sidecar:
                 async for answer in answers:
                     await response.write(_event(answer))
             except RlctlError as error:
-                await response.write(_event({"error": described(error)}))
+                await response.write(_event({"error": error.described()}))
             await response.write(b"data: [DONE]\n\n")
         finally:
             await answers.aclose()
@@ -205,7 +204,7 @@ class Sidecar:
         try:
             return _json(await asyncio.shield(task))
         except RlctlError as error:
-            return _json({"success": False, "message": str(error), "error": described(error)}, status_of(error))
+            return _json({"success": False, "message": str(error), "error": error.described()}, error.http_status)
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
@@ -238,12 +237,12 @@ def _guarded(handler: _Handler) -> _Handler:
         try:
             return await handler(request)
         except RlctlError as error:
-            return _json({"error": described(error)}, status_of(error))
+            return _json({"error": error.described()}, error.http_status)
         except (asyncio.CancelledError, ConnectionError, web.HTTPException):
             raise
         except Exception:
             log.exception("%s %s", request.method, request.path)
-            return _json({"error": described(Reason.INTERNAL.error("the sidecar failed; its log says more"))}, 500)
+            return _json({"error": Reason.INTERNAL.error("the sidecar failed; its log says more").described()}, 500)
 
     return answer
 

@@ -12,9 +12,9 @@ from typing import Any
 from rlctl_servers.requests import refuse_prompt
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.sglang_api.asking import Asked, Asking
 from rlctl_vllm.generation import LONGEST_S, refused, tokenize
 from rlctl_vllm.requests import bodies
-from rlctl_vllm.sidecar.asking import Asked, Asking
 from rlctl_vllm.sidecar.telling import COMPLETIONS, Sample, completion
 from rlctl_vllm.sidecar.upstream import About, Upstream
 

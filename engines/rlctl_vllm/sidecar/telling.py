@@ -8,15 +8,13 @@ from typing import Any
 from rlctl_servers.requests import logprob_start
 
 from rlctl.errors import Reason
+from rlctl.sglang_api.asking import Asked
+from rlctl.sglang_api.telling import Entry, Reply, aborted
 from rlctl_vllm.generation import id_in, id_of, most_likely, refused
 from rlctl_vllm.requests import scores_only
-from rlctl_vllm.sidecar.asking import Asked
 
 TOKENS = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
-
-_Entry = list[Any]
-"""[log probability or None, token id, None]: SGLang's form; the third is the token's text, where it is asked for."""
 
 
 def completion(body: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -44,33 +42,27 @@ def wire_version(label: str, *, driven: bool) -> int | str:
     return int(label) if label.isascii() and label.isdigit() else label
 
 
-class Sample:
+class Sample(Reply):
     """One sample as it grows.
 
     Attributes:
-        finish: SGLang's finish reason once it has ended.
         heard: vLLM has said something of it.
         label: vLLM's label of the weights of its last token; "" while that is not known.
     """
 
     def __init__(self, asked: Asked, rid: str, prompt: Sequence[int], *, driven: bool) -> None:
-        self.rid = rid
-        self.finish: dict[str, Any] | None = None
+        request = asked.request
+        super().__init__(
+            rid, logprob=request.return_logprob, tops=bool(request.top_logprobs_num), show_prompt=asked.show_prompt
+        )
         self.heard = False
         self.label = ""
         self._asked = asked
         self._prompt = prompt
         self._driven = driven
-        self._scores_only = scores_only(asked.request)
-        self._logprob = asked.request.return_logprob
-        self._tops = asked.request.top_logprobs_num
+        self._scores_only = scores_only(request)
+        self._tops = request.top_logprobs_num
         self._text: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[_Entry] = []
-        self._top: list[list[_Entry]] = []
-        self._input: list[_Entry] = []
-        self._input_top: list[list[_Entry] | None] = []
-        self._spans: list[dict[str, Any]] = []
         self._cached = 0
 
     def take(self, told: Mapping[str, Any]) -> None:
@@ -90,37 +82,24 @@ class Sample:
 
     def cut_off(self) -> None:
         """It was ended, and vLLM has not said so."""
-        self.finish = _aborted()
+        self.finish = aborted()
 
     def answer(self) -> dict[str, Any]:
         """All of it so far."""
-        meta: dict[str, Any] = {
-            "id": self.rid,
-            "finish_reason": self.finish,
-            "prompt_tokens": len(self._prompt),
-            "completion_tokens": len(self._ids),
-            "cached_tokens": self._cached,
-            "weight_version": wire_version(self.label, driven=self._driven) if self.label else None,
-        }
-        if self._spans:
-            meta["weight_versions"] = self._spans
-        if self._logprob:
-            meta["output_token_logprobs"] = self._logprobs
-            meta["input_token_logprobs"] = self._input
-            if self._tops:
-                meta["output_top_logprobs"] = self._top
-                meta["input_top_logprobs"] = self._input_top
-        answer = {"text": "".join(self._text), "output_ids": self._ids, "meta_info": meta}
-        if self._asked.show_prompt:
-            answer["prompt_token_ids"] = self._prompt
-        return answer
+        return self.told(
+            "".join(self._text),
+            self._prompt,
+            prompt_tokens=len(self._prompt),
+            cached=self._cached,
+            version=wire_version(self.label, driven=self._driven) if self.label else None,
+        )
 
     def _take_choice(self, choice: Mapping[str, Any]) -> None:
         ids = choice.get("token_ids") or ()
         if not self._scores_only:
             self._ids.extend(ids)
             self._text.append(choice.get("text") or "")
-            if self._logprob and choice.get("logprobs"):
+            if self._with_logprobs and choice.get("logprobs"):
                 self._take_logprobs(ids, choice["logprobs"])
         for span in choice.get("weight_versions") or ():
             self.label = str(span["version"])
@@ -159,7 +138,7 @@ class Sample:
 
     def _finish(self, kind: str, stop: int | str | None) -> dict[str, Any]:
         if kind == "abort":
-            return _aborted()
+            return aborted()
         if kind == "length" or (kind == "stop" and self._scores_only):
             return {"type": "length", "length": len(self._ids)}
         if kind != "stop":
@@ -168,9 +147,5 @@ class Sample:
         return {"type": "stop", "matched": stop if stop is not None else self._ids[-1] if self._ids else None}
 
 
-def _aborted() -> dict[str, Any]:
-    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-
-
-def _entries(tops: Iterable[tuple[int, float]], count: int) -> list[_Entry]:
+def _entries(tops: Iterable[tuple[int, float]], count: int) -> list[Entry]:
     return [[value, token, None] for token, value in most_likely(tops, count)]

@@ -44,7 +44,7 @@ def test_a_batch_gives_each_prompt_its_own_fields() -> None:
 @pytest.mark.parametrize(
     ("body", "reason", "field"),
     [
-        ([], Reason.FIELD_INVALID, ""),
+        ([], Reason.FIELD_INVALID, "body"),
         ({"text": "a", "input_ids": [1]}, Reason.FIELD_CONFLICT, "input_ids"),
         ({"text": []}, Reason.FIELD_REQUIRED, "text"),
         ({"text": ["a", 1]}, Reason.FIELD_INVALID, "text"),

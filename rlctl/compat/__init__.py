@@ -1,0 +1,1 @@
+"""Names of other projects, so that code written for them finds them here."""

@@ -1,0 +1,103 @@
+"""Verbs during which ranks of several stages wait for each other in groups: whoever fails first ends the others.
+
+A rank that waits for one that will never come is told to leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.roster import Slot
+from rlctl.outcomes import acknowledged, blame
+from rlctl.ports import Clock
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.verbs_pb2 import DestroyWeightsUpdateGroupRequest, InitWeightsUpdateGroupRequest
+
+PROBE_S = 10.0
+"""Time for every rank to find out whether it could join a group."""
+
+RENDEZVOUS_S = 30.0
+"""Time for the ranks to meet once all of them can."""
+
+LEAVE_S = 10.0
+
+
+class Together:
+    """What some stages do together in some groups, under one operation."""
+
+    def __init__(
+        self,
+        fanout: Fanout,
+        clock: Clock,
+        slots: Sequence[Slot],
+        operation_id: str,
+        group_names: Sequence[str],
+        on_result: Callable[[StageResult], None] = lambda _: None,
+    ) -> None:
+        self._fanout = fanout
+        self._clock = clock
+        self._slots = slots
+        self._operation_id = operation_id
+        self._group_names = group_names
+        self._on_result = on_result
+        self._leaving: asyncio.Task[None] | None = None
+        self._failed: StageResult | None = None
+
+    async def join(self, request: InitWeightsUpdateGroupRequest, timeout_s: float) -> list[StageResult]:
+        """Join every rank into a group, once each has found that it can."""
+        probe = InitWeightsUpdateGroupRequest()
+        probe.CopyFrom(request)
+        probe.probe_only = True
+        results = await self.run(probe, min(timeout_s, PROBE_S), step="probe")
+        if all(acknowledged(result, update=True) for result in results):
+            results = await self.run(request, min(timeout_s, RENDEZVOUS_S))
+        return results
+
+    async def run(
+        self, request: Message, timeout_s: float, *, step: str = "1", aside: bool = False
+    ) -> list[StageResult]:
+        """One verb, in the order of the stages."""
+
+        def took(result: StageResult) -> None:
+            self._on_result(result)
+            if not acknowledged(result, update=True):
+                self._failed = self._failed or result
+                self.leave()
+
+        results = await self._fanout.run(
+            request,
+            self._slots,
+            operation_id=self._operation_id,
+            step=step,
+            deadline=self._clock.now() + timeout_s,
+            on_result=took,
+            aside=aside,
+            again=False,  # the others would wait for it meanwhile
+        )
+        if self._leaving is not None:
+            await self._leaving
+        return results
+
+    def refuse_failed(self) -> None:
+        """Raise what the first one said that failed: what the others say follows from it."""
+        if self._failed is not None:
+            raise blame(self._failed)
+
+    def leave(self) -> None:
+        """Let all ranks leave the groups, and break what waits in them."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        for name in self._group_names:
+            await self._fanout.run(
+                DestroyWeightsUpdateGroupRequest(group_name=name),
+                self._slots,
+                operation_id=self._operation_id,
+                step=f"leave-{name}",
+                deadline=self._clock.now() + LEAVE_S,
+            )

@@ -1,0 +1,140 @@
+"""Bodies of requests: read within bounds, parsed once, their fields checked by type."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Any, TypeVar, overload
+
+import orjson
+from aiohttp import web
+
+from rlctl.errors import Reason
+
+READ_S = 30.0
+"""A body that takes longer between two pieces belongs to a caller that is gone or does us harm."""
+
+SLOWEST_BYTES_S = 16 << 10
+"""Beside that, a body comes at this pace at least."""
+
+_MISSING: Any = object()
+T = TypeVar("T")
+
+
+async def read(request: web.Request, most: int) -> bytes:
+    """The whole body. Raises MESSAGE_TOO_LARGE, and DEADLINE_EXCEEDED (408) for a slow one."""
+    if (request.content_length or 0) > most:
+        raise _too_large(request.content_length or 0, most)
+    parts: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        while True:
+            allowed = READ_S + size / SLOWEST_BYTES_S
+            async with asyncio.timeout_at(began + allowed):
+                part = await request.content.readany()
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise _too_large(size, most)
+    except TimeoutError:
+        failure = Reason.DEADLINE_EXCEEDED.error(
+            f"{size} bytes of the body came within {loop.time() - began:.0f} s", field="body"
+        )
+        failure.http_status = 408
+        raise failure from None
+
+
+def _too_large(size: int, most: int) -> Exception:
+    return Reason.MESSAGE_TOO_LARGE.error(f"the body has {size} bytes or more; {most} are taken", field="body")
+
+
+def parse(data: bytes) -> Any:
+    """JSON. Raises FIELD_INVALID."""
+    try:
+        return orjson.loads(data)
+    except ValueError as error:
+        raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}", field="body") from None
+
+
+class Fields:
+    """The fields of a JSON object, taken one by one; what nobody takes is unknown.
+
+    ``where``: what stands before a field's name in errors, "init_info." say.
+    """
+
+    def __init__(self, values: Any, where: str = "") -> None:
+        """Raises FIELD_INVALID if it is no object."""
+        if not isinstance(values, dict):
+            raise Reason.FIELD_INVALID.error("it is no JSON object", field=where.rstrip(".") or "body")
+        self.values: Mapping[str, Any] = values
+        self._where = where
+        self._taken: set[str] = set()
+
+    @overload
+    def take(self, name: str, kind: type[T]) -> T: ...
+    @overload
+    def take(self, name: str, kind: type[T], default: None) -> T | None: ...
+    @overload
+    def take(self, name: str, kind: type[T], default: T) -> T: ...
+    @overload
+    def take(self, name: str, kind: UnionType, default: Any = ...) -> Any: ...
+
+    def take(self, name: str, kind: Any, default: Any = _MISSING) -> Any:
+        """A field, or its default where it is absent or null; it is required without one.
+
+        A bool is no number, a whole number is a float. Raises FIELD_REQUIRED, FIELD_INVALID.
+        """
+        self._taken.add(name)
+        value = self.values.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise Reason.FIELD_REQUIRED.error("it is missing", field=self._where + name)
+            return default
+        if not _fits(value, kind):
+            shown = kind.__name__ if isinstance(kind, type) else str(kind)
+            raise Reason.FIELD_INVALID.error(f"{_short(value)} is no {shown}", field=self._where + name)
+        return float(value) if kind is float else value
+
+    def take_list(self, name: str, kind: type[T], default: Sequence[T] | None = _MISSING) -> Any:
+        """A list of one type; as :meth:`take`."""
+        values = self.take(name, list, default)
+        for index, value in enumerate(values or ()):
+            if not _fits(value, kind):
+                raise Reason.FIELD_INVALID.error(
+                    f"{_short(value)} is no {kind.__name__}", field=f"{self._where}{name}[{index}]"
+                )
+        return values
+
+    def take_fields(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
+        """An object within."""
+        value = self.take(name, dict, default)
+        return Fields(dict(value or {}), f"{self._where}{name}.")
+
+    def accept(self, *names: str) -> None:
+        """Take note of fields that are accepted and do nothing."""
+        self._taken.update(names)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Fields that nobody took."""
+        return [self._where + name for name in self.values if name not in self._taken]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_fits(value, each) for each in kind.__args__)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,94 @@
+"""One request, as handlers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from rlctl.client.aio import AsyncFleet
+from rlctl.gateway import bodies, identity
+from rlctl.gateway.bodies import Fields
+from rlctl.gateway.generation.service import Generation
+
+UNKNOWN_FIELDS = "X-RLCTL-Unknown-Fields"
+"""Header of the answer that lists what of the body nobody looked at."""
+
+
+class Call:
+    """A request to a dialect.
+
+    Attributes:
+        method: "POST".
+        url: path and query as they came.
+        path: what the route's placeholders stand for.
+        query: the parameters of the query, of several of one name the first.
+        headers: of the request, whatever their case.
+        token: the caller's bearer token.
+        fleet: the fleet, with the caller's token.
+        generation: what generates.
+    """
+
+    def __init__(
+        self, request: web.Request, fleet: AsyncFleet, generation: Generation, ids: identity.RequestIds, most: int
+    ) -> None:
+        self.method = request.method
+        self.url = str(request.rel_url)
+        self.path: Mapping[str, str] = request.match_info
+        self.query: Mapping[str, str] = request.query
+        self.headers: Mapping[str, str] = request.headers
+        self.token = identity.token(request.headers)
+        self.fleet = fleet.on_behalf_of(self.token)
+        self.generation = generation
+        self._request = request
+        self._ids = ids
+        self._most = most
+        self._data: bytes | None = None
+        self._fields: list[Fields] = []
+        self._unknown: list[str] = []
+
+    def query_all(self, name: str) -> list[str]:
+        """Every value of a parameter of the query."""
+        return list(self._request.query.getall(name, []))
+
+    async def body(self) -> bytes:
+        """The body as it came. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED."""
+        if self._data is None:
+            self._data = await bodies.read(self._request, self._most)
+        return self._data
+
+    async def json(self) -> Any:
+        """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID."""
+        data = await self.body()
+        return bodies.parse(data) if data.strip() else None
+
+    async def fields(self) -> Fields:
+        """The fields of the body, an object; {} if there is none. Raises as :meth:`json`.
+
+        What is not taken of them is listed in the answer.
+        """
+        value = await self.json()
+        return self.watch(Fields({} if value is None else value))
+
+    def watch(self, fields: Fields) -> Fields:
+        """List what is not taken of these in the answer, too."""
+        self._fields.append(fields)
+        return fields
+
+    def note_unknown(self, names: Sequence[str]) -> None:
+        """List these in the answer."""
+        self._unknown += names
+
+    @property
+    def unknown(self) -> list[str]:
+        """Fields of the body that nobody took, where somebody took some."""
+        return [*self._unknown, *(name for fields in self._fields for name in fields.unknown)]
+
+    def request_id(self, step: str = "") -> str:
+        """For the header of an operation. A repeat under the same ``Idempotency-Key`` or ``X-Request-Id`` has the same.
+
+        ``step`` tells several operations of one request apart. Raises FIELD_INVALID.
+        """
+        made = self._ids.of(self.headers, self.token, self._request.path)
+        return identity.derived(made, step) if step else made

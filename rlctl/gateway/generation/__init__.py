@@ -1,0 +1,1 @@
+"""Generation over HTTP: SGLang's native /generate and OpenAI's routes, the same for every dialect."""

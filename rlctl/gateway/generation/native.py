@@ -1,0 +1,209 @@
+"""POST /generate: SGLang's native format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from google.protobuf.json_format import MessageToDict
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Answer, Reply, Stream
+from rlctl.gateway.generation import running, sessions
+from rlctl.rollout import progress
+from rlctl.rollout.sample import RolloutSample
+from rlctl.sglang_api import telling
+from rlctl.sglang_api.asking import Asked, Words, read
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason, Sample, TokenLogprob
+
+_ENGINE = frozenset({"priority", "cache_salt", "extra_key", "token_ids_logprob", "return_entropy"})
+_OWN = frozenset({"model", "lora_path", "session_id", "routing_key"})
+
+WORDS = Words(
+    "this fleet",
+    fields=_ENGINE | _OWN,
+    sampling=frozenset({"custom_params", "ebnf", "json_schema", "logit_bias", "regex", "stop_regex", "structural_tag"}),
+    without={
+        **dict.fromkeys(
+            (
+                *("input_embeds", "image_data", "video_data", "audio_data", "modalities", "session_params"),
+                *("routed_dp_rank", "custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+            ),
+            (None,),
+        ),
+        **dict.fromkeys(
+            (
+                *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_sampling_mask"),
+                "background",
+            ),
+            (None, False),
+        ),
+        **dict.fromkeys(("no_logs", "log_metrics"), (None, False, True)),
+    },
+    sampling_without={"stream_interval": (None,), "spaces_between_special_tokens": (None, True)},
+)
+"""What of SGLang's is passed on. The engine refuses what it does not have, naming ``engine_fields``."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def generate(call: Call) -> Answer:
+    """Generate; SGLang's fields and reply."""
+    body = await call.json()
+    asking = read(body, WORDS)
+    call.note_unknown(asking.unknown)
+    began = time.perf_counter()
+    model = await call.generation.model(_text(body, "model"))
+    samples: list[RolloutSample] = []
+    tellers: list[Teller] = []
+    for number, asked in enumerate(asking.prompts):
+        _complete(asked, call, model, body)
+        for index in range(asked.samples):
+            sample = progress.begin(
+                asked.request, prompt=number, index=index, session_id=sessions.named(call, body, asked.fields)
+            )
+            if asked.samples > 1:
+                sample.request.rid = f"{asked.rid}_{index}"
+            if asked.request.sampling_params.HasField("seed"):  # as engines count them
+                sample.request.sampling_params.seed = asked.request.sampling_params.seed + index
+            samples.append(sample)
+            tellers.append(Teller(sample.request.rid, asked, began))
+    if asking.stream:
+        return Stream(_events(call, samples, tellers, listed=asking.listed), failed)
+    ended = await running.whole(call, samples)
+    replies = [teller.all_of(sample) for teller, sample in zip(tellers, ended, strict=True)]
+    return Reply(replies if asking.listed else replies[0])
+
+
+def failed(error: RlctlError) -> bytes:
+    """The end of a stream that broke."""
+    return event({"error": error.described()}) + DONE
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+async def _events(
+    call: Call, samples: Sequence[RolloutSample], tellers: Sequence[Teller], *, listed: bool
+) -> AsyncIterator[bytes]:
+    """Each event has all of a sample so far, as SGLang's have."""
+    news = running.streamed(call, samples)
+    try:
+        async for new in news:
+            teller = tellers[new.index]
+            for part in new.parts:
+                teller.take(part)
+            reply = teller.reply() if new.ended is None else teller.end(new.ended)
+            yield event({**reply, "index": new.index} if listed else reply)
+        yield DONE
+    finally:
+        await news.aclose()
+
+
+class Teller(telling.Reply):
+    """One sample as it grows, from the contract into SGLang's words."""
+
+    def __init__(self, rid: str, asked: Asked, began: float) -> None:
+        """``began``: when the call came, on the performance counter."""
+        request = asked.request
+        super().__init__(
+            rid, logprob=request.return_logprob, tops=bool(request.top_logprobs_num), show_prompt=asked.show_prompt
+        )
+        self._prompt: Sequence[int] = list(request.input_ids.ids)
+        self._text = ""
+        self._began = began
+        self._whole = Sample()
+
+    def take(self, part: Sample) -> None:
+        """Add what is new."""
+        self._text += part.text
+        self._ids.extend(part.output_ids)
+        for entry in part.output_logprobs:
+            self._logprobs.append(_entry(entry))
+            if self._with_tops:
+                self._top.append([_entry(top) for top in entry.top])
+        self._whole.cached_tokens, self._whole.retractions = part.cached_tokens, part.retractions
+        for span in part.versions:
+            self._whole.versions.add().CopyFrom(span)
+
+    def reply(self) -> dict[str, Any]:
+        """All of it so far."""
+        spans = self._whole.versions
+        answer = self.told(
+            self._text,
+            self._prompt,
+            prompt_tokens=len(self._prompt),
+            cached=self._whole.cached_tokens,
+            version=spans[-1].version.label if spans else None,
+        )
+        meta = answer["meta_info"]
+        meta["num_retractions"] = self._whole.retractions
+        meta["e2e_latency"] = time.perf_counter() - self._began
+        if spans:
+            meta["weight_version_seq"] = spans[-1].version.sequence
+        return answer
+
+    def end(self, sample: RolloutSample) -> dict[str, Any]:
+        """All of it, once it has ended."""
+        whole = self._whole = sample.whole
+        self._prompt, self._text = sample.prompt_ids, whole.text
+        self._spans = [
+            {"version": span.version.label, "start": span.start, "end": span.end, "seq": span.version.sequence}
+            for span in whole.versions
+        ]
+        self._input = [_entry(entry) for entry in sample.input_logprobs]
+        self._input_top = [[_entry(top) for top in entry.top] or None for entry in sample.input_logprobs]
+        self.finish = _finish(whole.finish_reason, len(self._ids), sample.error)
+        answer = self.reply()
+        if whole.HasField("engine_meta"):
+            answer["meta_info"] = {**MessageToDict(whole.engine_meta), **answer["meta_info"]}
+        return answer
+
+    def all_of(self, sample: RolloutSample) -> dict[str, Any]:
+        """All of one of which nothing was taken before."""
+        self.take(sample.whole)
+        return self.end(sample)
+
+
+def _complete(asked: Asked, call: Call, model: str, body: Mapping[str, Any]) -> None:
+    """What the contract has a word for and SGLang's reader has not."""
+    request = asked.request
+    request.model = model
+    request.adapter = _text(body, "lora_path")
+    request.min_version_seq = sessions.min_version(call)
+    engine = {name: value for name, value in asked.fields.items() if name in _ENGINE and value is not False}
+    if asked.sampling:
+        engine["sampling_params"] = asked.sampling
+    if engine:
+        request.return_engine_meta = True
+        try:
+            request.engine_fields.update(engine)
+        except (TypeError, ValueError) as error:
+            raise Reason.FIELD_INVALID.error(f"{error}", field=", ".join(engine)) from None
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise Reason.FIELD_INVALID.error("it must be a text", field=name)
+    return value or ""
+
+
+def _entry(entry: TokenLogprob) -> telling.Entry:
+    return [entry.logprob if entry.HasField("logprob") else None, entry.token_id, None]
+
+
+def _finish(reason: FinishReason, tokens: int, error: RlctlError | None) -> dict[str, Any]:
+    if reason.type == FINISH_TYPE_LENGTH:
+        return {"type": "length", "length": tokens}
+    if reason.type == FINISH_TYPE_STOP:
+        matched = reason.WhichOneof("matched")
+        return {"type": "stop", "matched": getattr(reason, matched) if matched else None}
+    if error is not None:
+        return {**telling.aborted(str(error)), "status_code": error.http_status, "err_type": error.reason.name}
+    return telling.aborted(reason.message)

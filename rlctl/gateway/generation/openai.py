@@ -1,0 +1,284 @@
+"""POST /v1/completions and /v1/chat/completions: OpenAI's fields and replies, with the further ones of engines.
+
+Source: OpenAI's API reference (Completions, Chat). What cannot be done is refused by name, not ignored.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.errors import Reason
+from rlctl.gateway.bodies import Fields
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Answer, Reply, Stream
+from rlctl.gateway.generation import logprobs, running, sessions
+from rlctl.gateway.generation.native import DONE, event, failed
+from rlctl.gateway.generation.tokenizers import Tokenizer
+from rlctl.rollout import progress
+from rlctl.rollout.sample import RolloutSample
+from rlctl.sglang_api.asking import assign
+from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; a chat goes on to its end."""
+
+LONGEST = 1 << 24
+MOST_LOGPROBS = 20
+
+_SAMPLING = {
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+            *("no_stop_trim", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
+        )
+    },
+    "min_tokens": "min_new_tokens",
+}
+_WITHOUT: Mapping[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+}
+"""What nobody here can do, and the values that ask for nothing."""
+
+_NOTHING = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One call.
+
+    Attributes:
+        rid: its name.
+        n: samples of each prompt.
+        texts: what names single tokens, where log probabilities are wanted.
+    """
+
+    chat: bool
+    rid: str
+    model: str
+    n: int
+    logprobs: bool
+    usage: bool
+    texts: Tokenizer | None
+    created: int
+
+
+async def completions(call: Call) -> Answer:
+    """Complete texts; OpenAI's fields and reply."""
+    fields = await call.fields()
+    model = await call.generation.model(fields.take("model", str, ""))
+    tops = fields.take("logprobs", int, None)
+    prompts = _prompts(fields.take("prompt", str | list))
+    requests = []
+    for prompt in prompts:
+        request = _request(call, fields, model, tops is not None, tops or 0)
+        params = request.sampling_params
+        limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
+        assign(params, "max_new_tokens", limit, "max_tokens")
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.input_ids.CopyFrom(prompt)
+        requests.append(request)
+    return await _answer(call, fields, requests, model, chat=False, with_logprobs=tops is not None)
+
+
+async def chat(call: Call) -> Answer:
+    """Go on with a conversation, by the chat template of the model's tokenizer; OpenAI's fields and reply."""
+    fields = await call.fields()
+    model = await call.generation.model(fields.take("model", str, ""))
+    wanted = fields.take("logprobs", bool, False)
+    tops = fields.take("top_logprobs", int, 0)
+    if tops and not wanted:
+        raise Reason.FIELD_CONFLICT.error("it needs logprobs", field="top_logprobs")
+    request = _request(call, fields, model, wanted, tops)
+    limit = fields.take("max_completion_tokens", int, fields.take("max_tokens", int, LONGEST))
+    assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
+    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(fields.take_list("messages", dict))]
+    if not messages:
+        raise Reason.FIELD_REQUIRED.error("there is none", field="messages")
+    settings = dict(fields.take("chat_template_kwargs", dict, {}))
+    for name in ("add_generation_prompt", "continue_final_message"):
+        value = fields.take(name, bool, None)
+        if value is not None:
+            settings[name] = value
+    tokenizer = await call.generation.tokenizers.of(model)
+    request.input_ids.CopyFrom(TokenIds(ids=tokenizer.chat(messages, **settings)))
+    return await _answer(call, fields, [request], model, chat=True, with_logprobs=wanted)
+
+
+async def _answer(
+    call: Call, fields: Fields, requests: Sequence[GenerateRequest], model: str, *, chat: bool, with_logprobs: bool
+) -> Answer:
+    n = fields.take("n", int, 1)
+    if not 1 <= n <= 4096:
+        raise Reason.FIELD_INVALID.error(f"n is {n}; it must be from 1 to 4096", field="n")
+    if fields.take("best_of", int, n) != n:
+        raise Reason.UNSUPPORTED.error("no more samples are made than are returned", field="best_of")
+    rid = fields.take("rid", str, "") or f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+    session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
+    samples = []
+    for number, request in enumerate(requests):
+        for index in range(n):
+            sample = progress.begin(request, prompt=number, index=index, session_id=session)
+            sample.request.rid = rid if len(requests) * n == 1 else f"{rid}_{number * n + index}"
+            if request.sampling_params.HasField("seed"):
+                sample.request.sampling_params.seed = request.sampling_params.seed + index
+            samples.append(sample)
+    stream = fields.take("stream", bool, False)
+    options = fields.take_fields("stream_options", {})
+    usage = options.take("include_usage", bool, False)
+    fields.accept(*_NOTHING)
+    texts = await call.generation.tokenizers.maybe(model) if with_logprobs else None
+    asked = _Asked(chat, rid, model, n, with_logprobs, usage, texts, int(time.time()))
+    if stream:
+        return Stream(_events(call, asked, samples), failed)
+    ended = await running.whole(call, samples)
+    choices = [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)]
+    return Reply({**_head(asked, ended, chunk=False), "choices": choices, "usage": _usage(ended)})
+
+
+def _request(call: Call, fields: Fields, model: str, wanted: bool, tops: int) -> GenerateRequest:
+    for name, nothing in _WITHOUT.items():
+        value = fields.take(name, object, None)
+        if value is not None and value not in nothing:
+            raise Reason.UNSUPPORTED.error(f"nobody here can do what {name} asks for", field=name)
+    request = GenerateRequest(model=model, return_logprob=wanted, min_version_seq=sessions.min_version(call))
+    if not 0 <= tops <= MOST_LOGPROBS:
+        raise Reason.FIELD_INVALID.error(f"{tops} is not from 0 to {MOST_LOGPROBS}", field="logprobs")
+    request.top_logprobs_num = tops
+    request.adapter = fields.take("lora_path", str, "")
+    for name, ours in _SAMPLING.items():
+        value = fields.take(name, object, None)
+        if value is not None:
+            assign(request.sampling_params, ours, value, name)
+    stop = fields.take("stop", str | list, None)
+    if stop is not None:
+        assign(request.sampling_params, "stop", [stop] if isinstance(stop, str) else stop, "stop")
+    engine = _engine_fields(fields)
+    if engine:
+        request.engine_fields.update({"sampling_params": engine})
+    return request
+
+
+def _engine_fields(fields: Fields) -> dict[str, Any]:
+    """What only some engines have: the engine refuses what it does not."""
+    engine: dict[str, Any] = {}
+    bias = fields.take("logit_bias", dict, None)
+    if bias:
+        engine["logit_bias"] = bias
+    form = fields.take_fields("response_format", {})
+    kind = form.take("type", str, "text")
+    if kind == "json_object":
+        engine["json_schema"] = '{"type": "object"}'
+    elif kind == "json_schema":
+        from orjson import dumps
+
+        engine["json_schema"] = dumps(form.take_fields("json_schema").take("schema", dict)).decode()
+    elif kind != "text":
+        raise Reason.UNSUPPORTED.error(f"there is no form {kind!r}", field="response_format.type")
+    return engine
+
+
+def _prompts(given: str | list[Any]) -> list[str | TokenIds]:
+    """Texts or lists of token ids; one of either is a batch of one."""
+    if isinstance(given, str) or (given and all(isinstance(each, int) for each in given)):
+        given = [given]
+    if not given:
+        raise Reason.FIELD_REQUIRED.error("there is no prompt", field="prompt")
+    made: list[str | TokenIds] = []
+    for each in given:
+        if isinstance(each, str):
+            made.append(each)
+            continue
+        ids = TokenIds()
+        if not isinstance(each, list):
+            raise Reason.FIELD_INVALID.error("it must be texts or lists of token ids", field="prompt")
+        assign(ids, "ids", each, "prompt")
+        made.append(ids)
+    return made
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message for the template: parts of text are put together, other parts are nobody's."""
+    if not isinstance(message.get("role"), str):
+        raise Reason.FIELD_REQUIRED.error("it is missing", field=f"{where}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise Reason.UNSUPPORTED.error("only parts of text are taken", field=f"{where}.content")
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if content is not None and not isinstance(content, str):
+        raise Reason.FIELD_INVALID.error("it must be a text", field=f"{where}.content")
+    return message
+
+
+async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
+    """What is new of a sample in each event."""
+    head = _head(asked, (), chunk=True)
+    ended: list[RolloutSample] = []
+    news = running.streamed(call, samples)
+    try:
+        if asked.chat:
+            for index in range(len(samples)):
+                delta = {"role": "assistant", "content": ""}
+                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield event({**head, "choices": [choice]})
+        async for new in news:
+            part = Sample()
+            for each in new.parts:
+                part.text += each.text
+                part.output_ids.extend(each.output_ids)
+                part.output_logprobs.extend(each.output_logprobs)
+            if new.ended is not None:
+                ended.append(new.ended)
+            yield event({**head, "choices": [_choice(asked, new.index, part, new.ended, chunk=True)]})
+        if asked.usage:
+            yield event({**head, "choices": [], "usage": _usage(ended)})
+        yield DONE
+    finally:
+        await news.aclose()
+
+
+def _head(asked: _Asked, ended: Sequence[RolloutSample], *, chunk: bool) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
+    head: dict[str, Any] = {"id": asked.rid, "object": kind, "created": asked.created, "model": asked.model}
+    sequences = [span.version.sequence for sample in ended for span in sample.whole.versions]
+    if sequences:
+        head["weight_version_seq"] = min(sequences)
+    return head
+
+
+def _choice(
+    asked: _Asked, index: int, part: Sample, ended: RolloutSample | None, *, chunk: bool = False
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": ended.finish if ended else None}
+    if not asked.chat:
+        choice["text"] = part.text
+    elif chunk:
+        choice["delta"] = {"content": part.text}
+    else:
+        choice["message"] = {"role": "assistant", "content": part.text}
+    if asked.logprobs:
+        tell = logprobs.chat if asked.chat else logprobs.completion
+        choice["logprobs"] = tell(part.output_logprobs, asked.texts)
+    return choice
+
+
+def _usage(ended: Sequence[RolloutSample]) -> dict[str, int]:
+    prompt = sum(len(sample.prompt_ids) for sample in ended if sample.index == 0)
+    made = sum(len(sample.whole.output_ids) for sample in ended)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

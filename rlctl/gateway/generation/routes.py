@@ -1,0 +1,39 @@
+"""The routes that generate: every dialect has these rows in its table."""
+
+from __future__ import annotations
+
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Reply, Route, Scope
+from rlctl.gateway.generation.native import generate
+from rlctl.gateway.generation.openai import chat, completions
+from rlctl.gateway.generation.running import SLOT
+
+
+def routes(prefix: str = "") -> tuple[Route, ...]:
+    """The rows. With a ``prefix`` that has ``{slot}`` in it they ask that engine only."""
+    assert not prefix or f"{{{SLOT}}}" in prefix
+    return (
+        Route("POST PUT", f"{prefix}/generate", generate, Scope.ROLLOUT),
+        Route("POST", f"{prefix}/v1/completions", completions, Scope.ROLLOUT),
+        Route("POST", f"{prefix}/v1/chat/completions", chat, Scope.ROLLOUT),
+        Route("GET", f"{prefix}/v1/models", models, Scope.VIEWER),
+    )
+
+
+async def models(call: Call) -> Reply:
+    """The models that there are, as OpenAI lists them, with the version that is published."""
+    fleet = await call.fleet.status()
+    cards = [
+        {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rlctl",
+            "root": model.checkpoint or model.name,
+            "parent": None,
+            "weight_version": model.latest.label,
+            "weight_version_seq": model.latest.sequence,
+        }
+        for model in fleet.models
+    ]
+    return Reply({"object": "list", "data": cards})

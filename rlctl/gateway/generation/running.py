@@ -1,0 +1,88 @@
+"""The samples of one call, side by side: as a whole, or as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.errors import RlctlError
+from rlctl.gateway.call import Call
+from rlctl.rollout.progress import Progress
+from rlctl.rollout.sample import RolloutSample
+from rlctl.v1.rollout_pb2 import Sample
+
+SLOT = "slot"
+"""Placeholder of routes that ask one engine."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What is new of one sample.
+
+    Attributes:
+        index: its number in the call.
+        parts: what has come since the last time.
+        ended: all of it, once it has ended.
+    """
+
+    index: int
+    parts: Sequence[Sample]
+    ended: RolloutSample | None = None
+
+
+async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+    """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
+    slot = call.path.get(SLOT, "")
+    tasks = [asyncio.create_task(call.generation.complete(sample, token=call.token, slot=slot)) for sample in samples]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerator[News, None]:
+    """What is new, of whichever sample has something. Raises as :func:`whole`. Closing it ends them.
+
+    A caller that reads slowly gets more at a time: what waits for it is bounded by the samples' length.
+    """
+    waiting: dict[int, list[Sample]] = {}
+    changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
+    ended: dict[int, RolloutSample] = {}
+
+    async def run(index: int) -> None:
+        def tell(_progress: Progress, part: Sample) -> None:
+            if index not in waiting and not part.HasField(
+                "finish_reason"
+            ):  # an end is told with all that belongs to it
+                changed.put_nowait(index)
+            waiting.setdefault(index, []).append(part)
+
+        try:
+            slot = call.path.get(SLOT, "")
+            ended[index] = await call.generation.complete(samples[index], token=call.token, slot=slot, told=tell)
+            changed.put_nowait(index)
+        except RlctlError as error:
+            changed.put_nowait(error)
+
+    tasks = [asyncio.create_task(run(index)) for index in range(len(samples))]
+    left = len(tasks)
+    try:
+        while left:
+            told = await changed.get()
+            if isinstance(told, RlctlError):
+                raise told
+            parts = waiting.pop(told, ())
+            over = ended.pop(told, None)
+            left -= over is not None
+            if parts or over is not None:
+                yield News(told, parts, over)
+    finally:
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,122 @@
+"""What generates for the routes: samples through the SDK's pick, each with its caller's token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlctl.client.aio import AsyncFleet
+from rlctl.client.rollout import AsyncRollout, Resume, Told
+from rlctl.errors import Reason
+from rlctl.gateway.generation.tokenizers import Tokenizers
+from rlctl.rollout.admission import Admission
+from rlctl.rollout.sample import RolloutSample
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the gateway generates.
+
+    Attributes:
+        model: for requests that name none; "": the fleet's only one.
+        policy: see :meth:`rlctl.client.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
+        resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
+        timeout_s: how long a request may take, waiting for a stage included.
+        tokenizer: directory of the models' tokenizer, instead of their checkpoints.
+        max_inflight: most samples that are under way here at a time; more are refused.
+    """
+
+    model: str = ""
+    policy: str = "consistent_hashing"
+    admission: str | Admission = "latest"
+    resume: Resume = "return"
+    retries: int = 4
+    session_idle_s: float = 600.0
+    timeout_s: float = 600.0
+    max_inflight: int = 8192
+    tokenizer: str = ""
+
+
+class Generation:
+    """Generates with the models of one fleet. On one event loop.
+
+    Attributes:
+        fleet: the fleet, with the gateway's own token.
+        settings: as given.
+        tokenizers: of its models.
+        inflight: samples under way.
+    """
+
+    def __init__(self, fleet: AsyncFleet, settings: Settings | None = None) -> None:
+        self.fleet = fleet
+        self.settings = settings or Settings()
+        self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
+        self.inflight = 0
+        self._rollouts: dict[str, AsyncRollout] = {}
+
+    async def model(self, named: str = "") -> str:
+        """The model that a request is for. Raises MODEL_NOT_FOUND, FIELD_REQUIRED where several could be meant."""
+        name = named or self.settings.model
+        known = [model.name for model in await self.fleet.models()]
+        if name in known:
+            return name
+        if name:
+            raise Reason.MODEL_NOT_FOUND.error(f"there is no model {name!r}, but {_listed(known)}", field="model")
+        if len(known) != 1:
+            raise Reason.FIELD_REQUIRED.error(
+                f"name one of the models: {_listed(known)}",
+                field="model",
+                next_step="Or start the gateway with --model.",
+            )
+        return known[0]
+
+    def rollout(self, model: str) -> AsyncRollout:
+        """What generates with a model."""
+        if model not in self._rollouts:
+            settings = self.settings
+            self._rollouts[model] = self.fleet.rollout(
+                model,
+                policy=settings.policy,
+                admission=settings.admission,
+                resume=settings.resume,
+                retries=settings.retries,
+                session_idle_s=settings.session_idle_s,
+            )
+        return self._rollouts[model]
+
+    async def complete(
+        self, sample: RolloutSample, *, token: str | None, slot: str = "", told: Told | None = None
+    ) -> RolloutSample:
+        """One sample, whose request names its model, to its end, or to where it was cut.
+
+        Raises what it failed with, unless it has tokens: those are not lost; and TOO_MANY_REQUESTS.
+        """
+        if self.inflight >= self.settings.max_inflight:
+            raise Reason.TOO_MANY_REQUESTS.error(f"{self.inflight} samples are under way in this gateway")
+        self.inflight += 1
+        try:
+            ended = await self.rollout(sample.request.model).complete(
+                sample, timeout_s=self.settings.timeout_s, token=token, slot=slot, told=told
+            )
+        finally:
+            self.inflight -= 1
+        if ended.error is not None and not ended.output_ids:
+            if ended.error.reason is Reason.PROMPT_TOO_LONG:
+                ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
+            raise ended.error
+        return ended
+
+    async def stop(self, rids: Sequence[str]) -> list[str]:
+        """End samples by their rids; returns those that ran here."""
+        stopped = await asyncio.gather(*(rollout.stop(rids) for rollout in self._rollouts.values()))
+        return [rid for each in stopped for rid in each]
+
+    async def finish_session(self, session_id: str) -> None:
+        """The session sends nothing more."""
+        for rollout in self._rollouts.values():
+            await rollout.finish_session(session_id)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

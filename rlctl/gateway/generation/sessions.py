@@ -1,0 +1,35 @@
+"""What a caller says beside the request: its session, and the least version that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl.errors import Reason
+from rlctl.gateway.call import Call
+
+HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
+FIELDS = ("session_id", "routing_key")
+MIN_VERSION = "X-RLCTL-Min-Version"
+
+
+def named(call: Call, *bodies: Mapping[str, Any]) -> str:
+    """The session that a request belongs to, from its body or its headers; "": none. Raises FIELD_INVALID."""
+    for body in bodies:
+        for name in FIELDS:
+            value = body.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise Reason.FIELD_INVALID.error("it must be a text", field=name)
+            if value:
+                return value
+    return next((call.headers[name] for name in HEADERS if call.headers.get(name)), "")
+
+
+def min_version(call: Call) -> int:
+    """The least sequence number. Raises FIELD_INVALID."""
+    given = call.headers.get(MIN_VERSION, "0")
+    if not given.isascii() or not given.isdigit() or len(given) > 18:
+        raise Reason.FIELD_INVALID.error(f"{given!r} is no sequence number", field=MIN_VERSION)
+    return int(given)

@@ -1,0 +1,83 @@
+"""Tokenizers of the models: chat templates, and the text of single tokens. Read from disk when first needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlctl.client.aio import AsyncFleet
+from rlctl.errors import Reason, RlctlError
+
+
+class Tokenizer:
+    """One model's."""
+
+    def __init__(self, path: str) -> None:
+        """Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise Reason.UNSUPPORTED.error(
+                "the gateway has no transformers, whose templates chats are rendered with",
+                field="messages",
+                next_step="Install rlctl[torch] beside it, or send input_ids to /generate.",
+            ) from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"the tokenizer in {path} cannot be read: {error}",
+                next_step="Start the gateway with --tokenizer DIRECTORY.",
+            ) from error
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+        """Token ids of a conversation. Raises UNSUPPORTED without a template, FIELD_INVALID for what it refuses."""
+        if not self._tokenizer.chat_template:
+            raise Reason.UNSUPPORTED.error(
+                "the model's tokenizer has no chat template",
+                field="messages",
+                next_step="Use /v1/completions or /generate.",
+            )
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=False, **{"add_generation_prompt": True, **settings}
+            )
+        except Exception as error:
+            raise Reason.FIELD_INVALID.error(f"the template refuses them: {error}", field="messages") from error
+        return list(ids)
+
+    def text(self, token: int) -> str:
+        """One token's text."""
+        return str(self._tokenizer.decode([token]))
+
+
+class Tokenizers:
+    """Those of a fleet's models, by name. ``path``: where all of them lie, instead of in their checkpoints."""
+
+    def __init__(self, fleet: AsyncFleet, path: str = "") -> None:
+        self._fleet = fleet
+        self._path = path
+        self._found: dict[str, Tokenizer] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, model: str) -> Tokenizer:
+        """A model's. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
+        async with self._lock:
+            if model not in self._found:
+                known = {each.name: each.checkpoint for each in await self._fleet.models()}
+                path = self._path or known.get(model, "")
+                if not path:
+                    raise Reason.CHECKPOINT_NOT_FOUND.error(
+                        f"where the tokenizer of {model} lies is not known: its latest version is not on disk",
+                        next_step="Start the gateway with --tokenizer DIRECTORY.",
+                    )
+                self._found[model] = await asyncio.to_thread(Tokenizer, path)
+        return self._found[model]
+
+    async def maybe(self, model: str) -> Tokenizer | None:
+        """A model's, or None where there is none."""
+        try:
+            return await self.of(model)
+        except RlctlError:
+            return None

@@ -1,0 +1,213 @@
+"""One listener with one dialect: requests to handlers, what they return to answers, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from rlctl.client import aio
+from rlctl.client.aio import AsyncFleet
+from rlctl.errors import Reason, RlctlError
+from rlctl.gateway import dialects, middleware
+from rlctl.gateway.call import UNKNOWN_FIELDS, Call
+from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
+from rlctl.gateway.generation.service import Generation, Settings
+from rlctl.gateway.identity import RequestIds
+from rlctl.transport.addresses import join, refuse_insecure, split
+
+log = logging.getLogger(__name__)
+
+WRITE_S = 60.0
+"""A caller that takes nothing of an answer for so long is gone."""
+
+DRAIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """One gateway process.
+
+    Attributes:
+        coordinator: its address.
+        dialect: its name.
+        listen: ``host:port``; port 0 takes any.
+        token: the gateway's own, to watch the fleet with; callers bring theirs.
+        middleware_paths: the first is the outermost.
+        share_port: other processes listen there too (SO_REUSEPORT).
+        drain_s: how long requests may go on once the gateway is to end.
+    """
+
+    coordinator: str
+    dialect: str = "sglang"
+    listen: str = "127.0.0.1:0"
+    token: str | None = None
+    insecure: bool = False
+    middleware_paths: Sequence[str] = ()
+    generation: Settings = field(default_factory=Settings)
+    share_port: bool = False
+    drain_s: float = DRAIN_S
+
+
+class GatewayServer:
+    """A gateway that runs.
+
+    Attributes:
+        address: where it listens, once it has started.
+        fleet: the fleet behind it.
+        generation: what generates.
+        dialect: what it speaks.
+    """
+
+    fleet: AsyncFleet
+    generation: Generation
+    dialect: Dialect
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.address = ""
+        self._ids = RequestIds()
+        self._runner: web.AppRunner | None = None
+        self._fleet: AsyncFleet | None = None
+        self._lasting: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE, OSError."""
+        config = self.config
+        refuse_insecure(config.listen, token=config.token, insecure=config.insecure)
+        host, port = split(config.listen, "listen")
+        classes = [middleware.load(path) for path in config.middleware_paths]
+        self.fleet = self._fleet = await aio.connect(config.coordinator, token=config.token or "")
+        self.generation = Generation(self.fleet, config.generation)
+        self.dialect = dialects.load(config.dialect, self.generation)
+        self._middlewares = [made(self.generation) for made in classes]
+        self._runner = web.AppRunner(
+            self._application(), handler_cancellation=True, access_log=None, shutdown_timeout=config.drain_s
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, reuse_port=config.share_port or None)
+        await site.start()
+        bound: socket.socket = self._runner.addresses[0]
+        self.address = join(host, bound[1])  # type: ignore[index]
+
+    async def stop(self) -> None:
+        """Take no more requests, let those that run end within the time to drain, and leave."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._lasting:
+            await asyncio.wait(self._lasting, timeout=self.config.drain_s)
+        if self._fleet is not None:
+            await self._fleet.close()
+
+    def _application(self) -> web.Application:
+        app = web.Application(middlewares=[self._without_route], client_max_size=self.dialect.body_bytes)
+        for route in self.dialect.routes:
+            handler = functools.partial(self._serve, route)
+            for method in route.methods.split():
+                app.router.add_route(method, route.path, handler)
+        return app
+
+    @web.middleware
+    async def _without_route(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as said:
+            if said.status not in (404, 405):
+                raise
+            failure = Reason.VERB_UNKNOWN.error(f"there is no {request.method} {request.path} here")
+            failure.http_status = said.status
+            return _response(self.dialect.fail(failure))
+
+    async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
+        call: Call | None = None
+        try:
+            call = Call(request, self.fleet, self.generation, self._ids, self.dialect.body_bytes)
+            answer = await self._answer(route, call)
+            if isinstance(answer, Stream):
+                return await self._stream(request, call, answer)
+        except RlctlError as error:
+            answer = self.dialect.fail(error)
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:
+            log.exception("%s %s", request.method, request.path)
+            answer = self.dialect.fail(Reason.INTERNAL.error("the gateway failed; its log says more"))
+        return _response(answer, _unknown(call))
+
+    async def _answer(self, route: Route, call: Call) -> Answer:
+        handler: Handler = route.handler
+        if route.scope is not Scope.OPEN:
+            if self.dialect.admit is not None:
+                self.dialect.admit(call)
+            handler = middleware.around(handler, self._middlewares)
+        if route.scope is not Scope.ADMIN:
+            return await handler(call)
+        # A caller that leaves does not end what changes something half-way.
+        await call.body()
+        task = asyncio.ensure_future(handler(call))
+        self._lasting.add(task)
+        task.add_done_callback(self._lasting.discard)
+        return await asyncio.shield(task)
+
+    async def _stream(self, request: web.Request, call: Call, answer: Stream) -> web.StreamResponse:
+        chunks = answer.chunks
+        try:
+            # What is wrong with the request is an answer of its own, not an event.
+            first = await anext(chunks, b"")
+            headers = {"Cache-Control": "no-cache", **answer.headers, **_unknown(call)}
+            response = web.StreamResponse(headers=headers)
+            response.content_type = answer.content_type
+            await response.prepare(request)
+            await _write(response, first)
+            try:
+                async for chunk in chunks:
+                    await _write(response, chunk)
+            except RlctlError as error:
+                await _write(response, answer.fail(error))
+            await response.write_eof()
+            return response
+        finally:
+            close = getattr(chunks, "aclose", None)
+            if close is not None:
+                await close()
+
+
+async def _write(response: web.StreamResponse, chunk: bytes) -> None:
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await response.write(chunk)
+    except TimeoutError:
+        raise ConnectionResetError(f"the caller took nothing for {WRITE_S:g} s") from None
+
+
+def _unknown(call: Call | None) -> dict[str, str]:
+    names = call.unknown if call is not None else []
+    return {UNKNOWN_FIELDS: ", ".join(map(_printable, names))[:1000]} if names else {}
+
+
+def _printable(name: str) -> str:
+    return name.encode("ascii", "backslashreplace").decode().replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Response:
+    assert isinstance(answer, Reply)
+    body, content_type = answer.body, answer.content_type
+    if isinstance(body, str):
+        body, content_type = body.encode(), content_type or "text/plain"
+    elif body is not None and not isinstance(body, bytes):
+        body, content_type = orjson.dumps(body), content_type or "application/json"
+    return web.Response(
+        body=body or b"",
+        status=answer.status,
+        headers={**answer.headers, **(headers or {})},
+        content_type=content_type or "application/octet-stream",
+    )

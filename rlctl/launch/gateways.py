@@ -1,0 +1,120 @@
+"""The HTTP gateways of a fleet: one process for each model that has one, kept as they are wanted.
+
+They hold nothing that would be lost with them, so there is nothing to drain here: a gateway finishes what it has begun
+when it is asked to end, and one that ends by itself is started again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlctl.errors import RlctlError
+from rlctl.launch.engine_run import BACKOFF_AT_MOST_S
+from rlctl.launch.launcher import Launched
+from rlctl.launch.local_launcher import LocalLauncher
+from rlctl.launch.processes import stop_all
+from rlctl.launch.spec import GatewaySpec
+
+LEAVE_S = 60.0
+"""For what a gateway has begun, once it is not wanted any more."""
+
+
+@dataclass
+class _Gateway:
+    spec: GatewaySpec
+    process: Launched
+    listen: str = ""
+    ready: bool = False
+    failures: int = 0
+    again_at: float = 0.0
+
+
+class Gateways:
+    """Those of a fleet. They run beside the coordinator, whatever starts the engines.
+
+    Attributes:
+        wanted: what is to run.
+        errors: why a gateway failed last, by model; a gateway that answers has none.
+    """
+
+    def __init__(
+        self, wanted: Sequence[GatewaySpec], launcher: LocalLauncher, backoff_s: float, say: Callable[[str], None]
+    ) -> None:
+        self.wanted = tuple(wanted)
+        self.errors: dict[str, RlctlError] = {}
+        self._launcher = launcher
+        self._backoff_s = backoff_s
+        self._say = say
+        self._running: dict[str, _Gateway] = {}
+        self._leaving: list[tuple[Launched, float]] = []
+
+    @property
+    def processes(self) -> list[Launched]:
+        """Those that run."""
+        return [*(gateway.process for gateway in self._running.values()), *(process for process, _ in self._leaving)]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where the gateway of a model answers, http://HOST:PORT."""
+        return {model: gateway.process.facts["address"] for model, gateway in self._running.items() if gateway.ready}
+
+    @property
+    def settled(self) -> bool:
+        """Whether those that are wanted answer, and no others run."""
+        return {gateway.spec for gateway in self._running.values() if gateway.ready} == set(self.wanted) and not (
+            self.errors or self._leaving
+        )
+
+    def look(self, coordinator: str, *, restart: bool) -> None:
+        """One step for each. ``restart``: those that ended are started again, at the same address."""
+        self._reap()
+        wanted = {spec.model: spec for spec in self.wanted}
+        for model, gateway in list(self._running.items()):
+            if wanted.get(model) != gateway.spec:
+                gateway.process.terminate()
+                self._leaving.append((gateway.process, time.monotonic() + LEAVE_S))
+                del self._running[model]
+                self.errors.pop(model, None)
+            else:
+                self._advance(gateway, coordinator, restart=restart)
+        for model, spec in wanted.items():
+            if model not in self._running:
+                self._running[model] = _Gateway(spec, self._start(spec, coordinator, spec.listen), spec.listen)
+
+    def stop(self) -> None:
+        """End all."""
+        stop_all(self.processes)
+        self._running.clear()
+        self._leaving.clear()
+
+    def _advance(self, gateway: _Gateway, coordinator: str, *, restart: bool) -> None:
+        model = gateway.spec.model
+        if model in self.errors:
+            if restart and time.monotonic() >= gateway.again_at:
+                del self.errors[model]
+                gateway.process = self._start(gateway.spec, coordinator, gateway.listen)
+        elif gateway.process.returncode is not None:
+            gateway.process.wait()
+            gateway.ready = False
+            self.errors[model] = gateway.process.failure()
+            gateway.again_at = time.monotonic() + min(self._backoff_s * 2**gateway.failures, BACKOFF_AT_MOST_S)
+            gateway.failures += 1
+        elif gateway.process.serves and not gateway.ready:
+            address = gateway.process.facts["address"]
+            gateway.ready = True
+            gateway.failures = 0
+            gateway.listen = address.partition("://")[2]  # whoever was told of it finds it there again
+            self._say(f"{gateway.spec.process}: ready at {address}")
+
+    def _reap(self) -> None:
+        for process, deadline in list(self._leaving):
+            if process.returncode is not None or time.monotonic() > deadline:
+                process.kill()
+                process.wait()
+                self._leaving.remove((process, deadline))
+                self._say(f"{process.name}: stopped")
+
+    def _start(self, spec: GatewaySpec, coordinator: str, listen: str) -> Launched:
+        return self._launcher.start(spec.process, spec.arguments(coordinator, listen))

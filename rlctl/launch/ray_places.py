@@ -1,0 +1,175 @@
+"""Placement groups on a Ray cluster: one for each engine, one for each placeholder.
+
+An engine's group has one bundle for each node that it is on, and each bundle is bound to the node that
+:func:`rlctl.launch.placing.choose` has named: Ray by itself fills a node before it takes the next. A group ends with
+its engine and is made anew for the next start, so an engine whose node is lost comes up on another one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from rlctl.errors import Reason
+from rlctl.launch.placing import Node, choose, room, shortage
+from rlctl.launch.spec import EngineSpec, Reservation
+
+PLACE_S = 30.0
+"""How long room is waited for that others hold: what has just been given back is free a moment later."""
+NODE_ID = "ray.io/node-id"
+"""Label that Ray gives every node."""
+
+
+def need(device: str, ranks: int, cpus_per_rank: int = 0) -> dict[str, float]:
+    """What so many ranks take: GPUs, and the cores they are to have; on a CPU a core each, or those."""
+    cores = ranks * cpus_per_rank
+    if device == "cuda":
+        return {"GPU": float(ranks), **({"CPU": float(cores)} if cores else {})}
+    return {"CPU": float(cores or ranks)}
+
+
+@dataclass(eq=False)
+class Placement:
+    """Where an engine is, or is to be.
+
+    Attributes:
+        spec: the engine.
+        parts: on how many nodes.
+        group: Ray's placement group; None until there is room.
+        nodes: ids, by part.
+        users: processes that have not ended.
+        ready: the group stands.
+    """
+
+    spec: EngineSpec
+    parts: int
+    group: Any = None
+    nodes: Sequence[str] = ()
+    users: int = 0
+    ready: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of each part."""
+        return self.spec.ranks // self.parts
+
+    @property
+    def need(self) -> dict[str, float]:
+        """What each part takes."""
+        if self.spec.attached:
+            return {"CPU": 1.0}  # its GPUs are others' business
+        return need(self.spec.device, self.ranks, self.spec.cpus_per_rank)
+
+
+class Places:
+    """All groups of a fleet."""
+
+    def __init__(self, per_node: int) -> None:
+        """``per_node``: ranks of an engine that go on one node."""
+        self._per_node = per_node
+        self._placements: dict[str, Placement] = {}
+        self._reserved: dict[Reservation, Any] = {}
+
+    def use(self, spec: EngineSpec) -> Placement:
+        """The placement of an engine, for one more of its processes."""
+        found = self._placements.get(spec.slot)
+        if found is None:
+            parts = 1 if spec.attached else math.ceil(spec.ranks / self._per_node)
+            found = self._placements[spec.slot] = Placement(spec, parts)
+        found.users += 1
+        return found
+
+    def leave(self, placement: Placement) -> None:
+        """One of its processes has ended; with the last one the group is given back."""
+        placement.users -= 1
+        if placement.users == 0:
+            del self._placements[placement.spec.slot]
+            if placement.group is not None:
+                remove_placement_group(placement.group)
+
+    def stands(self, placement: Placement) -> bool:
+        """Whether it can be used; takes a step towards it. Raises PLACE_UNAVAILABLE when there is no room."""
+        if placement.ready:
+            return True
+        possible = True
+        if placement.group is None:
+            nodes = self._nodes()
+            possible = sum(node.holds(placement.need) > 0 for node in nodes) >= placement.parts
+            chosen = choose(nodes, placement.need, placement.parts, placement.spec.model)
+            if chosen is not None:
+                placement.nodes = chosen
+                placement.group = placement_group(
+                    [placement.need] * placement.parts,
+                    strategy="PACK" if placement.parts == 1 else "STRICT_SPREAD",
+                    name=f"rlctl {placement.spec.slot}",
+                    bundle_label_selector=[{NODE_ID: node} for node in chosen],
+                )
+        if placement.group is not None and placement.group.wait(0):
+            placement.ready = True
+        elif not possible or time.monotonic() - placement.since > PLACE_S:
+            slot = placement.spec.slot
+            raise Reason.PLACE_UNAVAILABLE.error(
+                f"{slot}: {shortage(self._nodes(), placement.need, placement.parts)}", field=slot
+            )
+        return placement.ready
+
+    def reserve(self, places: Sequence[Reservation]) -> None:
+        """Hold these and no others. Raises PLACE_UNAVAILABLE when there is no room."""
+        for gone in self._reserved.keys() - set(places):
+            remove_placement_group(self._reserved.pop(gone))
+        for place in places:
+            if place in self._reserved:
+                continue
+            one = need(place.device, 1)
+            if sum(node.holds(one) for node in self._nodes()) >= place.ranks:
+                group = placement_group([one] * place.ranks, strategy="PACK", name=f"rlctl {place.name}")
+                if group.wait(PLACE_S):
+                    self._reserved[place] = group
+                    continue
+                remove_placement_group(group)
+            raise Reason.PLACE_UNAVAILABLE.error(
+                f"{place.name}: {place.ranks} of these are to be kept free, and {room(self._nodes(), one)}",
+                field=place.name,
+            )
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.reserve(())
+        for placement in self._placements.values():
+            if placement.group is not None:
+                remove_placement_group(placement.group)
+        self._placements.clear()
+
+    def address(self, node: str) -> str:
+        """A node's address, for people."""
+        return next((str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node), node)
+
+    def _nodes(self) -> list[Node]:
+        """Nodes that are alive."""
+        # ray.available_resources() sums over nodes; this is the one way to ask for each.
+        from ray._private.state import available_resources_per_node
+
+        free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+        held: dict[str, Counter[str]] = {}
+        ranks: dict[str, Counter[str]] = {}
+        for placement in self._placements.values():
+            for node in placement.nodes:
+                held.setdefault(node, Counter()).update(placement.need)
+                ranks.setdefault(node, Counter())[placement.spec.model] += placement.ranks
+        for place, group in self._reserved.items():
+            for node in placement_group_table(group)["bundles_to_node_id"].values():
+                held.setdefault(node, Counter()).update(need(place.device, 1))
+        return [
+            Node(id_, known["NodeManagerAddress"], known["Resources"], free.get(id_, {}),
+                 held.get(id_, {}), ranks.get(id_, {}))
+            for known in ray.nodes()
+            if known["Alive"] and (id_ := known["NodeID"])
+        ]  # fmt: skip

@@ -1,0 +1,106 @@
+"""Arguments and environment variables of engines: the cascade of each, checked against what the engine takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rlctl.topology.context import Context
+from rlctl.topology.document import Node
+from rlctl.topology.flags import COMMAND_LINE
+from rlctl.topology.problems import did_you_mean
+from rlctl.topology.schema import Section
+
+
+class Settings:
+    """Those of one file."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._problems = context.problems
+
+    def overrides(self, group: Section, model: Section, engine: str, external: Sequence[str]) -> dict[str, str]:
+        """--sglang-* and --option → the model's → the group's. None takes a lower one away, as false does a switch."""
+        found: dict[str, str | None] = {}
+        base = {**(self._context.flags.sglang if engine == "sglang" else {}), **self._context.flags.options}
+        places: dict[str, tuple[int, str, str]] = {}
+        for name, value in base.items():
+            plain = name.replace("-", "_")
+            found[plain] = value
+            flag = f"--option {name}" if name in self._context.flags.options else f"--sglang-{name.replace('_', '-')}"
+            places[plain] = (0, flag, COMMAND_LINE)
+        for section in (model, group):
+            for name, (written, node) in self._named(section, "overrides").items():
+                if name == "model_path":
+                    continue  # of the cascade of paths
+                found[name] = None if node.value is None or node.value is False else _text(node)
+                places[name] = (node.line, f"{section.path}.overrides.{written}", "")
+        overrides = {name: value for name, value in found.items() if value is not None}
+        if not external:
+            self._known(engine, overrides, {name: places[name] for name in found})
+        return overrides
+
+    def _known(self, engine: str, overrides: Mapping[str, str], places: Mapping[str, tuple[int, str, str]]) -> None:
+        if not places or engine not in self._context.engines.installed:
+            return
+        known = self._context.engines.known_options(engine, overrides)
+        if known is None:
+            line, key, source = next(iter(places.values()))
+            self._problems.add(
+                line, key, f"not checked: {engine} is not installed here, or does not tell its arguments",
+                warning=True, source=source,
+            )  # fmt: skip
+            return
+        for name, (line, key, source) in places.items():
+            if name in known.taken:
+                self._problems.add(line, key, f"rlctl sets {name} itself: {known.taken[name]}", source=source)
+            elif name not in known.names:
+                near = did_you_mean(name, known.names)
+                self._problems.add(line, key, f"{known.origin} has no argument {name!r}{near}", source=source)
+
+    def environment(self, section: Section) -> dict[str, str]:
+        """Variables of a model or a group."""
+        found = {}
+        for name, node in section.get("environment", {}).items():
+            if isinstance(node.value, dict | list) or node.value is None or not name or "=" in name:
+                self._problems.add(node.line, f"{section.path}.environment.{name}", "it must be NAME: TEXT")
+            elif name.startswith("RLCTL_TOKEN"):
+                self._problems.add(
+                    node.line, f"{section.path}.environment.{name}", "tokens belong in fleet.auth.token_file"
+                )
+            else:
+                found[name] = _text(node)
+        return found
+
+    def _named(self, section: Section, key: str) -> dict[str, tuple[str, Node]]:
+        """(as it is written, value) by name with underscores for dashes. One in both spellings is a problem."""
+        found: dict[str, tuple[str, Node]] = {}
+        for name, node in section.get(key, {}).items():
+            plain = name.removeprefix("--").replace("-", "_")
+            if plain in found:
+                self._problems.add(
+                    node.line, f"{section.path}.{key}.{name}", f"it is {plain} of line {found[plain][1].line} again"
+                )
+            found[plain] = (name, node)
+        return found
+
+
+def _text(node: Node) -> str:
+    """A setting as engines take it: true, 0.85, a text; lists and mappings as JSON."""
+    match node.value:
+        case bool():
+            return "true" if node.value else "false"
+        case str():
+            return node.value
+        case list() | dict():
+            return json.dumps(_plain(node))
+    return str(node.value)
+
+
+def _plain(node: Node) -> object:
+    match node.value:
+        case list():
+            return [_plain(item) for item in node.value]
+        case dict():
+            return {key: _plain(value) for key, value in node.value.items()}
+    return node.value

@@ -1,0 +1,33 @@
+"""slime's names: where a model answers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from rlctl.compat.slime import get_model_url, set_model_routers
+from rlctl.errors import InvalidRequest, NotFound, Unavailable
+
+ARGS = Namespace(sglang_model_routers={"actor": ("10.0.0.1", 3000), "ref": ("fd00::1", 3001)})
+
+
+def test_a_path_at_a_models_router() -> None:
+    assert get_model_url(ARGS, "actor") == "http://10.0.0.1:3000/generate"
+    assert get_model_url(ARGS, "actor", "v1/models") == "http://10.0.0.1:3000/v1/models"
+    assert get_model_url(ARGS, "ref", "/v1/chat/completions") == "http://[fd00::1]:3001/v1/chat/completions"
+
+
+def test_an_unknown_model_is_an_error_and_not_the_default_one() -> None:
+    with pytest.raises(NotFound, match=r"no model 'reward' has a gateway; there are: actor, ref"):
+        get_model_url(ARGS, "reward")
+    with pytest.raises(NotFound, match="there are: none"):
+        get_model_url(Namespace(sglang_model_routers={}), "actor")
+
+
+def test_what_fills_the_routers_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    with pytest.raises(InvalidRequest, match="set_model_routers"):
+        get_model_url(Namespace(), "actor")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(Unavailable, match="no fleet 'lab' is up"):
+        set_model_routers(Namespace(), "lab")

@@ -1,0 +1,285 @@
+"""POST /generate over a fleet of fake engines, whose tokens are numbers that go on from the last one of the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlctl.gateway.call import UNKNOWN_FIELDS
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+
+LONG = 400
+TOKEN = "a token made for this test"
+
+
+def running(fleet: InProcessFleet) -> dict[str, int]:
+    return {slot: len(stage._engine._running) for slot, stage in fleet.stages.items()}  # type: ignore[attr-defined]
+
+
+async def begun(fleet: InProcessFleet, count: int = 1) -> None:
+    await eventually(lambda: sum(running(fleet).values()) >= count)
+
+
+async def idle(fleet: InProcessFleet) -> None:
+    await eventually(lambda: not sum(running(fleet).values()))
+
+
+async def post(http: aiohttp.ClientSession, body: Any, path: str = "/generate", **headers: str) -> tuple[int, Any]:
+    async with http.post(path, json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def new_weights(fleet: InProcessFleet, path: str, pause: common.PauseMode.ValueType) -> None:
+    options = v.UpdateOptions(pause=pause)
+    operation = await fleet.stub.UpdateWeightsFromDisk(v.UpdateWeightsFromDiskRequest(model_path=path, options=options))
+    assert operation.state == OPERATION_STATE_OK, operation.error
+
+
+async def test_a_reply_is_sglangs(http: aiohttp.ClientSession) -> None:
+    body = {"input_ids": [7], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True, "rid": "mine"}
+    status, reply = await post(http, body)
+    assert status == 200
+    assert (reply["text"], reply["output_ids"]) == ("8 9 10 ", [8, 9, 10])
+    meta = reply["meta_info"]
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert meta["output_token_logprobs"] == [[-1.0, token, None] for token in (8, 9, 10)]
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (1, 3)
+    assert (meta["weight_version"], meta["weight_version_seq"]) == ("initial", 1)
+    assert meta["weight_versions"] == [{"version": "initial", "start": 0, "end": 3, "seq": 1}]
+
+
+async def test_batches_and_groups_come_in_order(http: aiohttp.ClientSession) -> None:
+    body = {"input_ids": [[7], [70]], "sampling_params": {"max_new_tokens": 2, "n": 2}, "rid": ["x", "y"]}
+    status, replies = await post(http, body)
+    assert status == 200
+    assert [reply["output_ids"] for reply in replies] == [[8, 9], [8, 9], [71, 72], [71, 72]]
+    assert [reply["meta_info"]["id"] for reply in replies] == ["x_0", "x_1", "y_0", "y_1"]
+    status, reply = await post(http, {"text": ["a"], "sampling_params": [{"max_new_tokens": 1}]})
+    assert (status, len(reply)) == (200, 1)
+
+
+async def test_a_stream_has_all_so_far_in_each_event(http: aiohttp.ClientSession) -> None:
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 20}, "stream": True, "return_logprob": True}
+    async with http.post("/generate", json=body) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        told = events(await response.text())
+    assert told[-1]["output_ids"] == list(range(20))
+    assert told[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+    for before, after in itertools.pairwise(told):
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert len(after["meta_info"]["output_token_logprobs"]) == len(after["output_ids"])
+        assert before["meta_info"]["finish_reason"] is None
+    body = {"input_ids": [[1], [10]], "sampling_params": {"max_new_tokens": 5}, "stream": True}
+    async with http.post("/generate", json=body) as response:
+        told = events(await response.text())
+    last = {event["index"]: event["output_ids"] for event in told if event["meta_info"]["finish_reason"]}
+    assert last == {0: [2, 3, 4, 5, 6], 1: [11, 12, 13, 14, 15]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({}, 400, "text"),
+        ({"text": "x", "input_ids": [1]}, 400, "input_ids"),
+        ({"text": 1}, 400, "text"),
+        ({"input_ids": ["x"]}, 400, "input_ids"),
+        ({"text": "x", "model": "actr"}, 404, "model"),
+        ({"text": "x", "sampling_params": {"temperature": "hot"}}, 400, "sampling_params.temperature"),
+        ({"text": "x", "sampling_params": {"n": 0}}, 400, "sampling_params.n"),
+        ({"text": "x", "image_data": "x"}, 501, "image_data"),
+        ({"text": "x", "stream": "yes"}, 400, "stream"),
+        ({"text": ["x", "y"], "rid": ["one"]}, 400, "rid"),
+        ({"text": "x", "session_id": 5}, 400, "session_id"),
+        ({"text": "x", "lora_path": "none"}, 404, "adapter"),
+        ([], 400, "body"),
+    ],
+)
+async def test_bad_input_names_its_field(
+    http: aiohttp.ClientSession, fleet: InProcessFleet, body: Any, status: int, field: str
+) -> None:
+    got, reply = await post(http, body)
+    assert (got, reply["error"]["field"]) == (status, field), reply
+    if isinstance(body, dict):
+        got, reply = await post(http, {"stream": True, **body})
+        assert (got, reply["error"]["field"]) == (status, field), "also before a stream has begun"
+    assert not sum(running(fleet).values())
+
+
+async def test_what_sglang_ignores_is_ignored_and_told(http: aiohttp.ClientSession) -> None:
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 1, "tempreature": 0}, "retrun_logprob": True}
+    async with http.post("/generate", json=body) as response:
+        assert response.status == 200
+        assert response.headers[UNKNOWN_FIELDS] == "retrun_logprob, sampling_params.tempreature"
+
+
+async def test_a_caller_that_leaves_ends_its_requests_at_the_engine(
+    http: aiohttp.ClientSession, fleet: InProcessFleet
+) -> None:
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 100_000, "n": 4}}
+    whole = asyncio.create_task(post(http, body))
+    await begun(fleet, 4)
+    whole.cancel()
+    await idle(fleet)
+    response = await http.post("/generate", json={**body, "stream": True})
+    await response.content.readany()
+    await begun(fleet, 4)
+    response.close()
+    await idle(fleet)
+
+
+async def test_a_session_stays_at_one_engine_however_it_is_named(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    for slot, stage in fleet.stages.items():
+        engine: Any = stage._engine
+        generate = engine.generate
+
+        def noted(request: Any, slot: str = slot, generate: Any = generate) -> AsyncIterator[Any]:
+            served.append(slot)
+            return generate(request)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(engine, "generate", noted)
+    one: dict[str, Any] = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    async with make_gateway(fleet) as (_, http):
+        for number in range(8):
+            name = f"session-{number}"
+            served.clear()
+            for body, headers in (
+                ({**one, "session_id": name}, {}),
+                ({**one, "routing_key": name}, {}),
+                (one, {"X-Session-ID": name}),
+                (one, {"X-SMG-Routing-Key": name}),
+                ({**one, "session_id": name}, {"X-Session-ID": "another"}),
+            ):
+                assert (await post(http, body, **headers))[0] == 200
+            assert len(set(served)) == 1, served
+
+
+async def test_a_pause_gives_back_what_there_is_and_later_requests_wait(
+    http: aiohttp.ClientSession, fleet: InProcessFleet
+) -> None:
+    long = asyncio.create_task(post(http, {"text": "x", "sampling_params": {"max_new_tokens": 100_000}}))
+    await begun(fleet)
+    await asyncio.sleep(0.05)
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
+    status, reply = await long
+    assert status == 200
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(reply["output_ids"]) < 100_000
+    waiting = asyncio.create_task(post(http, {"text": "x", "sampling_params": {"max_new_tokens": 2}}))
+    done, _ = await asyncio.wait({waiting}, timeout=0.3)
+    assert not done
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+    assert (await waiting)[0] == 200
+
+
+async def test_a_wait_that_is_too_long_says_when_to_come_again(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any]
+) -> None:
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
+    async with make_gateway(fleet, timeout_s=0.3) as (_, http):
+        async with http.post("/generate", json={"text": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            error = (await response.json())["error"]
+            assert error["reason"] == "NO_ROUTABLE_STAGE"
+            assert "PAUSED" in error["message"]
+        assert sum(running(fleet).values()) == 0
+    async with make_gateway(fleet, max_inflight=1, timeout_s=5) as (_, http):
+        first = asyncio.create_task(post(http, {"text": "x", "sampling_params": {"max_new_tokens": 1}}))
+        await asyncio.sleep(0.2)
+        async with http.post("/generate", json={"text": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["reason"] == "TOO_MANY_REQUESTS"
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+        assert (await first)[0] == 200
+
+
+async def test_updates_under_load_fail_no_request_and_no_token_is_stale(
+    http: aiohttp.ClientSession, fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    stop = asyncio.Event()
+    seen: list[tuple[int, int]] = []
+
+    async def ask() -> None:
+        while not stop.is_set():
+            before = fleet.server.coordinator.roster.fleet().models[0].latest.sequence
+            status, reply = await post(http, {"text": "x", "sampling_params": {"max_new_tokens": 20}})
+            assert status == 200, reply
+            assert reply["meta_info"]["finish_reason"]["type"] == "length"
+            seen.append((before, min(span["seq"] for span in reply["meta_info"]["weight_versions"])))
+
+    asking = [asyncio.create_task(ask()) for _ in range(8)]
+    for number in range(10):
+        await new_weights(fleet, checkpoint(f"w{number}"), common.PAUSE_MODE_RETRACT)
+        await asyncio.sleep(0.03)
+    stop.set()
+    await asyncio.gather(*asking)
+    assert len(seen) > 20
+    assert {first for _, first in seen} > {1, 5}, "at many versions"
+    assert all(first >= before for before, first in seen), "never older than what was published when it was asked"
+
+
+async def test_a_stage_that_dies_costs_no_token(http: aiohttp.ClientSession, fleet: InProcessFleet) -> None:
+    body = {"input_ids": [100], "sampling_params": {"max_new_tokens": LONG}, "return_logprob": True, "stream": True}
+    response = await http.post("/generate", json=body)
+    await begun(fleet)
+    await asyncio.sleep(0.05)
+    (slot,) = [slot for slot, count in running(fleet).items() if count]
+    await fleet.stages[slot].stop()
+    told = events(await response.text())
+    assert told[-1]["output_ids"] == list(range(101, 101 + LONG))
+    assert told[-1]["meta_info"]["completion_tokens"] == LONG
+    assert len(told[-1]["meta_info"]["output_token_logprobs"]) == LONG
+    del fleet.stages[slot]
+
+
+async def test_a_least_version_is_waited_for(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    one = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    header = {"X-RLCTL-Min-Version": "2"}
+    async with make_gateway(fleet, timeout_s=0.3) as (_, http):
+        status, reply = await post(http, one, **header)
+        assert (status, reply["error"]["reason"]) == (503, "NO_ROUTABLE_STAGE")
+        assert (await post(http, one, **{"X-RLCTL-Min-Version": "x"}))[0] == 400
+        await new_weights(fleet, checkpoint("two"), common.PAUSE_MODE_RETRACT)
+        status, reply = await post(http, one, **header)
+        assert (status, reply["meta_info"]["weight_version_seq"]) == (200, 2)
+
+
+async def test_the_callers_token_decides_and_not_the_gateways(
+    make_fleet: Callable[..., Any], make_gateway: Callable[..., Any]
+) -> None:
+    one = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    async with make_fleet(token=TOKEN, a=1) as fleet, make_gateway(fleet) as (_, http):
+        async with http.post("/generate", json=one) as response:
+            assert response.status == 401
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+        assert (await post(http, one, Authorization="Bearer wrong"))[0] == 401
+        assert (await post(http, one, Authorization="Basic x"))[0] == 401
+        assert (await post(http, one, Authorization=f"Bearer {TOKEN}"))[0] == 200
+        async with http.get("/v1/models") as response:
+            assert response.status == 401
+        async with http.get("/v1/models", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
+            (card,) = (await response.json())["data"]
+            assert (card["id"], card["weight_version_seq"]) == ("actor", 1)

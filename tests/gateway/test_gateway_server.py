@@ -1,0 +1,191 @@
+"""What every dialect gets: bodies within bounds, errors as the dialect says them, tokens, middleware, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.gateway import bodies, dialects, identity
+from rlctl.gateway.bodies import Fields
+from rlctl.gateway.call import UNKNOWN_FIELDS, Call
+from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
+from rlctl.gateway.generation.service import Generation
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+
+TOKEN = "a token made for this test"
+FINISHED: list[str] = []
+
+
+async def echo(call: Call) -> Reply:
+    fields = await call.fields()
+    number = fields.take("number", int)
+    return Reply({"number": number, "ids": [call.request_id(), call.request_id("second")]})
+
+
+async def slow(call: Call) -> Reply:
+    await asyncio.sleep(0.3)
+    FINISHED.append(call.url)
+    return Reply("done")
+
+
+async def stream(call: Call) -> Stream:
+    async def chunks() -> Any:
+        if call.query.get("fail") == "first":
+            raise Reason.FIELD_INVALID.error("no", field="fail")
+        yield b"data: 1\n\n"
+        if call.query.get("fail") == "later":
+            raise Reason.ENGINE_FAILED.error("broken")
+        yield b"data: 2\n\n"
+
+    return Stream(chunks(), lambda error: f"data: {error.reason.name}\n\n".encode())
+
+
+async def broken(call: Call) -> Reply:
+    raise RuntimeError("a defect")
+
+
+class Stamp:
+    def __init__(self, generation: Generation) -> None:
+        self.fleet = generation.fleet
+
+    async def __call__(self, call: Call, handler: Handler) -> Answer:
+        answer = await handler(call)
+        assert isinstance(answer, Reply)
+        return Reply(answer.body, answer.status, {"X-Stamp": "yes"})
+
+
+@pytest.fixture(autouse=True)
+def _dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, generation: Generation) -> Dialect:
+        rows = [("echo", echo), ("broken", broken)]
+        routes = [Route("POST", f"/{path}", handler, Scope.VIEWER) for path, handler in rows]
+        routes += [Route("POST", "/slow", slow), Route("POST", "/slow_read", slow, Scope.VIEWER)]
+        return Dialect(name, [*routes, Route("GET", "/stream", stream, Scope.ROLLOUT)], body_bytes=1000)
+
+    monkeypatch.setattr(dialects, "load", load)
+
+
+async def refusal(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    error: dict[str, Any] = (await response.json())["error"]
+    return {"status": response.status, **error}
+
+
+async def test_a_body_is_checked_by_type_and_unknown_fields_are_told(http: aiohttp.ClientSession) -> None:
+    async with http.post("/echo", json={"number": 1, "nubmer": 2}) as response:
+        assert response.status == 200
+        assert (await response.json())["number"] == 1
+        assert response.headers[UNKNOWN_FIELDS] == "nubmer"
+    for body, field in (({}, "number"), ({"number": "1"}, "number"), ({"number": True}, "number"), ([], "body")):
+        async with http.post("/echo", json=body) as response:
+            said = await refusal(response)
+            assert (said["status"], said["field"]) == (400, field), body
+    async with http.post("/echo", data=b"{") as response:
+        assert (await refusal(response))["status"] == 400
+    async with http.post("/echo", data=b"x" * 2000) as response:
+        assert (await refusal(response))["status"] == 413
+
+
+async def test_what_is_not_there_is_said_in_the_dialects_words(http: aiohttp.ClientSession) -> None:
+    async with http.post("/nothing") as response:
+        assert (await refusal(response))["reason"] == "VERB_UNKNOWN"
+        assert response.status == 404
+    async with http.get("/echo") as response:
+        assert response.status == 405
+    async with http.post("/broken") as response:
+        assert (await refusal(response))["reason"] == "INTERNAL"
+        assert response.status == 500
+
+
+async def test_a_slow_body_is_given_up(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "READ_S", 0.1)
+
+    async def trickle() -> Any:
+        yield b"{"
+        await asyncio.sleep(5)
+        yield b"}"
+
+    async with http.post("/echo", data=trickle()) as response:
+        said = await refusal(response)
+        assert (said["status"], said["field"]) == (408, "body")
+
+
+async def test_a_repeat_under_a_key_has_the_same_ids(http: aiohttp.ClientSession) -> None:
+    async def ids(**headers: str) -> list[str]:
+        async with http.post("/echo", json={"number": 1}, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            said: list[str] = (await response.json())["ids"]
+            return said
+
+    first, again = await ids(**{"Idempotency-Key": "step-1"}), await ids(**{"Idempotency-Key": "step-1"})
+    other, none = await ids(**{"X-Request-Id": "step-2"}), await ids()
+    assert first == again
+    assert len({*first, *other, *none}) == 6
+    own = "01890a5d-ac96-774b-bcce-b302099a8057"
+    assert (await ids(**{"Idempotency-Key": own}))[0] == own
+
+
+def test_the_id_of_a_step_is_a_uuid7_of_the_same_time() -> None:
+    whole = "01890a5d-ac96-774b-bcce-b302099a8057"
+    step = identity.derived(whole, "pause")
+    assert step == identity.derived(whole, "pause") != identity.derived(whole, "continue")
+    assert (step[:13], step[14]) == (whole[:13], "7")
+
+
+async def test_failures_of_streams(http: aiohttp.ClientSession) -> None:
+    async with http.get("/stream") as response:
+        assert await response.text() == "data: 1\n\ndata: 2\n\n"
+        assert response.content_type == "text/event-stream"
+    async with http.get("/stream?fail=first") as response:
+        assert (await refusal(response))["field"] == "fail"
+    async with http.get("/stream?fail=later") as response:
+        assert await response.text() == "data: 1\n\ndata: ENGINE_FAILED\n\n"
+
+
+async def test_what_changes_something_goes_on_when_the_caller_leaves(http: aiohttp.ClientSession) -> None:
+    FINISHED.clear()
+    for path in ("/slow?changes", "/slow_read?reads"):
+        with pytest.raises(TimeoutError):
+            await http.post(path, timeout=aiohttp.ClientTimeout(total=0.1))
+    await eventually(lambda: bool(FINISHED))
+    await asyncio.sleep(0.3)
+    assert FINISHED == ["/slow?changes"]
+
+
+async def test_a_stop_lets_requests_end(fleet: InProcessFleet, make_gateway: Callable[..., Any]) -> None:
+    async with make_gateway(fleet) as (server, http):
+        running = asyncio.create_task(http.post("/slow_read"))
+        await asyncio.sleep(0.1)
+        await server.stop()
+        assert (await running).status == 200
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await http.post("/echo", json={"number": 1})
+
+
+async def test_middleware_by_its_path(fleet: InProcessFleet, make_gateway: Callable[..., Any]) -> None:
+    paths = ("test_gateway_server:Stamp", "test_gateway_server.Stamp")
+    async with (
+        make_gateway(fleet, middleware_paths=paths) as (_, http),
+        http.post("/echo", json={"number": 1}) as response,
+    ):
+        assert response.headers["X-Stamp"] == "yes"
+    for wrong in ("nowhere:Class", "test_gateway_server:Missing", "x", "test_gateway_server:TOKEN"):
+        with pytest.raises(RlctlError) as caught:
+            async with make_gateway(fleet, middleware_paths=(wrong,)):
+                pass
+        assert caught.value.field == "middleware_path"
+
+
+def test_fields_within_fields_have_their_whole_path() -> None:
+    fields = Fields({"info": {"port": "x", "names": ["a", 1]}})
+    info = fields.take_fields("info")
+    for take in (lambda: info.take("port", int), lambda: info.take_list("names", str), lambda: info.take("host", str)):
+        with pytest.raises(RlctlError) as caught:
+            take()
+        assert caught.value.field in ("info.port", "info.names[1]", "info.host")
+    assert Fields({"a": 1, "b": 2}).unknown == ["a", "b"]

@@ -1,0 +1,103 @@
+"""What tests of ``rlctl up`` share: the command, what the supervisor has written, requests that go on meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlctl.cli import state
+from rlctl.client.fleet import Fleet
+from rlctl.errors import RlctlError
+from rlctl.v1.fleet_pb2 import Stage
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
+WAIT_S = 60.0
+
+
+def rlctl_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlctl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def when(fleet: Fleet, condition: Callable[[dict[str, Stage]], object]) -> dict[str, Stage]:
+    """The stages by slot, as soon as they are so; looked at whenever something changes."""
+    with contextlib.closing(fleet.watch()) as events:
+        for _ in events:
+            now = {stage.registration.slot: stage for stage in fleet.status().stages}
+            if condition(now):
+                return now
+    raise AssertionError("the coordinator ended the watch")
+
+
+def known(name: str) -> state.FleetState:
+    found = state.read(name)
+    assert found is not None
+    return found
+
+
+class Load:
+    """Requests one after the other from several threads: what failed, and what was older than it had to be."""
+
+    def __init__(self, fleet: Fleet, model: str) -> None:
+        self.done = 0
+        self.wrong: list[object] = []
+        self.least = 1
+        self._fleet = fleet
+        self._model = model
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(4)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            least = self.least
+            try:
+                answer = self._fleet.generate("1+2=", model=self._model, max_new_tokens=16)
+            except RlctlError as error:
+                self.wrong.append(str(error))
+            else:
+                self.done += 1
+                sequences = [span.version.sequence for sample in answer.samples for span in sample.versions]
+                if not sequences or min(sequences) < least:
+                    self.wrong.append((answer.slot, sequences, least))
+
+
+@contextmanager
+def own_state(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
+    """State directories of the test's own; fleets that are up in them at the end are taken down."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(directory / "config"))
+    for name in ("ENDPOINT", "TOKEN", "TOKEN_FILE", "OUTPUT"):
+        monkeypatch.delenv(f"RLCTL_{name}", raising=False)
+    yield
+    for name in (directory / "state" / "rlctl").glob("*"):
+        left = state.read(name.name)
+        if left is not None and left.alive:
+            os.kill(left.pid, signal.SIGTERM)
+            until(lambda left=left: not left.alive, "the supervisor did not end")  # type: ignore[misc]
