@@ -330,8 +330,13 @@ def _adapter_name(name: str, field: str) -> None:
 
 @_rule(update_pb2.BeginWeightUpdateRequest)
 def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
-    _required(request.model, "model")
-    _required(request.version, "version")
+    if not request.implicit:
+        _required(request.model, "model")
+        _required(request.version, "version")
+    elif request.apply == verbs_pb2.APPLY_MODE_STAGED or request.num_sources > 1 or request.retries:
+        raise Reason.FIELD_CONFLICT.error(
+            "an implicit update lands in place, and what comes when is its clients' choice", field="implicit"
+        )
     if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
         _adapter_name(request.adapter, "adapter")
         if not request.HasField("adapter_config"):
@@ -361,9 +366,23 @@ def _retry_update(request: update_pb2.RetryWeightUpdateRequest) -> None:
     _required(request.failed_attempt, "failed_attempt")
 
 
+@_rule(update_pb2.CommitBatchRequest)
+def _commit_batch(request: update_pb2.CommitBatchRequest) -> None:
+    _required(request.update_id, "update_id")
+    _required(request.batch, "batch")
+    _said_at_commit(request)
+
+
 @_rule(update_pb2.CommitWeightUpdateRequest)
 def _commit(request: update_pb2.CommitWeightUpdateRequest) -> None:
-    _required(request.update_id, "update_id")
+    if not (request.header.target.model or request.header.for_slot):
+        _required(request.update_id, "update_id")
+    if request.update_id and request.version:
+        raise _invalid("an update that was begun by name has its version", "version")
+    _said_at_commit(request)
+
+
+def _said_at_commit(request: update_pb2.CommitWeightUpdateRequest | update_pb2.CommitBatchRequest) -> None:
     _digest(request.expected_digest, "expected_digest")
     _digest(request.sent_digest, "sent_digest")
     _fingerprints(request.fingerprints)

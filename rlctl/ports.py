@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -31,6 +32,21 @@ class Clock(Protocol):
 
     def new_id(self) -> str:
         """A fresh UUIDv7."""
+
+
+class Caller:
+    """Who waits for an answer.
+
+    Attributes:
+        left: set once the transport knows that nobody waits any more; what was asked for goes on.
+    """
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+"""Whoever waits for the answer to the call at hand; None: the transport does not tell."""
 
 
 class Link(Protocol[Out, In]):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from grpc import aio as grpc_aio
 
+from rlctl.launch.local import EngineSpec, LocalFleet
 from rlctl.testing import fake_engine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 
@@ -73,4 +74,16 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
 async def fleet(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
     """Stage a with one rank, stage b with two."""
     async with make_fleet(a=1, b=2) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def torch_fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> Iterator[LocalFleet]:
+    """An engine with two ranks and one with a single rank, on the torch engine; tests' directories may be loaded."""
+    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    engines = [
+        EngineSpec("actor-0", str(tiny[1]), tp_size=2, options=options),
+        EngineSpec("actor-1", str(tiny[1]), options=options),
+    ]
+    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet

@@ -255,7 +255,7 @@ class TorchEngine(Engine):
     async def get_model_info(self, request: verbs_pb2.GetModelInfoRequest, call: Call) -> verbs_pb2.ModelInfo:
         """What is loaded."""
         self._check_ready()
-        return info.model_info(self._rank, self._version, reference=request.reference)
+        return info.model_info(self._rank, self._version, reference=request.reference, adapter=request.adapter)
 
     async def get_server_info(self, request: verbs_pb2.GetServerInfoRequest, call: Call) -> verbs_pb2.ServerInfo:
         """How the rank was started."""

@@ -83,10 +83,13 @@ def layout(rank: Rank, store: tuple[str, int]) -> fleet_pb2.StageLayout:
     )
 
 
-def model_info(rank: Rank, version: common_pb2.WeightVersion, *, reference: bool) -> ModelInfo:
-    """What the rank has loaded; ``reference``: with every tensor of the checkpoint that it was built from."""
+def model_info(rank: Rank, version: common_pb2.WeightVersion, *, reference: bool, adapter: str) -> ModelInfo:
+    """What the rank has loaded; ``reference``: with every tensor of the checkpoint that it was built from, or of an
+    ``adapter``. Raises ADAPTER_NOT_FOUND.
+    """
     model = rank.model
-    tensors = model.shards.reference.values() if reference else ()
+    shards = rank.adapters.find(adapter, "adapter").shards if adapter else model.shards
+    tensors = shards.reference.values() if reference else ()
     return ModelInfo(
         model_path=rank.checkpoint,
         model_type=model.config.model_type,

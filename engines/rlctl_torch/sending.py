@@ -1,4 +1,4 @@
-"""SendWeights: this engine's weights to the ranks of another stage; the engine goes on generating meanwhile.
+"""SendWeights: this engine's weights, or an adapter's, to the ranks of another stage; it goes on generating meanwhile.
 
 Full tensors are gathered by all ranks and broadcast by rank 0. To a stage whose ranks hold the same parts every rank
 sends its own.
@@ -30,14 +30,18 @@ class Send:
 
     def __init__(self, rank: Rank, request: SendWeightsRequest) -> None:
         self._rank = rank
+        self._shards = rank.model.shards
         self._group = request.group_name
         buckets = [from_proto(bucket, f"buckets[{i}]") for i, bucket in enumerate(request.buckets)]
         self._metas = [meta for bucket in buckets for meta in bucket.metas]
+        self._adapter = request.adapter
         self._parts = any(bucket.parts for bucket in buckets)
         if self._parts and not all(bucket.parts for bucket in buckets):
             raise Reason.FIELD_CONFLICT.error(
                 "buckets of full tensors and of parts exclude each other", field="buckets"
             )
+        if self._parts and self._adapter:
+            raise Reason.FIELD_CONFLICT.error("an adapter is sent in full tensors", field="buckets")
 
     def admit(self) -> bool:
         """Refuse what would send something that is no version."""
@@ -95,7 +99,7 @@ class Send:
 
     def _full_tensors(self, exchange: Exchange, stop: Stop) -> Iterator[torch.Tensor]:
         """All tensors, at rank 0; every rank gathers."""
-        gathering = Gathering(self._rank.model.shards.shards, exchange)
+        gathering = Gathering(self._shards.shards, exchange)
         for meta in self._metas:
             full = gathering.full(meta.name)
             agree_to_go_on(exchange, stop)
@@ -103,8 +107,11 @@ class Send:
                 yield full
 
     def _check(self) -> list[WeightGroup]:
-        reference = self._rank.model.shards.reference
+        if self._adapter:
+            self._shards = self._rank.adapters.find(self._adapter, "adapter").shards
+        reference = self._shards.reference
         for meta in self._metas:
             if reference.get(meta.name) != meta:
-                raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
+                what = f"adapter {self._adapter!r}" if self._adapter else "this model"
+                raise Reason.FIELD_INVALID.error(f"{meta} is not what {what} has", field="buckets")
         return [self._rank.groups.get(self._group)] if self._parts or self._rank.ranks.rank == 0 else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -49,6 +49,18 @@ from rlctl.cli.types import DURATION
     metavar="MODULE.CLASS",
     help="The same under slime's name; several with spaces between them.  [repeatable]",
 )
+@click.option(
+    "--router-backend",
+    default="",
+    type=click.Choice(["", "sglang-router"]),
+    help="Run this Rust gateway in front, its workers the stages that serve.",
+)
+@click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")
+@click.option("--router-policy", default="cache_aware", show_default=True, help="Its policy.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
+@click.option(
+    "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
+)
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
@@ -67,6 +79,11 @@ def gateway(
     max_inflight: int,
     middleware_paths: tuple[str, ...],
     slime_paths: tuple[str, ...],
+    router_backend: str,
+    router_listen: str,
+    router_policy: str,
+    workers: int,
+    admin_api_key_file: str,
     drain: float,
     token_file: str,
     insecure: bool,
@@ -74,38 +91,80 @@ def gateway(
     end_with_parent: bool,
 ) -> None:
     """Run HTTP dialects in front of a fleet."""
-    from rlctl.gateway.generation.service import Settings
-    from rlctl.gateway.server import GatewayConfig, GatewayServer
     from rlctl.process import announce
-    from rlctl.transport.auth import load_token
 
-    config = GatewayConfig(
-        coordinator=coordinator,
-        dialect=dialect,
-        listen=listen,
-        token=load_token(file=token_file),
-        insecure=insecure,
-        middleware_paths=(*middleware_paths, *(path for given in slime_paths for path in given.split())),
-        generation=Settings(
-            model=model,
-            policy=policy,
-            admission=admission,
-            resume=resume,
-            timeout_s=request_timeout,
-            max_inflight=max_inflight,
-            tokenizer=tokenizer,
-        ),
-        drain_s=drain,
-    )
+    paths = (*middleware_paths, *(path for given in slime_paths for path in given.split()))
+    settings = {
+        "model": model,
+        "policy": policy,
+        "admission": admission,
+        "resume": resume,
+        "tokenizer": tokenizer,
+        "timeout_s": request_timeout,
+        "max_inflight": max_inflight,
+    }
 
-    async def start() -> Callable[[], Any]:
-        server = GatewayServer(config)
-        try:
-            await server.start()
-        except BaseException:
-            await server.stop()
-            raise
-        announce("gateway", address=f"http://{server.address}", dialect=dialect, pid=os.getpid())
-        return server.stop
+    if router_backend and workers > 1:
+        raise click.UsageError("--router-backend is for one worker")
 
-    serve(start, log_level, end_with_parent)
+    def told(address: str, **facts: str) -> None:
+        announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid(), **facts)
+
+    def run(listen: str, told: Callable[..., None], *, end_with_parent: bool) -> NoReturn:
+        from rlctl.gateway.generation.service import Settings
+        from rlctl.gateway.server import GatewayConfig, GatewayServer
+        from rlctl.gateway.sglang_router import SglangRouter
+        from rlctl.transport.addresses import refuse_insecure, split
+        from rlctl.transport.auth import load_token
+
+        key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
+        token, router = load_token(file=token_file), None
+        if router_backend:
+            refuse_insecure(router_listen, token=token, insecure=insecure)
+            host, port = split(router_listen, "router_listen")
+            router = SglangRouter(policy=router_policy, host=host, port=port)
+
+        config = GatewayConfig(
+            coordinator=coordinator,
+            dialect=dialect,
+            listen=listen,
+            token=token,
+            insecure=insecure,
+            middleware_paths=paths,
+            generation=Settings(**settings, admin_api_key=key or ""),
+            share_port=workers > 1,
+            drain_s=drain,
+            router=router,
+        )
+
+        async def start() -> Callable[[], Any]:
+            server = GatewayServer(config)
+            try:
+                await server.start()
+            except BaseException:
+                await server.stop()
+                raise
+            told(server.address, **({"router": router.url} if router else {}))
+            return server.stop
+
+        serve(start, log_level, end_with_parent)
+
+    if workers == 1:
+        run(listen, told, end_with_parent=end_with_parent)
+    _fork(workers, listen, run, told, end_with_parent=end_with_parent)
+
+
+def _fork(
+    workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], *, end_with_parent: bool
+) -> NoReturn:
+    """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
+    from rlctl import process
+    from rlctl.gateway.workers import Workers, hold
+
+    host, _, port = listen.rpartition(":")
+    held, bound = hold(host.strip("[]") or "127.0.0.1", int(port) if port.isdigit() else 0)
+    address = f"{host}:{bound}"
+    parent = Workers(workers, lambda ready: run(address, lambda *_: ready(), end_with_parent=True))
+    code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
+    held.close()
+    process.end(code)

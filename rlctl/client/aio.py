@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
@@ -16,7 +16,7 @@ from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
 from rlctl.transport.auth import load_token
-from rlctl.v1.fleet_pb2 import Model
+from rlctl.v1.fleet_pb2 import Model, Stage
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Rollouts(TypedDict, total=False):
     admission: str | Admission
     resume: Resume
     max_inflight_samples: int | None
+    max_cuts: int | None
     retries: int
     session_idle_s: float
 
@@ -140,6 +141,15 @@ class AsyncFleet(AsyncAdmin):
             raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
         return self._lines.view.models
 
+    async def stages(self) -> AsyncIterator[list[Stage]]:
+        """The stages, in slot order, now and whenever the coordinator tells something new of the fleet."""
+        view, seen = self._lines.view, 0
+        while True:
+            while view.news == seen:
+                await view.changed()
+            seen = view.news
+            yield view.stages
+
     # Generation.
 
     def rollout(self, model: str, **settings: Unpack[Rollouts]) -> AsyncRollout:
@@ -149,7 +159,8 @@ class AsyncFleet(AsyncAdmin):
         and forgets it after ``session_idle_s`` (600). ``admission``: at which versions tokens may be generated: latest
         (default), max_staleness=VERSIONS, any. ``resume``: a sample that is cut by a pause or an abort goes on where it
         was, at any admitted stage (continue, default), or is returned (return). ``max_inflight_samples`` bounds how
-        many are generated at a time, over all calls. ``retries``: failures of stages that a sample survives (4). Raises
+        many are generated at a time, over all calls. ``max_cuts``: pauses and aborts that a sample goes on from (None:
+        all). ``retries``: failures of stages that a sample survives (4). Raises
         FIELD_INVALID.
         """
         return AsyncRollout(self._lines, model, **settings)

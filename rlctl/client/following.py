@@ -60,7 +60,7 @@ async def follow(
             match said.WhichOneof("message"):
                 case "attempt":
                     number = said.attempt.number
-                    progress.decided = False
+                    progress.decided = said.attempt.published
                     attempt = asyncio.create_task(part.attempt(source, said.attempt, ship, progress))
                 case "delivered":
                     progress.sent.set()

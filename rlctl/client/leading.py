@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.blaming import blame_ranks, parts_in_question
@@ -28,6 +29,8 @@ from rlctl.v1.update_pb2 import (
     AbortWeightUpdateRequest,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
+    CommitBatchRequest,
+    CommitBatchResponse,
     CommitWeightUpdateRequest,
     RenewLeaseRequest,
     RetryWeightUpdateRequest,
@@ -190,35 +193,59 @@ class Leading:
                         source, [meta for offered in wire for meta in offered.metas], last=False
                     )
                     wire = changed(wire, self._sent.digests, digests)
-                while True:
-                    try:
-                        sent = await self._send(source, wire, plan, request, deadline)
+                while True:  # once; batch by batch when it rolls in place
+                    plan, sent = await self._deliver(source, wire, plan, request, deadline)
+                    taken = digests_of(sent)
+                    digests |= taken
+                    said: dict[str, Any] = {
+                        "update_id": plan.update_id,
+                        "fencing_token": plan.fencing_token,
+                        "expected_digest": "" if partial else combined(digests),
+                        "sent_digest": combined(taken),
+                        "fingerprints": b"" if partial else fingerprints(digests),
+                    }
+                    if not _more_batches(plan):
+                        self._say_delivered()
+                        operation = await self._commit(CommitWeightUpdateRequest(**said), deadline)
                         break
-                    except RlctlError as error:
-                        if plan.attempt > request.retries or not _worth_retrying(error):
-                            raise
-                        again = RetryWeightUpdateRequest(
-                            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
-                        )
-                        plan = await self._fleet.connection.call("RetryWeightUpdate", again, 30.0)
-                self._say_delivered()
-                taken = digests_of(sent)
-                digests |= taken
-                commit = CommitWeightUpdateRequest(
-                    update_id=plan.update_id,
-                    fencing_token=plan.fencing_token,
-                    expected_digest="" if partial else combined(digests),
-                    sent_digest=combined(taken),
-                    fingerprints=b"" if partial else fingerprints(digests),
-                )
-                operation = await self._commit(commit, deadline)
+                    answer = await self._commit_batch(CommitBatchRequest(batch=plan.batch.number, **said), deadline)
+                    if answer.HasField("ended"):
+                        operation = answer.ended
+                        break
+                    plan = answer.next
                 await self._name_ranks(source, wire, operation, digests, deadline)
                 refuse_unpublished(operation)
                 self._sent = Published(operation.weight_version, {} if partial else digests)
                 return operation, sent[0]
         except BaseException as error:
-            await asyncio.shield(self._abort(plan, error))
+            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, error)))
+            if ended is not None and ended.weight_version.sequence and _failed_at_the_fleet(error):
+                # It rolled in place, and the batches before serve the version.
+                self._renew_identity()
+                return ended, Sent()
             raise
+
+    async def _deliver(
+        self,
+        source: WeightSource,
+        wire: list[Offered],
+        plan: BeginWeightUpdateResponse,
+        request: BeginWeightUpdateRequest,
+        deadline: float,
+    ) -> tuple[BeginWeightUpdateResponse, list[Sent]]:
+        """Send, and send again without the targets that are gone, as often as was asked for: the plan of the attempt
+        that went well, and what each source sent.
+        """
+        while True:
+            try:
+                return plan, await self._send(source, wire, plan, request, deadline)
+            except RlctlError as error:
+                if plan.attempt > request.retries or not _worth_retrying(error):
+                    raise
+                again = RetryWeightUpdateRequest(
+                    update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+                )
+                plan = await self._fleet.connection.call("RetryWeightUpdate", again, 30.0)
 
     async def _send(
         self,
@@ -243,7 +270,8 @@ class Leading:
             shared_devices=sorted(shared_devices(plan)),
             without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
-            last=plan.attempt > request.retries,
+            last=plan.attempt > request.retries and not _more_batches(plan),
+            published=plan.batch.published,
         )
         fleet = asyncio.create_task(self._drive(plan, attempt, deadline))
 
@@ -350,6 +378,12 @@ class Leading:
         listed = answer.stage_results[0].rank_results[0].model_info.reference
         return [from_proto(info) for info in listed]
 
+    async def _commit_batch(self, request: CommitBatchRequest, deadline: float) -> CommitBatchResponse:
+        remaining = deadline - asyncio.get_running_loop().time()
+        self._progress.decided = True
+        answer: CommitBatchResponse = await self._fleet.connection.call("CommitBatch", request, remaining)
+        return answer
+
     async def _commit(self, request: CommitWeightUpdateRequest, deadline: float) -> Operation:
         remaining = deadline - asyncio.get_running_loop().time()
         self._progress.decided = True
@@ -386,13 +420,16 @@ class Leading:
             async with asyncio.timeout(left):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
-    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException) -> None:
+    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException) -> Operation | None:
+        """The update as it has ended; None when the coordinator does not say."""
         request = AbortWeightUpdateRequest(
             update_id=plan.update_id, fencing_token=plan.fencing_token, reason=f"{type(error).__name__}: {error}"
         )
         # Best effort: an update that nobody renews is aborted by its lease.
         with contextlib.suppress(RlctlError):
-            await self._fleet.connection.call("AbortWeightUpdate", request, ABORT_S)
+            operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, ABORT_S)
+            return operation
+        return None
 
     @contextlib.asynccontextmanager
     async def _renewing(self, plan: BeginWeightUpdateResponse) -> AsyncIterator[None]:
@@ -422,6 +459,17 @@ def _worth_retrying(error: RlctlError) -> bool:
         lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
         return any(result.outcome in lost for result in error.operation.stage_results)
     return error.reason is Reason.GROUP_FAILED  # also of a write that was not let in, since another one had failed
+
+
+def _failed_at_the_fleet(error: BaseException) -> bool:
+    """Whether targets failed, or too few of them are left, rather than a source."""
+    reasons = (Reason.GROUP_FAILED, Reason.QUORUM_NOT_MET, Reason.NO_TARGETS, Reason.UPDATE_NOT_FOUND)
+    return isinstance(error, OperationFailed) or (isinstance(error, RlctlError) and error.reason in reasons)
+
+
+def _more_batches(plan: BeginWeightUpdateResponse) -> bool:
+    """Whether the sources go through their weights again for targets that wait for theirs."""
+    return bool(plan.batch.number) and not plan.batch.last
 
 
 async def _nothing_to_ship(segments: Sequence[TensorSegment]) -> None:

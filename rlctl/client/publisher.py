@@ -181,14 +181,16 @@ class AsyncPublisher:
         ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
         from it are sent, after a pass that digests all. ``apply``: in_place, under the pause, or staged: into a second
         copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets
-        swap at once, :func:`rolling` batch by batch (staged only). ``stream``: weights on a GPU are read after what
+        have the version at once, :func:`rolling` batch by batch: staged out of the copies, in place by a pass of the
+        sources for each batch, in which they must give the same again. ``stream``: weights on a GPU are read after what
         this stream was given before the call; None: after what the caller's current stream was given. ``progress``:
         what :meth:`update_async` follows it by; leave it out.
 
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
-        version is served. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended. Settings
-        count at rank 0; ``deadline_s`` and ``stream`` at every rank.
+        version is served, unless it rolled in place and a source failed after the first batch: that batch serves it,
+        and the operation ended PARTIAL. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not
+        ended. Settings count at rank 0; ``deadline_s`` and ``stream`` at every rank.
         """
         started = time.perf_counter()
         if base and (partial or checkpoint):

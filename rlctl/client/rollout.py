@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
@@ -68,21 +69,39 @@ Told = Callable[[Progress, Sample], None]
 """Called with all that is had of a sample and what is new of it, as it comes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a sample is to be generated.
+
+    Attributes:
+        slot: at this stage, "": at any.
+        only: and nowhere else; otherwise it is preferred as long as it can be routed to.
+    """
+
+    slot: str = ""
+    only: bool = True
+
+
+ANYWHERE = Place()
+
+
 class _Job:
     """One sample under way.
 
     Attributes:
         metadata: what its calls carry.
-        slot: where it is to be generated; "": anywhere.
+        place: where it is to be generated.
         told: called with what comes.
         running: stub and id of the request that runs now.
         stopped: the caller wants no more of it.
     """
 
-    def __init__(self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, slot: str = "") -> None:
+    def __init__(
+        self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
+    ) -> None:
         self.sample = sample
         self.metadata = metadata
-        self.slot = slot
+        self.place = place
         self.told = told
         self.progress = Progress(sample)
         self.running: tuple[Any, str] | None = None
@@ -101,6 +120,7 @@ class AsyncRollout:
         admission: str | Admission = "latest",
         resume: Resume = "continue",
         max_inflight_samples: int | None = None,
+        max_cuts: int | None = None,
         retries: int = RETRIES,
         session_idle_s: float = 600.0,
     ) -> None:
@@ -111,11 +131,13 @@ class AsyncRollout:
             raise Reason.FIELD_INVALID.error(
                 f"max_inflight_samples is {max_inflight_samples}; it must be 1 or more", field="max_inflight_samples"
             )
-        if retries < 0:
-            raise Reason.FIELD_INVALID.error(f"retries is {retries}; it must be 0 or more", field="retries")
+        for name, value in (("retries", retries), ("max_cuts", max_cuts)):
+            if value is not None and value < 0:
+                raise Reason.FIELD_INVALID.error(f"{name} is {value}; it must be 0 or more", field=name)
         self.model = model
         self.admission = parse(admission)
         self._resume = resume
+        self._max_cuts = math.inf if max_cuts is None else max_cuts
         self._retries = retries
         self._most = max_inflight_samples
         self._places = None if max_inflight_samples is None else asyncio.Semaphore(max_inflight_samples)
@@ -214,16 +236,15 @@ class AsyncRollout:
         *,
         timeout_s: float = TIMEOUT_S,
         token: str | None = None,
-        slot: str = "",
+        place: Place = ANYWHERE,
         told: Told | None = None,
     ) -> RolloutSample:
         """One sample of :func:`rlctl.rollout.progress.begin`, as it ended; what cut it is its ``error``, not raised.
 
-        For whoever passes on requests of others: ``token`` is the caller's, ``slot`` the only stage that may be
-        asked, ``told`` gets what comes as it comes. The first request to a stage has the sample's own ``rid``, if it
-        has one. Cancelling it ends it at the engine.
+        For whoever passes on requests of others: ``token`` is the caller's, ``told`` gets what comes as it comes. The
+        first request to a stage has the sample's own ``rid``, if it has one. Cancelling it ends it at the engine.
         """
-        job = _Job(sample, bearer(token), told, slot)
+        job = _Job(sample, bearer(token), told, place)
         rid = sample.request.rid
         if rid in self._named:
             raise Reason.RID_IN_USE.error(f"a request with rid {rid!r} is running", field="rid")
@@ -234,6 +255,10 @@ class AsyncRollout:
         finally:
             if rid:
                 del self._named[rid]
+
+    def inflight_at(self, slot: str) -> int:
+        """Samples of this rollout that run at a stage."""
+        return self._router.load[slot]
 
     async def stop(self, rids: Sequence[str]) -> list[str]:
         """End samples of :meth:`complete` by their rids; returns those that ran here. They come back cut."""
@@ -311,7 +336,7 @@ class AsyncRollout:
 
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
         """Try until the sample has ended, or may not be tried again; returns why."""
-        progress, faults = job.progress, 0
+        progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
             async with self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
                 had = progress.tokens
@@ -320,7 +345,8 @@ class AsyncRollout:
                 if progress.finished or job.stopped:
                     return None
                 if failure is None and progress.ended:
-                    if self._resume == "return":
+                    cuts += 1
+                    if self._resume == "return" or cuts > self._max_cuts:
                         return None
                     if progress.tokens == had:
                         attempt.failed(Reason.STAGE_NOT_SERVING.error("it aborts what it takes"))
@@ -338,7 +364,10 @@ class AsyncRollout:
     def _wanted(self, job: _Job) -> Wanted:
         request = job.sample.request
         floor = self.admission.floor(self._lines.view.model(self.model), request.min_version_seq)
-        return Wanted(self.model, adapter=request.adapter, slot=job.slot, floor=floor, session=job.sample.session_id)
+        slot = job.place.slot
+        if slot and not job.place.only and not self._lines.view.routable(slot):
+            slot = ""
+        return Wanted(self.model, adapter=request.adapter, slot=slot, floor=floor, session=job.sample.session_id)
 
     async def _stream(
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float

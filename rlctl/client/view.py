@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rlctl.client.connection import Connection
 from rlctl.errors import RlctlError
-from rlctl.v1.common_pb2 import STAGE_STATE_UNREACHABLE
+from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.coordinator_pb2 import WatchFleetRequest
 from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Stage
 
@@ -23,6 +23,8 @@ class FleetView:
         self._stages: dict[str, Stage] = {}
         self._models: dict[str, Model] | None = None
         self._changed = asyncio.Event()
+        self.news = 0
+        """How often the coordinator has told something."""
         self._watching: asyncio.Task[None] | None = None
         self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
 
@@ -39,6 +41,10 @@ class FleetView:
     def model(self, name: str) -> Model | None:
         """A model, if it is known."""
         return (self._models or {}).get(name)
+
+    def routable(self, slot: str) -> bool:
+        """Whether a stage was routable when the coordinator last told of it."""
+        return slot in self._stages and self._stages[slot].routable
 
     def lacks(self, model: str) -> bool:
         """Whether the coordinator has told of its models, and this was not among them."""
@@ -96,7 +102,10 @@ class FleetView:
         self._models = {**(self._models or {}), **{known.name: known for known in event.fleet.models}}
         for stage in event.fleet.stages:
             self._stages[stage.registration.slot] = stage
+            if stage.state == STAGE_STATE_RETIRED:
+                del self._stages[stage.registration.slot]
             for incarnation, call in list(self._on_loss.get(stage.registration.slot, {}).values()):
                 if stage.incarnation != incarnation or stage.state == STAGE_STATE_UNREACHABLE:
                     call()
+        self.news += 1
         self._changed.set()

@@ -107,11 +107,12 @@ def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int)
 
 
 def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
-    """Devices of the ranks that are fed through shared memory."""
+    """Devices of the ranks that are fed through shared memory in the present pass."""
+    reached = plan.batch.slots or [target.slot for target in plan.targets]
     return {
         worker.device
         for target in plan.targets
-        if target.transport == common_pb2.TRANSPORT_SHARED_MEMORY
+        if target.slot in reached and target.transport == common_pb2.TRANSPORT_SHARED_MEMORY
         for worker in target.workers
     }
 

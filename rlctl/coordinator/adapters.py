@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.finish import Finish, Levels
+from rlctl.coordinator.finish import NOT_CONFIRMED, Finish, Levels
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Slot, model_put
@@ -63,7 +63,7 @@ class FinishAdapter(Finish):
         checked = [slot for slot in slots if verification.digests(slot)]
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
-        wrong = verification.judge_digests(results, levels, expected.digest) | failed
+        wrong = verification.judge_digests(results, levels, expected) | failed
         for slot in slots:
             if slot.name in wrong:
                 run.add(_refused(slot, wrong[slot.name]))
@@ -81,6 +81,8 @@ class FinishAdapter(Finish):
         told.CopyFrom(self._adapter)
         told.digest = digest
         told.lora_rank = told.lora_rank or _rank_of(run)
+        if not told.path:
+            told.config.CopyFrom(session.record.request.adapter_config)
         record = versions.with_adapter(session.model, told)
         await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
         session.model.record = record
@@ -89,7 +91,7 @@ class FinishAdapter(Finish):
             self._peers.grant(slot)
         results = await self._put(run, good)
         failed = [slot for slot, r in zip(good, results, strict=True) if r.outcome != OUTCOME_APPLIED]
-        await session.step(AbortUpdateRequest(reason="did not confirm"), failed, cleanup=True)
+        await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
         run.operation.weight_version.CopyFrom(session.record.plan.version)
         run.operation.adapters.extend(record.adapters)
 
@@ -127,7 +129,9 @@ async def unload(
     journal: Journal,
     publishing: asyncio.Lock,
 ) -> None:
-    """Unload an adapter at its holders. Once one of them may have, the model has it no more, and no stage serves it."""
+    """Unload an adapter at its holders. Once one of them may have, the model has it no more, and on return no stage
+    serves it; who still holds it is told again (`orphans.py`).
+    """
     results = await fanout.run(
         request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
     )
@@ -137,7 +141,7 @@ async def unload(
             record = versions.without_adapter(model, request.name)
             await journal.write([model_put(record)])
             model.record = record
-        peers.grant_model(record.name)
+        await peers.tell(model)
     run.operation.adapters.extend(model.record.adapters)
 
 

@@ -45,6 +45,8 @@ class OpenUpdate:
         received: what its targets answered to the writes of the present attempt.
         broken: a write of the present attempt has failed.
         abandoned: groups of earlier updates that its targets may still be in.
+        stopped: decided against it while it was being committed: counts for the batches that have not begun.
+        turned: set once the present batch is committed, or the update has ended.
     """
 
     session: Session
@@ -57,12 +59,34 @@ class OpenUpdate:
     received: list[StageResult] = field(default_factory=list)
     broken: bool = False
     abandoned: list[str] = field(default_factory=list)
+    stopped: RlctlError | None = None
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a client that cannot renew its lease is there all the same: a write of its is under way."""
+        return self.session.record.request.implicit and any(lock.locked() for lock in self.session.writing.values())
+
+    def renew(self, now: float) -> None:
+        """Let the lease run for its full time from then on."""
+        self.lease_until = now + self.lease_ttl_s
 
     def decide(self, *, expected: Expected = NOTHING, verdict: RlctlError | None = None) -> None:
-        """For the version (what the sources say of it) or against it (why). The first word counts."""
+        """For the version (what the sources say of it) or against it (why). The first word counts, batch by batch."""
         if not self.decided.is_set():
             self.expected, self.verdict = expected, verdict
             self.decided.set()
+        elif self.stopped is None:
+            self.stopped = verdict
+
+    def turn(self) -> None:
+        """The next batch is open."""
+        self.received, self.broken = [], False
+        self.decided, self.expected = asyncio.Event(), NOTHING
+        if self.stopped is not None:
+            self.decide(verdict=self.stopped)
+        turned, self.turned = self.turned, asyncio.Event()
+        turned.set()
 
 
 class Attempts:
@@ -79,12 +103,21 @@ class Attempts:
         self._clock = clock
 
     async def join_group(
-        self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
+        self,
+        request: InitWeightsUpdateGroupRequest,
+        targets: list[Slot],
+        run: Run,
+        timeout_s: float,
+        *,
+        patient_s: float = 0.0,
     ) -> None:
-        """Join every rank of the targets into a group, once each has found that it can."""
+        """Join every rank of the targets into a group, once each has found that it can.
+
+        ``patient_s``: how long a store that cannot be reached may take to come: clients open theirs after they asked.
+        """
         groups.place(request, targets)
         model = targets[0].model
-        results = await self._together(targets, run, [request.group_name]).join(request, timeout_s)
+        results = await self._together(targets, run, [request.group_name]).join(request, timeout_s, patient_s=patient_s)
         if all(acknowledged(result, update=True) for result in results):
             self._book.formed(model, request.group_name)
         else:
@@ -139,9 +172,11 @@ class Attempts:
         session, plan, begin = opened.session, opened.session.record.plan, opened.session.record.request
         self._refuse_retry(opened, request)
         lost = [slot for slot in session.targets if _is_gone(slot, plan, opened.received)]
-        left = len(session.targets) - len(lost)
+        left = session.left - len(lost)
         if left < session.quorum:
             raise session.short_of_quorum(left, f"gone: {', '.join(names(lost))}")
+        if len(lost) == len(session.targets) and not session.waiting:
+            raise Reason.NO_TARGETS.error(f"nobody is left in the last batch; gone: {', '.join(names(lost))}")
         session.start_over(lost)
         opened.broken = False
         received, opened.received = opened.received, []
@@ -152,7 +187,8 @@ class Attempts:
         plan.attempt += 1
         self._book.broke(begin.model)
         abandoned = self._planner.add_groups(plan, begin, session.targets)
-        await self._journal.write([model_put(session.model.record), session.put(UPDATE_PHASE_WRITING)])
+        phase = session.record.phase if session.published else UPDATE_PHASE_WRITING
+        await self._journal.write([model_put(session.model.record), session.put(phase)])
         answers = {slot: _lost(slot, received) for slot in lost}
         for answer in answers.values():
             opened.run.add(answer)

@@ -13,6 +13,7 @@ from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
 from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
@@ -30,6 +31,8 @@ from rlctl.v1.update_pb2 import (
     AbortWeightUpdateRequest,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
+    CommitBatchRequest,
+    CommitBatchResponse,
     CommitWeightUpdateRequest,
     JoinWeightUpdateRequest,
     JoinWeightUpdateResponse,
@@ -122,6 +125,9 @@ class Coordinator:
         if not verb.implemented:
             raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
         timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
+        if self.updates.implicit.takes(request):
+            joined = await self.updates.implicit.run(request, timeout_s)
+            return await self._joined(joined, wait=not getattr(request, "is_async", False))
         if isinstance(request, UpdateWeightsFromDiskRequest) and not _header(request).validate_only:
             known = self.operations.known(_header(request).request_id, request) is not None
             run = await self.updates.from_disk(request, timeout_s)
@@ -132,6 +138,8 @@ class Coordinator:
         if not verb.mutates(request) or _header(request).validate_only:
             return await self._ask(verb, request, timeout_s)
         known_run = self.operations.known(_header(request).request_id, request)
+        if known_run is None and not _header(request).fence.update_id:
+            await self.updates.implicit.settle(request, self._targets(verb, request)[0])
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)
 
@@ -233,6 +241,11 @@ class Coordinator:
             raise Reason.DEADLINE_EXCEEDED.error("the time was up when the request arrived")
         return timeout_s
 
+    async def _joined(self, joined: Joined, *, wait: bool = True) -> Operation:
+        answer = await self._answer(joined.run, replayed=joined.replayed, wait=wait)
+        self.updates.implicit.joining.answered(joined)
+        return answer
+
     async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
         """The operation once it has ended. It goes on when the caller leaves."""
         if wait:
@@ -263,7 +276,17 @@ class Coordinator:
     async def commit_weight_update(self, request: CommitWeightUpdateRequest) -> Operation:
         """Commit an update."""
         check(request)
+        if not request.update_id:
+            return await self._joined(await self.updates.implicit.commit(request))
         return await self._answer(await self.updates.commit(request))
+
+    async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
+        """Commit a batch of an update that rolls in place."""
+        check(request)
+        follows = await self.updates.commit_batch(request)
+        if isinstance(follows, Run):
+            return CommitBatchResponse(header=self.roster.header(), ended=await self._answer(follows))
+        return CommitBatchResponse(header=self.roster.header(), next=follows)
 
     async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
         """Abort an update."""

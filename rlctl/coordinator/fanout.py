@@ -110,8 +110,8 @@ class Fanout:
         sent.CopyFrom(request)
         header = sent.header  # type: ignore[attr-defined]
         header.fence.fleet_epoch = self._roster.epoch
-        header.ClearField("target")
-        header.ClearField("timeout")
+        for name in ("target", "timeout", "for_slot", "unkeyed"):
+            header.ClearField(name)
         packed = Any()
         packed.Pack(sent)
         return packed

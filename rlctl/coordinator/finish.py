@@ -17,7 +17,7 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected, Level
-from rlctl.coordinator.verifying import verify
+from rlctl.coordinator.verifying import probe, verify
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Put
 from rlctl.times import duration
@@ -55,6 +55,9 @@ ADMISSION_S = 10.0
 """Time that a grant may take to a stage and its report back."""
 
 
+NOT_CONFIRMED = "did not confirm"
+
+
 class Finish:
     """Finishes one update whose targets have been written into."""
 
@@ -64,6 +67,7 @@ class Finish:
         self._peers = peers
         self._clock = clock
         self._paused_s = 0.0
+        self._fingerprints = b""
 
     async def commit(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit, resume, batch by batch. Raises when the version was not published.
@@ -77,66 +81,108 @@ class Finish:
             waiting, digest = await self._seal(run, levels, expected)
             self._refuse_short(run, len(waiting))
         await session.advance(UPDATE_PHASE_COMMITTING)
-        done: list[Slot] = []
+        size = session.record.request.rollout.max_unavailable or len(waiting)
         try:
-            await self._roll(run, waiting, done, levels, expected, digest)
+            while waiting:
+                batch, waiting = waiting[:size], waiting[size:]
+                waiting = await self._roll(run, batch, waiting, levels, expected, digest)
         except RlctlError as error:
-            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+            if not session.published:
                 raise
-            self._log_unfinished(run, error)
-            try:
-                await self._close(run, done, digest)
-            except RlctlError as again:
-                self._log_unfinished(run, again)
+            await self._break_off(run, error)
         finally:
-            if session.record.phase == UPDATE_PHASE_PUBLISHED:
+            if session.published:
                 versions.close(session.model)
+        self._conclude(run)
+
+    async def commit_batch(self, run: Run, expected: Expected) -> None:
+        """Complete, flush, verify, publish, admit and resume the present batch of an update that rolls in place; with
+        the last one it is finished. Raises when the version was not published, or what broke the rolling.
+        """
+        session = self._session
+        levels = await self._written(expected)
+        if not session.published:
+            await session.advance(UPDATE_PHASE_COMMITTING)
+        session.waiting = await self._roll(run, session.targets, session.waiting, levels, expected, "")
+        if not session.waiting:
+            self._conclude(run)
+
+    async def break_off(self, run: Run, error: RlctlError) -> None:
+        """End an update that rolls in place after the batches that serve its version: the rest is STALE or DIRTY."""
+        try:
+            await self._break_off(run, error)
+        finally:
+            versions.close(self._session.model)
+        self._conclude(run)
+
+    async def _break_off(self, run: Run, error: RlctlError) -> None:
+        self._log_unfinished(run, error)
+        try:
+            await self._close(run, self._session.model.record.model_digest, error)
+        except RlctlError as again:
+            self._log_unfinished(run, again)
+
+    def _conclude(self, run: Run) -> None:
         self._stamp(run)
-        whole = len(self._present(run, done)) == len(session.frozen)
+        whole = len(self._present(run, self._session.done)) == len(self._session.frozen)
         conclude(run.operation, update=True)
         if not whole or self._left_out() or any(r.HasField("warning") for r in run.operation.stage_results):
             # What became of the others may be unknown, but they are quarantined, and the version is published.
             run.operation.state = OPERATION_STATE_PARTIAL
 
     async def _roll(
-        self, run: Run, waiting: list[Slot], done: list[Slot], levels: Levels, expected: Expected, digest: str
-    ) -> None:
-        """Bring the waiting targets to the version, batch by batch (one, unless the update rolls), into ``done``.
+        self,
+        run: Run,
+        batch: Sequence[Slot],
+        waiting: list[Slot],
+        levels: Levels,
+        expected: Expected,
+        digest: str,
+    ) -> list[Slot]:
+        """Bring a batch (all targets, unless the update rolls) to the version; those that are left to be brought to it.
 
         From the first batch that serves it the version is published; what fails later only ends the rolling.
         """
         session = self._session
-        size = session.record.request.rollout.max_unavailable or len(waiting)
-        earlier = session.model.admitted
-        while waiting:
-            batch, waiting = waiting[:size], waiting[size:]
-            good, found = await self._complete(run, batch, levels, expected)
-            done += good
-            if len(done) + len(waiting) < session.quorum:
-                if session.record.phase != UPDATE_PHASE_PUBLISHED:
-                    self._refuse_short(run, len(done) + len(waiting))
-                waiting = []  # what did not go well is not tried on the rest
-            if waiting and not done:
-                continue
-            if waiting:
-                await self._publish(run, good, digest, beside=earlier)
-                for slot in good:
-                    self._peers.grant(slot)
-            else:
-                await self._close(run, done, digest or found)
-            await self._serve(run, good)
+        held: list[Slot] = []
+        if session.published and not session.staged:
+            held = [slot for slot in batch if not slot.record.HasField("quarantine")]
+            await self._peers.hold_back(held, "its batch of a rolling update is not verified yet")
+        good, found = await self._complete(run, batch, levels, expected)
+        session.done += good
+        failed = [slot for slot in batch if slot not in good]
+        for slot in batch:
+            slot.restoring = slot in failed
+        await self._roster.lift_quarantine([slot for slot in held if slot in good])
+        if waiting:
+            await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
+        if len(session.done) + len(waiting) < session.quorum:
+            if not session.published:
+                self._refuse_short(run, len(session.done) + len(waiting))
+            waiting = []  # what did not go well is not tried on the rest
+        if waiting and not session.done:
+            return waiting
+        if waiting:
+            async with self._silencing([*good, *self._at_admitted()]):
+                await self._publish(run, good, digest or found, beside=session.model.admitted)
+        else:
+            await self._close(run, digest or found)
+        await self._serve(run, good)
+        return waiting
 
-    async def _close(self, run: Run, done: Sequence[Slot], digest: str) -> None:
-        """No version but this one is served any more: not by the targets that did not confirm, not by anybody else."""
+    async def _close(self, run: Run, digest: str, error: RlctlError | None = None) -> None:
+        """No version but this one is served any more: not by the targets that did not confirm, not by anybody else.
+        ``error``: why those that it has not come to are left out.
+        """
         session = self._session
-        async with self._silencing(done):
-            good = self._present(run, done)
-            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+        async with self._silencing(session.done):
+            good = self._present(run, session.done)
+            if not session.published:
                 self._refuse_short(run, len(good))
             left = [slot for slot in session.frozen if slot not in good]
-            stopped = Reason.CANCELLED.error("the update ended before it came to this target")
+            stopped = error or Reason.CANCELLED.error("the update ended before it came to this target")
             answered = {result.slot for result in run.operation.stage_results} - session.missed
-            for result in await session.step(AbortUpdateRequest(reason="did not confirm"), left, cleanup=True):
+            for result in await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), left, cleanup=True):
                 if result.slot not in answered:
                     session.file(run, result, stopped)
             await self._publish(run, good, digest)
@@ -182,6 +228,7 @@ class Finish:
 
     async def _written(self, expected: Expected) -> Levels:
         """Once all targets have been written into: at which level each is verified."""
+        self._fingerprints = expected.fingerprints
         # A delta may have turned out to differ in nothing from its base.
         if not self._session.written and self._session.record.request.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written in this update")
@@ -224,7 +271,8 @@ class Finish:
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
         if session.staged:
-            good = await self._without(run, good, verification.judge_evidence(answers, levels))
+            wrong = verification.judge_evidence(answers, levels) | await probe(session, good, levels)
+            good = await self._without(run, good, wrong)
         else:
             good, digest = await self._verify(run, good, answers, levels, expected)
         self._certify(run, good, levels)
@@ -240,6 +288,14 @@ class Finish:
             yield
         finally:
             self._peers.speak(self._session.model)
+
+    def _at_admitted(self) -> list[Slot]:
+        """Stages that say that they are at a version which may be served beside the one that is being published. Of the
+        others one may still serve what was served beside it earlier, under a coordinator before this one.
+        """
+        model = self._session.model
+        slots = [slot for slot in self._roster.slots.values() if slot.model == model.record.name]
+        return [slot for slot in slots if slot.report is not None and slot.report.weight_version in model.admitted]
 
     def _present(self, run: Run, slots: Sequence[Slot]) -> list[Slot]:
         """Those that are still filled by what has confirmed. One that was restarted since has other weights."""
@@ -329,7 +385,7 @@ class Finish:
         """Publish the version, once, and trust these targets again. ``beside``: versions that may be served as well."""
         session = self._session
         trusted = good if session.full else []
-        if session.record.phase == UPDATE_PHASE_PUBLISHED:
+        if session.published:
             await self._roster.lift_quarantine(trusted)
             return
         version = session.record.plan.version
@@ -344,6 +400,7 @@ class Finish:
 
         await self._roster.lift_quarantine(trusted, write)
         versions.publish(session.model, record, beside)
+        session.model.fingerprints = self._fingerprints
         self._roster.changed()
         run.operation.weight_version.CopyFrom(version)
         run.operation.model_digest = digest

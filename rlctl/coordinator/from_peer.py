@@ -60,7 +60,8 @@ class FromPeer:
         self._fanout = fanout
         self._journal = journal
         self._clock = clock
-        self._paired = alike(peer, self._slot)
+        self._adapter = "" if session.adapter is None else session.adapter.name
+        self._paired = not self._adapter and alike(peer, self._slot)
 
     async def receive(self) -> list[StageResult]:
         """What the stage answers to having taken everything in. Raises what else went wrong."""
@@ -72,7 +73,7 @@ class FromPeer:
             together.refuse_failed()
             buckets = await self._buckets()
             await self._session.ready()
-            send = SendWeightsRequest(group_name=group, buckets=buckets)
+            send = SendWeightsRequest(group_name=group, buckets=buckets, adapter=self._adapter)
             receive = UpdateWeightsFromDistributedRequest(group_name=group, buckets=buckets)
             sending = asyncio.create_task(self.ask(send, [self._peer], "send", SEND_S))
             receiving = asyncio.create_task(self._session.step(receive, self._session.targets))
@@ -116,8 +117,9 @@ class FromPeer:
         return f"{record.name}-{record.group_generation}-heal"
 
     async def _buckets(self) -> list[TensorBucket]:
-        """Every tensor of the model, each in a broadcast of its own."""
-        asked = await self.ask(GetModelInfoRequest(reference=True), [self._peer], "reference", ANSWER_S)
+        """Every tensor of the model or the adapter, each in a broadcast of its own."""
+        reference = GetModelInfoRequest(reference=True, adapter=self._adapter)
+        asked = await self.ask(reference, [self._peer], "reference", ANSWER_S)
         refuse_failed(asked)
         listed = asked[0].rank_results[0].model_info.reference
         return [

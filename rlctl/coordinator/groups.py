@@ -90,16 +90,34 @@ def world_size(listed: Sequence[GroupMember]) -> int:
     return 1 + sum(member.num_ranks for member in listed)
 
 
-def place(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> None:
-    """Fill in who joins where. Raises FIELD_INVALID when the request says otherwise than the roster."""
-    listed = members(targets)
-    expected = world_size(listed)
+def refuse_world_size(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> None:
+    """Raise FIELD_INVALID when a group has not as many members as there are ranks of the targets, and a source."""
+    expected = world_size(members(targets))
     if request.world_size != expected:
         raise Reason.FIELD_INVALID.error(
             f"world_size is {request.world_size}; one source and the ranks of {len(targets)} stages make {expected}",
             field="world_size",
         )
-    if request.members and [m.SerializeToString() for m in request.members] != [m.SerializeToString() for m in listed]:
-        raise Reason.FIELD_INVALID.error("members differ from what the roster gives; leave them empty", field="members")
-    del request.members[:]
-    request.members.extend(listed)
+
+
+def place(request: InitWeightsUpdateGroupRequest, targets: Sequence[Slot]) -> None:
+    """Fill in who joins where; members that are given may come in any order, if they are the roster's.
+
+    Raises FIELD_INVALID when the request says otherwise than the roster.
+    """
+    refuse_world_size(request, targets)
+    if not request.members:
+        request.members.extend(members(targets))
+        return
+    ranks = {member.slot: member.num_ranks for member in members(targets)}
+    given = {member.slot: member.num_ranks for member in request.members}
+    if given != ranks or len(request.members) != len(ranks):
+        raise Reason.FIELD_INVALID.error(f"members are {given}; the roster has {ranks}", field="members")
+    due = 1
+    for member in sorted(request.members, key=lambda member: member.rank_offset):
+        if member.rank_offset != due:
+            raise Reason.FIELD_INVALID.error(
+                f"{member.slot} begins at rank {member.rank_offset} of {request.group_name}; {due} comes next",
+                field="rank_offset",
+            )
+        due += member.num_ranks

@@ -47,6 +47,7 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_ADAPTER,
     UPDATE_KIND_FULL,
     Adapter,
+    AdapterConfig,
     CheckWeightsRequest,
     LoadAdapterRequest,
     UpdateOptions,
@@ -66,6 +67,8 @@ GRACE_S = 60.0
 
 MAKE_WAY_S = 5.0
 """How long an update waits for a heal to end that it has cancelled."""
+
+UNVERIFIED = "it is being brought to the published version, and not verified yet"
 
 _HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
 _SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
@@ -128,7 +131,7 @@ class Healer:
                         source = self._source(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
                         await self._one(run, slot, session, self._carry_out(session, run, source))
-                    for adapter in lacking(self._roster, slot):
+                    for adapter in self._obtainable(slot):
                         session = self._session(run, slot, deadline, adapter)
                         await self._one(run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
@@ -249,7 +252,15 @@ class Healer:
                 self.look(other)
 
     def _lacks_adapters(self, slot: Slot) -> bool:
-        return slot.state in _SOUND and bool(lacking(self._roster, slot))
+        return slot.state in _SOUND and bool(self._obtainable(slot))
+
+    def _obtainable(self, slot: Slot) -> list[Adapter]:
+        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
+        return [a for a in lacking(self._roster, slot) if a.path or self._holder(slot, a) is not None]
+
+    def _holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
+        """Another stage that serves the adapter, and can send it."""
+        return next((peer for peer in self._senders(slot) if _holds(peer, adapter)), None)
 
     def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
         """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
@@ -269,16 +280,21 @@ class Healer:
                 f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
                 field="slots",
             )
+        if not model.model_digest and not self._witnesses(self._roster.models[slot.model], [slot]):
+            raise _unverifiable()
         return found
 
     def _peer(self, slot: Slot) -> Slot | None:
         """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
-        able = [
+        able = self._senders(slot)
+        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
+
+    def _senders(self, slot: Slot) -> list[Slot]:
+        return [
             peer
             for peer in self._at_version(self._roster.models[slot.model], [slot])
             if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
         ]
-        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
 
     def _at_version(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
         return [
@@ -292,9 +308,9 @@ class Healer:
             and peer.quarantine is None
         ]
 
-    def _witnesses(self, session: Session) -> list[Slot]:
+    def _witnesses(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
         """Stages that are at the version and can say what they hold."""
-        return [slot for slot in self._at_version(session.model, session.targets) if verification.digests(slot)]
+        return [slot for slot in self._at_version(model, but) if verification.digests(slot)]
 
     async def _one(self, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
@@ -324,8 +340,10 @@ class Healer:
         model = self._roster.models[slot.model]
         update_id = f"{run.operation.operation_id}{HEAL_MARK}{slot.name}"
         options = UpdateOptions(pause=PAUSE_MODE_RETRACT)
+        config: AdapterConfig | None = None
         if adapter is not None:
             update_id += f"/{adapter.name}"
+            config = adapter.config if adapter.HasField("config") else None
             options = UpdateOptions()
         plan = BeginWeightUpdateResponse(update_id=update_id, version=model.record.latest)
         begin = BeginWeightUpdateRequest(
@@ -334,7 +352,13 @@ class Healer:
             version=model.record.latest.label,
             kind=UPDATE_KIND_FULL if adapter is None else UPDATE_KIND_ADAPTER,
             options=options,
+            adapter_config=config,
         )
+        if adapter is not None:
+            told = Adapter()
+            told.CopyFrom(adapter)
+            told.ClearField("config")
+            adapter = told
         return Session(
             UpdateRecord(request=begin, plan=plan),
             model,
@@ -349,34 +373,38 @@ class Healer:
         )
 
     async def _load(self, session: Session, run: Run, adapter: Adapter) -> None:
-        """Let a stage read an adapter of its model again. It must be what was loaded before."""
-        await session.ready()
-        read = LoadAdapterRequest(name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned)
-        self._file(run, await session.step(read, session.targets))
+        """Let a stage read an adapter of its model again, or get it from another. It must be what was loaded before."""
+        (slot,) = session.targets
+        if adapter.path:
+            await session.ready()
+            read = LoadAdapterRequest(
+                name=adapter.name, path=adapter.path, version=adapter.version, pinned=adapter.pinned
+            )
+            self._file(run, await session.step(read, session.targets))
+        else:
+            holder = self._holder(slot, adapter)
+            if holder is None:
+                raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
+            self._file(run, await FromPeer(session, holder, self._fanout, self._journal, self._clock).receive())
         await FinishAdapter(session, self._roster, self._peers, self._clock).restore(
             run, Expected(digest=adapter.digest)
         )
 
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
-        # The version is admitted already, and the stage must not serve what has not been verified: not while this runs,
-        # and, through the quarantine, not after a failure or under another coordinator either.
-        (slot,) = session.targets
-        unverified = Reason.WEIGHTS_STALE.error("it is being brought to the published version, and not verified yet")
-        await self._roster.quarantine({slot: unverified.detail()})
-        slot.restoring = True
-        self._peers.grant(slot)
-        session.reference = next(iter(self._witnesses(session)), None)
+        await self._peers.hold_back(session.targets, UNVERIFIED)
+        session.reference = next(iter(self._witnesses(session.model, session.targets)), None)
         if isinstance(source, Slot):
             self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
         else:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
-        await Finish(session, self._roster, self._peers, self._clock).restore(run, Expected(digest=digest))
+        expected = Expected(digest=digest, fingerprints=session.model.fingerprints)
+        await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
-        found = self._witnesses(session)
+        found = self._witnesses(session.model, session.targets)
         if found:
             results = await self._fanout.run(
                 CheckWeightsRequest(),
@@ -388,12 +416,21 @@ class Healer:
             digests = {rank.check.model_digest for rank in results[0].rank_results}
             if len(digests) == 1 and (digest := digests.pop()):
                 return digest
-        raise Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
+        raise _unverifiable()
 
     def _file(self, run: Run, results: Sequence[StageResult]) -> None:
         for result in results:
             run.add(result)
         refuse_failed(results)
+
+
+def _unverifiable() -> RlctlError:
+    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
+
+
+def _holds(slot: Slot, adapter: Adapter) -> bool:
+    report = slot.report
+    return report is not None and any((a.name, a.version) == (adapter.name, adapter.version) for a in report.adapters)
 
 
 def _needs_heal(slot: Slot) -> bool:

@@ -97,6 +97,8 @@ class Operations:
         self._ended: dict[str, None] = {}
         """Ids of those that have ended, in that order."""
         self._holders: dict[str, str] = {}
+        self._joined: dict[str, str] = {}
+        """Operation by the request id of a call that joined it."""
         self._forgotten = ""
         """The newest id that was dropped: ids are UUIDv7 and sort by time."""
 
@@ -115,6 +117,7 @@ class Operations:
                 record.operation.done_time.CopyFrom(self._clock.wall())
                 changes.append(Put("operation", key, record.SerializeToString()))
             self._runs[key] = Run(record)
+            self._joined |= {call.request_id: key for call in record.joined}
         self._ended = dict.fromkeys(sorted(self._runs, key=self._done_at))
         if changes:
             await self._journal.write(changes)
@@ -123,13 +126,13 @@ class Operations:
         """The run that this request started before. Raises REQUEST_ID_REUSED when its body was another, and
         REQUEST_ID_EXPIRED for an id that is no newer than one that was forgotten.
         """
-        run = self._runs.get(request_id)
+        run = self._runs.get(self._joined.get(request_id, request_id))
         if run is None and request_id and request_id <= self._forgotten:
             raise Reason.REQUEST_ID_EXPIRED.error(
                 f"request_id {request_id} is older than the {self._retained} operations that are remembered",
                 field="header.request_id",
             )
-        if run is not None and run.record.request_sha256 != body_hash(request):
+        if run is not None and body_hash(request, request_id) not in _hashes(run.record, request_id):
             raise Reason.REQUEST_ID_REUSED.error(
                 f"request_id {request_id} was used for another {run.operation.verb}", field="header.request_id"
             )
@@ -166,7 +169,7 @@ class Operations:
             update_id=update_id,
             create_time=self._clock.wall(),
         )
-        run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request)))
+        run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
         self._runs[operation_id] = run
         try:
             await self._save(run)
@@ -224,6 +227,8 @@ class Operations:
         try:
             await self._journal.write([_put(run.record), *changes])
             for key in expired:
+                for call in self._runs[key].record.joined:
+                    del self._joined[call.request_id]
                 del self._runs[key], self._ended[key]
             self._forgotten = forgotten
         except RlctlError as error:
@@ -238,9 +243,18 @@ class Operations:
             run.ended.set()
             await run.notify()
 
+    async def join(self, run: Run, request: Message) -> None:
+        """Let another call be answered with an operation; a repeat of it is too."""
+        request_id: str = request.header.request_id  # type: ignore[attr-defined]
+        if request_id in ("", run.operation.operation_id) or request_id in self._joined:
+            return
+        self._joined[request_id] = run.operation.operation_id
+        run.record.joined.add(request_id=request_id, request_sha256=body_hash(request, request_id))
+        await self._save(run)
+
     def get(self, operation_id: str) -> Run:
         """The run of this id. Raises OPERATION_NOT_FOUND."""
-        run = self._runs.get(operation_id)
+        run = self._runs.get(self._joined.get(operation_id, operation_id))
         if run is None:
             raise Reason.OPERATION_NOT_FOUND.error(f"no operation {operation_id!r} is on record", field="operation_id")
         return run
@@ -296,16 +310,27 @@ def conclude(operation: Operation, *, update: bool = False) -> None:
         operation.error.CopyFrom(error)
 
 
-def body_hash(request: Message) -> bytes:
-    """SHA-256 over what a request asks for, without what may differ between repeats (timeout, epoch)."""
+def body_hash(request: Message, request_id: str = "") -> bytes:
+    """SHA-256 over what a request asks for under an id, without what may differ between repeats and between calls that
+    join one operation (timeout, epoch, the engine that a call is for).
+    """
     body = type(request)()
     body.CopyFrom(request)
     header = body.header  # type: ignore[attr-defined]
-    header.ClearField("timeout")
+    header.request_id = request_id
+    for cleared in ("timeout", "for_slot", "unkeyed"):
+        header.ClearField(cleared)
     if header.HasField("fence"):
         header.fence.ClearField("fleet_epoch")
     name = request.DESCRIPTOR.full_name.encode()
     return hashlib.sha256(name + b"\0" + body.SerializeToString(deterministic=True)).digest()
+
+
+def _hashes(record: OperationRecord, request_id: str) -> list[bytes]:
+    """What was asked under an id that started an operation, or joined it."""
+    if request_id == record.operation.operation_id:
+        return [record.request_sha256]
+    return [call.request_sha256 for call in record.joined if call.request_id == request_id]
 
 
 def _put(record: OperationRecord) -> Put:

@@ -2,7 +2,8 @@
 
 A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
 other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
-nobody let go on, because the coordinator died before it could say, is let go on.
+nobody let go on, because the coordinator died before it could say, is let go on. And one that was out of reach when an
+adapter was unloaded unloads it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import logging
 from collections.abc import Callable, Iterable
 
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.roster import Roster, Slot
+from rlctl.coordinator.roster import Roster, Slot, unsupported
+from rlctl.coordinator.versions import surplus
 from rlctl.errors import RlctlError
 from rlctl.ports import Clock
-from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
-from rlctl.v1.verbs_pb2 import AbortUpdateRequest, ContinueGenerationRequest
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
+from rlctl.v1.verbs_pb2 import AbortUpdateRequest, ContinueGenerationRequest, UnloadAdapterRequest
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ HEAL_MARK = "/heal/"
 
 END_S = 30.0
 AGAIN_S = (0.2, 1.0, 5.0)
+
+
+_UNLOADING = (STAGE_STATE_STALE, STAGE_STATE_READY, STAGE_STATE_PAUSED)
 
 
 class Orphans:
@@ -52,7 +57,7 @@ class Orphans:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _orphan(self, slot: Slot) -> AbortUpdateRequest | ContinueGenerationRequest | None:
+    def _orphan(self, slot: Slot) -> AbortUpdateRequest | ContinueGenerationRequest | UnloadAdapterRequest | None:
         """What ends the orphan that a stage has, or None."""
         report = slot.report
         linked = slot.commander is not None and not slot.commander.lost
@@ -72,13 +77,17 @@ class Orphans:
         if paused_by and report.state == STAGE_STATE_PAUSED and not model.update_id and not self._is_open(paused_by):
             # Generation goes on as it did before the update; what was paused by name stays so.
             return ContinueGenerationRequest()
+        if not model.update_id and report.state in _UNLOADING and unsupported(slot, "UnloadAdapter") is None:
+            # It could not be told when its model's adapter was unloaded. Nobody is served with it.
+            for adapter in surplus(self._roster, slot):
+                return UnloadAdapterRequest(name=adapter.name, abort_requests=True)
         return None
 
     async def _end(self, slot: Slot) -> None:
         tries = 0
         while request := self._orphan(slot):
             self._steps += 1
-            update_id = request.header.fence.update_id or "pause"
+            update_id = request.header.fence.update_id or type(request).DESCRIPTOR.name
             try:
                 await self._fanout.run(
                     request,

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from google.protobuf.any_pb2 import Any
 
 from rlctl.control.commander import Commander, Issued
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.unanswered import Unanswered
-from rlctl.coordinator.versions import adoptable, lacking
+from rlctl.coordinator.versions import adoptable, lacking, surplus
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Dialer, Journal
 from rlctl.times import duration
@@ -86,16 +86,17 @@ class Peers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False) -> None:
+    def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
         """Tell a stage which versions may be served. One that is quarantined, or left out of a version that is being
         published, is told to serve nothing.
 
         The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
-        long after it was sent.
+        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. Returns the grant's
+        number, 0 where none could be sent.
         """
         commander = slot.commander
         if commander is None or commander.lost or slot.report is None or not self._holds_journal():
-            return  # without the journal there may be a successor, which counts on the leases that it knows of
+            return 0  # without the journal there may be a successor, which counts on the leases that it knows of
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         lease_s = 0.0 if withheld or slot.record.HasField("quarantine") else self._lease_s
@@ -112,10 +113,44 @@ class Peers:
                 adopt=model.record.latest if adopt else None,
                 number=number,
                 echo=commander.echo,
-                confirm=withheld and not self._is_silent(slot),
+                confirm=confirm or (withheld and not self._is_silent(slot)),
                 adapters=model.record.adapters,
             )
         )
+        return number
+
+    async def hold_back(self, slots: Sequence[Slot], why: str) -> None:
+        """Let stages that are being brought to a version that is admitted already serve nothing, whatever they say that
+        they hold: while ``restoring`` is set and, by the quarantine, not under another coordinator either.
+        """
+        cause = Reason.WEIGHTS_STALE.error(why).detail()
+        await self._roster.quarantine(dict.fromkeys(slots, cause))
+        for slot in slots:
+            slot.restoring = True
+            self.grant(slot)
+
+    async def tell(self, model: ModelState) -> None:
+        """Return once every stage of a model has taken in what it is granted now, or can no longer serve by what it was
+        granted before.
+        """
+        slots = [slot for slot in self._roster.slots.values() if slot.model == model.record.name]
+        leases = {slot: slot.lease_until for slot in slots}
+        numbers = {slot: self.grant(slot, confirm=True) for slot in slots}
+
+        def waited_for() -> list[Slot]:
+            return [slot for slot in slots if not self._took(slot, numbers[slot]) and self._clock.now() < leases[slot]]
+
+        while waiting := waited_for():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(leases[slot] for slot in waiting) - self._clock.now()):
+                    await self._roster.until(lambda: not waited_for())
+
+    def _took(self, slot: Slot, number: int) -> bool:
+        """Whether what fills a slot has confirmed a grant, or another one fills it by now."""
+        if self._roster.slots.get(slot.name) is not slot:
+            return True
+        linked = slot.commander is not None and not slot.commander.lost
+        return linked and slot.report is not None and slot.report.grant_number >= number > 0
 
     async def silence(self, model: ModelState, only: Iterable[Slot]) -> None:
         """Let no stage of a model but these serve, and return once none does: each has confirmed it, or its lease
@@ -273,7 +308,8 @@ class Peers:
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
         held = report.update_id or report.paused_by_update
-        if first or adoptable(self._roster, slot) or held or stale or lacking(self._roster, slot):
+        other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
+        if first or adoptable(self._roster, slot) or held or stale or other_adapters:
             task = asyncio.create_task(self._take_in(slot))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)

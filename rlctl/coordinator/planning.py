@@ -74,8 +74,8 @@ class Planner:
             else:
                 raise obstacle
         transports = {slot.name: _transport(request, slot) for slot in targets}
-        staged = request.apply == APPLY_MODE_STAGED
-        verification.refuse_unreachable(request.options, targets, transports, staged=staged)
+        size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
+        verification.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"
@@ -101,6 +101,17 @@ class Planner:
         )
         return plan, targets
 
+    def plan_path(
+        self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
+    ) -> None:
+        """Plan anew how tensors reach the targets of an unwritten update. Raises why they cannot."""
+        for slot in targets:
+            obstacle = self._obstacle(request, slot)
+            if obstacle is not None:
+                raise obstacle
+        for target, slot in zip(plan.targets, targets, strict=True):
+            target.transport = _transport(request, slot)
+
     def add_groups(
         self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]
     ) -> list[str]:
@@ -111,7 +122,7 @@ class Planner:
         del plan.groups[:]
         reached = [target.slot for target in plan.targets if target.transport in _BACKENDS]
         targets = [slot for slot in targets if slot.name in reached]
-        if request.path == DATA_PATH_DISK or not targets:
+        if request.path == DATA_PATH_DISK or request.implicit or not targets:
             return []
         record = self._roster.model(request.model).record
         planned = self._groups.plan(
@@ -183,12 +194,6 @@ class Planner:
                 "requests run until a staged update is swapped; say what becomes of them then",
                 field="options.pause",
                 next_step="Name a pause mode, retract say.",
-            )
-        if request.rollout.max_unavailable and not staged:
-            raise Reason.UNSUPPORTED.error(
-                "in place, every batch would need a pass of the sources of its own; only staged updates roll",
-                field="rollout.max_unavailable",
-                next_step="Ask for apply = staged.",
             )
         if request.rollout.max_unavailable and options.after == AFTER_UPDATE_STAY_PAUSED:
             raise Reason.FIELD_CONFLICT.error(

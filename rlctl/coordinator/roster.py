@@ -135,6 +135,8 @@ class ModelState:
         only: while a version is being published, the stages that may serve; None: all may.
         update_id: open update, or "".
         update_owner: who holds it.
+        fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
+            this coordinator.
     """
 
     record: ModelRecord
@@ -142,6 +144,7 @@ class ModelState:
     only: frozenset[Slot] | None = None
     update_id: str = ""
     update_owner: str = ""
+    fingerprints: bytes = b""
 
 
 class Roster:
@@ -422,6 +425,12 @@ def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
         if seen.get("s:" + stage.registration.slot) != content:
             seen["s:" + stage.registration.slot] = content
             changed.stages.add().CopyFrom(stage)
+    there = {"s:" + stage.registration.slot for stage in fleet.stages}
+    for name in [name for name in seen if name.startswith("s:") and name not in there]:
+        # It left in order. Nobody else would tell a watcher, who goes on to believe in it.
+        stage = changed.stages.add()
+        stage.ParseFromString(seen.pop(name))
+        stage.state, stage.routable, stage.not_routable = common_pb2.STAGE_STATE_RETIRED, False, "RETIRED"
     return changed
 
 

@@ -82,6 +82,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "BeginWeightUpdate": coordinator.begin_weight_update,
         "JoinWeightUpdate": coordinator.join_weight_update,
         "RetryWeightUpdate": coordinator.retry_weight_update,
+        "CommitBatch": coordinator.commit_batch,
         "CommitWeightUpdate": coordinator.commit_weight_update,
         "AbortWeightUpdate": coordinator.abort_weight_update,
         "RenewLease": coordinator.renew_lease,

@@ -35,6 +35,7 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.journal_pb2 import (
     UPDATE_PHASE_ABORTED,
     UPDATE_PHASE_OPEN,
+    UPDATE_PHASE_PUBLISHED,
     UPDATE_PHASE_WRITING,
     UpdatePhase,
     UpdateRecord,
@@ -74,7 +75,9 @@ class Session:
 
     Attributes:
         frozen: the target set as it was when the update began.
-        targets: those of them that have not been lost in an attempt.
+        targets: those of them that have not been lost in an attempt; when it rolls in place, of the present batch.
+        waiting: targets of the batches after that one.
+        done: targets that have confirmed.
         resume: targets that generate again afterwards.
         paused_at: when the first target (of the present batch, when it rolls) was paused, on the clock's ``now``.
         adapter: the adapter that it is about, beside the weights; None: it is about the weights.
@@ -104,6 +107,8 @@ class Session:
         self.model = model
         self.frozen = tuple(targets)
         self.targets = list(targets)
+        self.waiting: list[Slot] = []
+        self.done: list[Slot] = []
         self.deadline = deadline
         self.checkpoint = ""
         self.reference: Slot | None = None
@@ -121,6 +126,9 @@ class Session:
         self.unprepared: list[StageResult] = []
         self.missed: set[str] = set()
         self.writing = {verb: asyncio.Lock() for verb in _TRANSPORTS}
+        if self.rolls_in_place:
+            self.waiting, self.targets = self.targets, []
+            self.turn()
 
     @property
     def update_id(self) -> str:
@@ -136,6 +144,21 @@ class Session:
     def staged(self) -> bool:
         """Whether it lands in shadow copies while generation goes on."""
         return self.record.request.apply == APPLY_MODE_STAGED
+
+    @property
+    def rolls_in_place(self) -> bool:
+        """Whether its targets are written batch by batch, each in a pass of the sources of its own."""
+        return bool(self.record.request.rollout.max_unavailable) and not self.staged
+
+    @property
+    def published(self) -> bool:
+        """Whether its version is, so that it can only be finished."""
+        return self.record.phase == UPDATE_PHASE_PUBLISHED
+
+    @property
+    def left(self) -> int:
+        """Number of targets that have confirmed or may still, of all batches."""
+        return len({*self.targets, *self.waiting, *self.done})
 
     @property
     def written(self) -> bool:
@@ -192,19 +215,34 @@ class Session:
         """Another attempt, without the targets that are lost: the others are prepared anew before they are written."""
         self.targets = [slot for slot in self.targets if slot not in lost]
         self._preparing = None
+        if not self.targets and self.waiting:
+            self.turn()
+
+    def turn(self) -> None:
+        """The next batch of an update that rolls in place is the one that is written."""
+        size = self.record.request.rollout.max_unavailable
+        self.targets, self.waiting = self.waiting[:size], self.waiting[size:]
+        self._preparing, self.paused_at = None, None
+        batch = self.record.plan.batch
+        batch.number += 1
+        batch.last = not self.waiting
+        batch.published = self.published
+        del batch.slots[:]
+        batch.slots.extend(slot.name for slot in self.targets)
 
     def leave_out(self, run: Run, received: Sequence[StageResult]) -> None:
         """Targets that did not take in all that was sent to them confirm nothing. Raises QUORUM_NOT_MET."""
         failed = [result for result in received if not acknowledged(result, update=True)]
         for result in failed:
             run.add(result)
-        self.missed = {result.slot for result in failed}
+        self.missed |= {result.slot for result in failed}
         self.targets = [slot for slot in self.targets if slot.name not in self.missed]
-        if failed and len(self.targets) < self.quorum:
-            raise self.short_of_quorum(len(self.targets), str(blame(failed[0])))
+        if failed and self.left < self.quorum:
+            raise self.short_of_quorum(self.left, str(blame(failed[0])))
 
     async def _prepare(self) -> None:
-        await self.advance(UPDATE_PHASE_WRITING)
+        if not self.published:
+            await self.advance(UPDATE_PHASE_WRITING)
         self._told = True
         if self.staged:
             self._all_applied(_flat(await self.in_order(*self._prepares())))
@@ -253,7 +291,7 @@ class Session:
         apart: dict[bool, list[Slot]] = {False: [], True: []}
         for slot in self.targets:
             digests = self.adapter is None and verification.digests_what_comes(
-                options, slot, transports[slot.name], self.targets, staged=self.staged
+                options, slot, transports[slot.name], self._together
             )
             apart[digests].append(slot)
         return [
@@ -333,9 +371,14 @@ class Session:
             self.targets,
             self._transports,
             expected,
-            staged=self.staged,
+            self._together,
             adapter=self.adapter is not None,
         )
+
+    @property
+    def _together(self) -> list[Slot]:
+        """The stages that can be compared with each other: those that are written, and those that serve the version."""
+        return [*self.targets, *(self.done if self.published and self.model.record.model_digest else [])]
 
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:
         """Too few targets are left, or confirmed."""

@@ -6,14 +6,17 @@ A rank that waits for one that will never come is told to leave.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.roster import Slot
+from rlctl.errors import Reason
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import DestroyWeightsUpdateGroupRequest, InitWeightsUpdateGroupRequest
 
@@ -24,6 +27,9 @@ RENDEZVOUS_S = 30.0
 """Time for the ranks to meet once all of them can."""
 
 LEAVE_S = 10.0
+
+AGAIN_S = 0.2
+"""Until a store that could not be reached is looked for again."""
 
 
 class Together:
@@ -47,24 +53,43 @@ class Together:
         self._leaving: asyncio.Task[None] | None = None
         self._failed: StageResult | None = None
 
-    async def join(self, request: InitWeightsUpdateGroupRequest, timeout_s: float) -> list[StageResult]:
-        """Join every rank into a group, once each has found that it can."""
+    async def join(
+        self, request: InitWeightsUpdateGroupRequest, timeout_s: float, *, patient_s: float = 0.0
+    ) -> list[StageResult]:
+        """Join every rank into a group, once each has found that it can.
+
+        ``patient_s``: how long it may take until the store can be reached.
+        """
         probe = InitWeightsUpdateGroupRequest()
         probe.CopyFrom(request)
         probe.probe_only = True
-        results = await self.run(probe, min(timeout_s, PROBE_S), step="probe")
+        patient_until = self._clock.now() + min(timeout_s, patient_s)
+        for attempt in itertools.count():
+            patient = self._clock.now() < patient_until
+            step = f"probe-{attempt}"
+            results = await self.run(probe, min(timeout_s, PROBE_S), step=step, spares=_comes if patient else None)
+            failed = [result for result in results if not acknowledged(result, update=True)]
+            if not (patient and failed and all(map(_comes, failed))):
+                break
+            await asyncio.sleep(AGAIN_S)
         if all(acknowledged(result, update=True) for result in results):
             results = await self.run(request, min(timeout_s, RENDEZVOUS_S))
         return results
 
     async def run(
-        self, request: Message, timeout_s: float, *, step: str = "1", aside: bool = False
+        self,
+        request: Message,
+        timeout_s: float,
+        *,
+        step: str = "1",
+        aside: bool = False,
+        spares: Callable[[StageResult], bool] | None = None,
     ) -> list[StageResult]:
-        """One verb, in the order of the stages."""
+        """One verb, in the order of the stages. ``spares``: failures that do not end the others."""
 
         def took(result: StageResult) -> None:
             self._on_result(result)
-            if not acknowledged(result, update=True):
+            if not acknowledged(result, update=True) and not (spares and spares(result)):
                 self._failed = self._failed or result
                 self.leave()
 
@@ -101,3 +126,10 @@ class Together:
                 step=f"leave-{name}",
                 deadline=self._clock.now() + LEAVE_S,
             )
+
+
+def _comes(result: StageResult) -> bool:
+    """Whether nothing is wrong but that the store does not listen yet: the stage itself says so."""
+    error = result.error
+    said = result.outcome == OUTCOME_REJECTED and error.field == "master_address"
+    return said and error.reason == Reason.UNREACHABLE.name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+from collections.abc import Awaitable, Callable
 
 from google.protobuf.message import Message
 
@@ -14,25 +16,28 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.healing import MAKE_WAY_S, Healer
+from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
+from rlctl.coordinator.rolling import Rolling
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
-from rlctl.coordinator.verification import Expected
+from rlctl.coordinator.verification import NOTHING, Expected
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Delete, Journal
 from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, UpdateRecord
+from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.update_pb2 import (
     DATA_PATH_DISK,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
+    CommitBatchRequest,
     CommitWeightUpdateRequest,
     JoinWeightUpdateRequest,
     JoinWeightUpdateResponse,
@@ -57,6 +62,9 @@ from rlctl.verbs import Verb
 
 FromDisk = UpdateWeightsFromDiskRequest | LoadAdapterRequest
 """Updates in one call, whose targets read from disk."""
+
+Content = Callable[[OpenUpdate], Awaitable[None]]
+"""Brings the weights of an update in one call to its targets, and decides for it."""
 
 UPDATE_S = 600.0
 
@@ -94,8 +102,20 @@ class Updates:
         self._groups = GroupBook()
         self._planner = Planner(roster, self._groups, clock)
         self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
+        self._rolling = Rolling(self._groups, self._planner, journal)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
+        self.implicit = Implicit(
+            self,
+            roster=roster,
+            peers=peers,
+            operations=operations,
+            fanout=fanout,
+            planner=self._planner,
+            attempts=self._attempts,
+            journal=journal,
+            clock=clock,
+        )
         self._open: dict[str, OpenUpdate] = {}
         self._beginning = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -104,6 +124,11 @@ class Updates:
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
         """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
+        if request.implicit and not request.header.validate_only:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return self._get(known.operation.update_id).session.record.plan
+            return (await self.implicit.begin(request, timeout_s)).session.record.plan
         async with self._beginning:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
@@ -117,6 +142,28 @@ class Updates:
                 return session.record.plan
             await self._start(session, request, TRAINERS_UPDATE)
         return session.record.plan
+
+    async def begin_implicit(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        *,
+        request: Message | None = None,
+        verb: str = TRAINERS_UPDATE,
+        content: Content | None = None,
+    ) -> OpenUpdate:
+        """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
+        async with self._beginning:
+            await self._healer.make_way(begin.model)
+            session = self._plan(begin, timeout_s)
+            if begin.options.verify != VERIFICATION_LEVEL_EXPECTED:
+                session.levels(NOTHING)  # such clients give no digest: better refused than found out after the writes
+            return await self._start(session, request or begin, verb, content)
+
+    def implicit_of(self, model: str) -> OpenUpdate | None:
+        """The open update of a model, if it is one that clients join without naming it."""
+        opened = self._open.get(self._roster.model(model).update_id)
+        return opened if opened is not None and opened.session.record.request.implicit else None
 
     async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
         """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
@@ -149,12 +196,20 @@ class Updates:
         opened = self._own(request.update_id, request.fencing_token)
         if opened is None:
             return self._operations.get(request.update_id)
-        expected = Expected(
-            request.expected_digest, request.sent_digest or request.expected_digest, request.fingerprints
-        )
-        opened.session.levels(expected)
-        opened.decide(expected=expected)
+        self._rolling.refuse_more(opened)
+        self.decide(opened, request)
         return opened.run
+
+    def decide(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
+        """Decide an open update for its version. Raises what it could not be verified without."""
+        self._rolling.decide(opened, request)
+
+    async def commit_batch(self, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
+        """Decide a batch for the version: the plan of the next one, or the update, which ends without one."""
+        opened = self._own(request.update_id, request.fencing_token)
+        if opened is None:
+            return self._operations.get(request.update_id)
+        return await self._rolling.commit_batch(opened, request)
 
     async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
         """Decide an update against its version; token 0 is an operator's override. One that is committing finishes."""
@@ -169,7 +224,7 @@ class Updates:
         opened = self._own(update_id, fencing_token)
         if opened is None:
             raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
-        opened.lease_until = self._clock.now() + opened.lease_ttl_s
+        opened.renew(self._clock.now())
         return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
 
     async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
@@ -194,7 +249,8 @@ class Updates:
                 return known
             await self._healer.make_way(model)
             session = self._plan(begin, timeout_s, adapter)
-            return await self._start(session, request, "LoadAdapter", disk=request)
+            content = functools.partial(self._read_checkpoint, request=request)
+            return (await self._start(session, request, "LoadAdapter", content)).run
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
         """A whole update in one call: every target reads a checkpoint."""
@@ -220,7 +276,8 @@ class Updates:
             session.levels(Expected(digest=request.expected_digest))
             if not request.target_modules and request.load_format in _READ_AGAIN:
                 session.checkpoint = request.model_path
-            return await self._start(session, request, "UpdateWeightsFromDisk", disk=request)
+            content = functools.partial(self._read_checkpoint, request=request)
+            return (await self._start(session, request, "UpdateWeightsFromDisk", content)).run
 
     # What happens inside.
 
@@ -337,10 +394,9 @@ class Updates:
         session: Session,
         request: Message,
         verb: str,
-        *,
-        disk: FromDisk | None = None,
-    ) -> Run:
-        """Accept a planned update; from here on its own task sees to its end."""
+        content: Content | None = None,
+    ) -> OpenUpdate:
+        """Accept a planned update; from here on its own task sees to its end. ``content``: it is one of one call."""
         begin, plan, model = session.record.request, session.record.plan, session.model
         request.header.request_id = plan.update_id  # type: ignore[attr-defined]
         after = versions.fenced if session.adapter is not None else versions.reserved
@@ -353,12 +409,12 @@ class Updates:
 
         async def work(_: Run) -> None:
             await started.wait()
-            await self._see_through(self._open[plan.update_id], disk)
+            await self._see_through(self._open[plan.update_id], content)
 
         run = await self._operations.start(
             request,
             verb=verb,
-            targets=session.targets,
+            targets=session.frozen,
             excluded=list(plan.excluded),
             work=work,
             exclusive=True,
@@ -366,27 +422,29 @@ class Updates:
             update_id=plan.update_id,
         )
         ttl = seconds(plan.lease_ttl)
-        lease_until = self._clock.now() + ttl if disk is None else session.deadline
-        self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
+        lease_until = self._clock.now() + ttl if content is None else session.deadline
+        opened = self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
         model.update_id = plan.update_id
         model.update_owner = begin.trainer.name or "unnamed"
         self._roster.changed()
+        self.implicit.joining.forget(begin.model)
         started.set()
-        return run
+        return opened
 
-    async def _see_through(self, opened: OpenUpdate, disk: FromDisk | None) -> None:
+    async def _see_through(self, opened: OpenUpdate, content: Content | None) -> None:
         session, run = opened.session, opened.run
         finish = Finish if session.adapter is None else FinishAdapter
         # Beside the rest, so that the lease is watched meanwhile. What is not left by the end the next update leaves.
         leaving = asyncio.create_task(session.leave_groups(opened.abandoned))
         try:
-            if disk is not None:
-                await self._read_checkpoint(opened, disk)
-            await self._decision(opened)
-            session.leave_out(run, opened.received)
-            await finish(session, self._roster, self._peers, self._clock).commit(run, opened.expected)
+            last = finish(session, self._roster, self._peers, self._clock)
+            if session.rolls_in_place:
+                await self._rolling.see_through(opened, last, lambda: self._written(opened, content))
+            else:
+                await self._written(opened, content)
+                await last.commit(run, opened.expected)
         except BaseException as error:
-            if session.record.phase != UPDATE_PHASE_PUBLISHED:
+            if not session.published:
                 typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
                 opened.decide(verdict=typed)
                 await session.abort(run, typed)
@@ -396,12 +454,28 @@ class Updates:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
             del self._open[session.update_id]
+            opened.turned.set()
+            self._let_go(session)
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()
             self._look_after(session.model.record.name)
             with contextlib.suppress(RlctlError):
                 # Its operation stays on record; what is found without either was never published.
                 await self._journal.write([Delete("update", session.update_id)])
+
+    def _let_go(self, session: Session) -> None:
+        """What was not to be served while the update was open is told by its state and its quarantine from now on."""
+        for slot in session.frozen:
+            if slot.restoring:
+                slot.restoring = False
+                self._peers.grant(slot)
+
+    async def _written(self, opened: OpenUpdate, content: Content | None) -> None:
+        """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
+        if content is not None:
+            await content(opened)
+        await self._decision(opened)
+        opened.session.leave_out(opened.run, opened.received)
 
     async def _decision(self, opened: OpenUpdate) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
@@ -414,13 +488,15 @@ class Updates:
                 break
             if self._clock.now() >= opened.session.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
+            if self._clock.now() >= opened.lease_until and opened.is_heard:
+                opened.renew(self._clock.now())
             if self._clock.now() >= opened.lease_until:
                 owner = opened.session.model.update_owner
                 raise Reason.LEASE_EXPIRED.error(f"{owner} did not renew the lease for {opened.lease_ttl_s:g} s")
         if opened.verdict is not None:
             raise opened.verdict
 
-    async def _read_checkpoint(self, opened: OpenUpdate, request: FromDisk) -> None:
+    async def _read_checkpoint(self, opened: OpenUpdate, *, request: FromDisk) -> None:
         """Let every target read; an abort meanwhile does not wait for them."""
         session = opened.session
         digest = ""
@@ -442,7 +518,7 @@ class Updates:
         for result in results:
             opened.run.add(result)
         failed = [r for r in results if not acknowledged(r, update=True)]
-        if len(results) - len(failed) < session.quorum:
+        if failed and session.left - len(failed) < session.quorum:
             raise blame(failed[0])
         opened.decide(expected=Expected(digest=digest))
 
@@ -458,7 +534,7 @@ class Updates:
         failed = [result for result in results if not acknowledged(result, update=False)]
         for result in failed:
             opened.run.add(result)
-        if len(results) - len(failed) < session.quorum:
+        if failed and session.left - len(failed) < session.quorum:
             raise blame(failed[0])
         said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
         wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE

@@ -41,11 +41,13 @@ class Expected:
         digest: model digest of all of them, hex; "" when it is not known.
         sent: digest over just what was sent, hex; "" when it is not known.
         fingerprints: of every tensor that ``digest`` is over, by sorted names; empty when they are not known.
+        held: what the stages hold that serve the version already, hex; "" when there are none.
     """
 
     digest: str = ""
     sent: str = ""
     fingerprints: bytes = b""
+    held: str = ""
 
 
 NOTHING = Expected()
@@ -57,27 +59,29 @@ def digests(slot: Slot) -> bool:
 
 
 def reached(
-    slot: Slot, transport: Transport.ValueType, options: UpdateOptions, targets: Sequence[Slot], *, staged: bool = False
+    slot: Slot,
+    transport: Transport.ValueType,
+    options: UpdateOptions,
+    together: Sequence[Slot],
 ) -> dict[Level, str]:
     """Which levels an update can be verified at on a target; those that it cannot, with the reason, are not "".
 
-    ``staged``: what is verified is a shadow copy, before it is swapped. EXPECTED is among them though the sources may
-    turn out to have computed no digest.
+    ``together``: the stages that can be compared with each other, this one among them. EXPECTED is reached though the
+    sources may turn out to have computed no digest.
     """
     obstacles = {level: "" for level in VerificationLevel.values() if level}
     for level in obstacles:
         if level not in (VERIFICATION_LEVEL_NONE, *slot.capabilities.verification):
             obstacles[level] = "its engine has no code for it"
-    if len(targets) == 1:
-        obstacles[VERIFICATION_LEVEL_REPLICA] = "it is the only target: it has no replica to agree with"
+    if len(together) == 1:
+        alone = "no other stage is brought to the version together with it: it has no replica to agree with"
+        obstacles[VERIFICATION_LEVEL_REPLICA] = alone
     if transport == TRANSPORT_DISK:
         obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
     if not options.HasField("probe"):
         obstacles[VERIFICATION_LEVEL_PROBE] = "no probe was passed with the update"
     elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
         obstacles[VERIFICATION_LEVEL_PROBE] = "its KV cache is released, so it can compute nothing"
-    elif staged:
-        obstacles[VERIFICATION_LEVEL_PROBE] = "a staged update is verified before the swap, and a copy computes nothing"
     if slot.capabilities.answers_for_ranks:
         obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
     return obstacles
@@ -87,25 +91,25 @@ def refuse_unreachable(
     options: UpdateOptions,
     targets: Sequence[Slot],
     transports: Mapping[str, Transport.ValueType],
-    *,
-    staged: bool = False,
+    together: Sequence[Slot],
 ) -> None:
     """Raise VERIFICATION_UNREACHABLE, naming the target, when it cannot reach the level that is asked for by name; or,
-    with AUTO, any. ``transports`` are the targets' by slot. FIELD_REQUIRED for level PROBE without a probe.
+    with AUTO, any. ``transports`` are the targets' by slot; ``together`` as for :func:`reached`. FIELD_REQUIRED for
+    level PROBE without a probe.
     """
     wanted = options.verify
     if wanted == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
         raise Reason.FIELD_REQUIRED.error("verify=probe needs the probe to verify with", field="options.probe")
     for slot in targets:
-        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        obstacles = reached(slot, transports[slot.name], options, together)
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
             continue
         if wanted != VERIFICATION_LEVEL_UNSPECIFIED and not obstacles[wanted]:
             continue
-        raise _unreachable(slot, wanted, obstacles, staged=staged)
+        raise _unreachable(slot, wanted, obstacles)
 
 
-def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str], *, staged: bool) -> RlctlError:
+def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> RlctlError:
     names = ", ".join(_name(level) for level, obstacle in obstacles.items() if not obstacle) or "no level"
     if wanted == VERIFICATION_LEVEL_UNSPECIFIED:
         message = f"{slot.name} reaches no level of verification; none: {obstacles[VERIFICATION_LEVEL_NONE]}"
@@ -114,8 +118,6 @@ def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str], *, s
     next_step = ""
     if slot.capabilities.answers_for_ranks and VERIFICATION_LEVEL_PROBE in slot.capabilities.verification:
         next_step = "Pass a probe: prompts with the log probabilities that the new weights give."
-        if staged:
-            next_step = f"Update in place. {next_step}"
     return Reason.VERIFICATION_UNREACHABLE.error(message, field="options.verify", next_step=next_step)
 
 
@@ -124,12 +126,13 @@ def levels(
     targets: Sequence[Slot],
     transports: Mapping[str, Transport.ValueType],
     expected: Expected,
+    together: Sequence[Slot],
     *,
-    staged: bool = False,
     adapter: bool = False,
 ) -> dict[str, Level]:
-    """At which level each target is verified, by slot. AUTO takes the highest that it reaches. ``adapter``: it is one,
-    which an engine that answers for its ranks says to be loaded when every rank has.
+    """At which level each target is verified, by slot. AUTO takes the highest that it reaches. ``together`` as for
+    :func:`reached`. ``adapter``: it is one, which an engine that answers for its ranks says to be loaded when every
+    rank has.
 
     Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
     VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by.
@@ -141,34 +144,34 @@ def levels(
         raise Reason.FIELD_REQUIRED.error(f"verify={_name(wanted)} needs the sources' digest", field="expected_digest")
     chosen = {}
     for slot in targets:
-        obstacles = reached(slot, transports[slot.name], options, targets, staged=staged)
+        obstacles = reached(slot, transports[slot.name], options, together)
         if adapter:
             obstacles[VERIFICATION_LEVEL_NONE] = ""
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
-            raise _unreachable(slot, wanted, obstacles, staged=staged)
+            raise _unreachable(slot, wanted, obstacles)
         chosen[slot.name] = wanted or max(possible)
     return chosen
 
 
 def digests_what_comes(
-    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, targets: Sequence[Slot], *, staged: bool = False
+    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, together: Sequence[Slot]
 ) -> bool:
     """Whether a target must digest what it takes in, because it may be verified at level RECEIVED."""
     if options.verify != VERIFICATION_LEVEL_UNSPECIFIED:
         return options.verify == VERIFICATION_LEVEL_RECEIVED
-    obstacles = reached(slot, transport, options, targets, staged=staged)
+    obstacles = reached(slot, transport, options, together)
     return max((level for level, why in obstacles.items() if not why), default=0) == VERIFICATION_LEVEL_RECEIVED
 
 
 def judge_digests(
-    results: Sequence[StageResult], levels: Mapping[str, Level], expected_digest: str
+    results: Sequence[StageResult], levels: Mapping[str, Level], expected: Expected
 ) -> dict[str, RlctlError]:
     """What is wrong with each target that digested its weights, by slot; those that are right are not in it.
 
     Every rank of a target must name the same model digest, without an inconsistent replica. At level expected it must
-    be the source's. At level replica all targets must agree; when they do not, nobody can say which is right, and one
-    that is left alone has been compared with nothing.
+    be the source's. At level replica all targets must agree, with those that serve the version already too; when they
+    do not, nobody can say which is right, and one that is left alone has been compared with nothing.
     """
     wrong: dict[str, RlctlError] = {}
     found: dict[str, str] = {}
@@ -178,18 +181,18 @@ def judge_digests(
         except RlctlError as error:
             wrong[result.slot] = error
     compared = [slot for slot in found if levels[slot] == VERIFICATION_LEVEL_REPLICA]
-    if len(compared) == 1:
+    if len(compared) == 1 and not expected.held:
         alone = f"no other replica is left that {compared[0]} could be compared with"
         wrong[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(alone, field="options.verify", outcome=OUTCOME_DIRTY)
-    replicas = {found[slot] for slot in compared}
+    replicas = {found[slot] for slot in compared} | ({expected.held} if expected.held else set())
     for slot, digest in found.items():
-        if levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected_digest:
+        if levels[slot] == VERIFICATION_LEVEL_EXPECTED and digest != expected.digest:
             wrong[slot] = _mismatch(
-                f"its weights have digest {digest[:16]}, the source sent {expected_digest[:16]}",
+                f"its weights have digest {digest[:16]}, the source sent {expected.digest[:16]}",
                 digest=digest,
-                expected=expected_digest,
+                expected=expected.digest,
             )
-        elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1:
+        elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1 and digest != expected.held:
             wrong[slot] = _mismatch(
                 f"the replicas hold {len(replicas)} different sets of weights; this one's digest is {digest[:16]}",
                 digest=digest,

@@ -58,17 +58,27 @@ async def verify(
     auto = options.verify == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
     results = await session.step(_check(session), [slot for slot in digested if verification.digests(slot)])
-    wrong = verification.judge_digests(results, levels, expected.digest)
+    wrong = verification.judge_digests(results, levels, expected)
     checks = await _compared(session, results, wrong, expected)
     for slot, answer in checks.items():
         wrong[slot] = verification.named(wrong[slot], answer)
     wrong |= verification.judge_evidence(completed, levels)
     took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
     wrong |= verification.judge_received([result for result in completed if result.slot in took], expected)
-    probe = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
-    wrong |= verification.judge_probe(await session.step(probe, at(VERIFICATION_LEVEL_PROBE)), options.probe)
+    if not session.staged:
+        wrong |= await probe(session, slots, levels)
     found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
     return Verdict(wrong, checks, found.pop() if len(found) == 1 else "")
+
+
+async def probe(session: Session, slots: Sequence[Slot], levels: Mapping[str, Level]) -> dict[str, RlctlError]:
+    """What is wrong with targets that are verified at level PROBE, by slot. Only what is served computes: of a staged
+    update it is asked after the swap.
+    """
+    probed = [slot for slot in slots if levels[slot.name] == VERIFICATION_LEVEL_PROBE]
+    wanted = session.record.request.options.probe
+    check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=wanted.prompts)
+    return verification.judge_probe(await session.step(check, probed), wanted)
 
 
 async def _compared(
@@ -88,7 +98,8 @@ async def _compared(
         return {}
     slots = {slot.name: slot for slot in session.targets if slot.name in differ}
     sound = {result.slot for result in results} - wrong.keys()
-    right = next((slot for slot in session.targets if slot.name in sound), session.reference)
+    beside = session.reference or (session.done[0] if session.done else None)
+    right = next((slot for slot in session.targets if slot.name in sound), beside)
     reference = expected.fingerprints or await _fingerprints_of(session, right or slots[differ[0]])
     if not reference:
         return {}

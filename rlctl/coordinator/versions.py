@@ -96,12 +96,20 @@ def without_adapter(model: ModelState, name: str) -> ModelRecord:
 
 
 def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
-    """Adapters of the model that a stage does not hold at their version and that can be read from disk again."""
+    """Adapters of the model that a stage does not hold at their version."""
     if slot.report is None:
         return []
     held = {adapter.name: adapter.version for adapter in slot.report.adapters}
     adapters = roster.models[slot.model].record.adapters
-    return [adapter for adapter in adapters if adapter.path and held.get(adapter.name) != adapter.version]
+    return [adapter for adapter in adapters if held.get(adapter.name) != adapter.version]
+
+
+def surplus(roster: Roster, slot: Slot) -> list[Adapter]:
+    """Adapters that a stage holds a version of, and that its model has no more."""
+    if slot.report is None:
+        return []
+    known = {adapter.name for adapter in roster.models[slot.model].record.adapters}
+    return [adapter for adapter in slot.report.adapters if adapter.version and adapter.name not in known]
 
 
 _UNUSABLE = (

@@ -119,6 +119,10 @@ class Fields:
         """Take note of fields that are accepted and do nothing."""
         self._taken.update(names)
 
+    def path(self, name: str) -> str:
+        """A field's name as errors have it."""
+        return self._where + name
+
     @property
     def unknown(self) -> list[str]:
         """Fields that nobody took."""

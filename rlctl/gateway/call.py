@@ -58,6 +58,10 @@ class Call:
             self._data = await bodies.read(self._request, self._most)
         return self._data
 
+    def replace_body(self, data: bytes) -> None:
+        """What handlers read from now on; for middleware."""
+        self._data = data
+
     async def json(self) -> Any:
         """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID."""
         data = await self.body()
@@ -84,6 +88,11 @@ class Call:
     def unknown(self) -> list[str]:
         """Fields of the body that nobody took, where somebody took some."""
         return [*self._unknown, *(name for fields in self._fields for name in fields.unknown)]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the caller gave the request an id of its own."""
+        return any(name in self.headers for name in identity.KEYS)
 
     def request_id(self, step: str = "") -> str:
         """For the header of an operation. A repeat under the same ``Idempotency-Key`` or ``X-Request-Id`` has the same.

@@ -70,6 +70,7 @@ class Route:
         path: as the original has it; ``{name}`` is one segment, ``{name:.*}`` any rest (``call.path["name"]``).
         handler: what it does.
         doc: one line, for the table in the documentation; the handler's own first line by default.
+        lasting: it goes on when the caller leaves; not for what the coordinator sees to the end by itself.
     """
 
     methods: str
@@ -77,6 +78,7 @@ class Route:
     handler: Handler
     scope: Scope = Scope.ADMIN
     doc: str = ""
+    lasting: bool = True
 
     @property
     def about(self) -> str:

@@ -24,12 +24,19 @@ from rlctl.gateway.dialect import Answer, Handler
 if TYPE_CHECKING:
     from rlctl.gateway.call import Call
 
+_ALIASES = {
+    f"{package}.router.{folder}.radix_tree_middleware.RadixTreeMiddleware": "rlctl.gateway.radix:RadixMiddleware"
+    for package in ("slime", "miles")
+    for folder in ("middleware", "middleware_hub")
+}
+"""What trainers' command lines name, and what is meant here: their own classes are of another server."""
+
 Middleware = Callable[["Call", Handler], Awaitable[Answer]]
 
 
 def load(path: str) -> Callable[..., Middleware]:
     """The class that ``package.module:Class`` or ``package.module.Class`` names. Raises FIELD_INVALID."""
-    module, colon, name = path.partition(":")
+    module, colon, name = _ALIASES.get(path, path).partition(":")
     if not colon:
         module, _, name = path.rpartition(".")
     try:

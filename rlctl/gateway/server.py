@@ -21,9 +21,14 @@ from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.identity import RequestIds
+from rlctl.gateway.routed import ROUTES, Keeper
+from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.transport.addresses import join, refuse_insecure, split
 
 log = logging.getLogger(__name__)
+
+_of_aiohttp = logging.getLogger(f"{__name__}.aiohttp")
+_of_aiohttp.setLevel(logging.CRITICAL)  # it has only to tell what callers send that is no HTTP, each with a traceback
 
 WRITE_S = 60.0
 """A caller that takes nothing of an answer for so long is gone."""
@@ -43,6 +48,7 @@ class GatewayConfig:
         middleware_paths: the first is the outermost.
         share_port: other processes listen there too (SO_REUSEPORT).
         drain_s: how long requests may go on once the gateway is to end.
+        router: an sglang-router, not started yet, that is to run in front of it.
     """
 
     coordinator: str
@@ -54,6 +60,7 @@ class GatewayConfig:
     generation: Settings = field(default_factory=Settings)
     share_port: bool = False
     drain_s: float = DRAIN_S
+    router: SglangRouter | None = None
 
 
 class GatewayServer:
@@ -75,6 +82,7 @@ class GatewayServer:
         self.address = ""
         self._ids = RequestIds()
         self._runner: web.AppRunner | None = None
+        self._keeper: Keeper | None = None
         self._fleet: AsyncFleet | None = None
         self._lasting: set[asyncio.Task[Any]] = set()
 
@@ -89,16 +97,25 @@ class GatewayServer:
         self.dialect = dialects.load(config.dialect, self.generation)
         self._middlewares = [made(self.generation) for made in classes]
         self._runner = web.AppRunner(
-            self._application(), handler_cancellation=True, access_log=None, shutdown_timeout=config.drain_s
+            self._application(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=_of_aiohttp,
+            shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, reuse_port=config.share_port or None)
         await site.start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
+        if config.router is not None:
+            self._keeper = Keeper(config.router, self.fleet, f"http://{self.address}", config.generation.model)
+            await self._keeper.start()
 
     async def stop(self) -> None:
         """Take no more requests, let those that run end within the time to drain, and leave."""
+        if self._keeper is not None:
+            await self._keeper.stop()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._lasting:
@@ -108,10 +125,13 @@ class GatewayServer:
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._without_route], client_max_size=self.dialect.body_bytes)
-        for route in self.dialect.routes:
+        there: set[tuple[str, str]] = set()
+        for route in (*self.dialect.routes, *(ROUTES if self.config.router is not None else ())):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
-                app.router.add_route(method, route.path, handler)
+                if (method, route.path) not in there:
+                    there.add((method, route.path))
+                    app.router.add_route(method, route.path, handler)
         return app
 
     @web.middleware
@@ -149,7 +169,7 @@ class GatewayServer:
             if self.dialect.admit is not None:
                 self.dialect.admit(call)
             handler = middleware.around(handler, self._middlewares)
-        if route.scope is not Scope.ADMIN:
+        if route.scope is not Scope.ADMIN or not route.lasting:
             return await handler(call)
         # A caller that leaves does not end what changes something half-way.
         await call.body()
@@ -195,7 +215,8 @@ def _unknown(call: Call | None) -> dict[str, str]:
 
 
 def _printable(name: str) -> str:
-    return name.encode("ascii", "backslashreplace").decode().replace("\r", "\\r").replace("\n", "\\n")
+    """What a header can hold: a client may call a field whatever JSON can."""
+    return "".join(sign if " " <= sign <= "~" else sign.encode("unicode_escape").decode() for sign in name)
 
 
 def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Response:

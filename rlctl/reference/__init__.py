@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlctl.reference import cli, errors, topology, verbs
+from rlctl.reference import cli, dialects, errors, topology, verbs
 
 COMMAND = "tools/protos"
 """What regenerates the docs, named wherever they are out of date."""
@@ -16,6 +16,8 @@ PAGES = {
     "verbs.md": verbs.page,
     "errors.md": errors.page,
     "cli.md": cli.page,
+    "dialect-sglang.md": dialects.page,
+    "openapi-sglang.json": dialects.openapi,
     "topology.md": topology.page,
     "topology.schema.json": topology.schema,
 }

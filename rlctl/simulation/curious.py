@@ -30,7 +30,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.fleet_pb2 import StageRegistration
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest
 
 CALL_S = 20.0
@@ -103,7 +103,7 @@ class Curious(Caller):
             begin(retract, kind=v.UPDATE_KIND_ADAPTER, adapter="math", apply=staged),
             begin(retract, kind=v.UPDATE_KIND_ADAPTER, adapter="math", rollout=rolling),
             begin(apply=staged),
-            begin(retract, rollout=rolling),
+            begin(stay, rollout=rolling),
             begin(stay, apply=staged, rollout=rolling),
             begin(path=u.DATA_PATH_IPC),
             begin(v.UpdateOptions(verify=VERIFICATION_LEVEL_PROBE)),
@@ -190,8 +190,32 @@ class Curious(Caller):
         await self._refused("CommitWeightUpdate", u.CommitWeightUpdateRequest(update_id=update_id, fencing_token=1))
         await self._refused("RenewLease", u.RenewLeaseRequest(update_id=update_id, fencing_token=1))
         await self._refused("JoinWeightUpdate", u.JoinWeightUpdateRequest(update_id=update_id, source=99))
+        inside = RequestHeader(fence=Fence(update_id=update_id))
+        reset = v.CHECK_ACTION_RESET_TENSORS
+        steps: list[tuple[str, Message]] = [
+            ("Verb", v.CheckWeightsRequest(header=inside, shadow=True)),
+            ("Verb", v.CheckWeightsRequest(header=inside, shadow=True, action=reset)),
+            ("Verb", v.CheckWeightsRequest(header=inside, per_tensor=True)),
+            ("Verb", v.FlushCacheRequest(header=inside)),
+            ("Verb", v.UpdateWeightsFromDistributedRequest(header=inside)),
+            ("DeregisterStage", rpc.DeregisterStageRequest(slot=self._absent(model))),
+            ("CommitWeightUpdate", u.CommitWeightUpdateRequest(update_id=await self._ended_operation())),
+            ("RetryWeightUpdate", u.RetryWeightUpdateRequest(update_id=update_id, failed_attempt=9, fencing_token=1)),
+        ]
+        with contextlib.suppress(RlctlError):
+            await self.sim.network.call(self.node, COORDINATOR, *chance.choice(steps), CALL_S)
         if chance.random() < 0.3:
             await self.call("AbortWeightUpdate", u.AbortWeightUpdateRequest(update_id=update_id), 60.0)
+
+    def _absent(self, model: str) -> str:
+        """A slot of a model whose stage does not run, if there is one."""
+        slots = self.sim.slots_of(model)
+        return next((slot for slot in slots if not self.sim.stages[slot].alive), "nobody")
+
+    async def _ended_operation(self) -> str:
+        listed = await self.call("ListOperations", rpc.ListOperationsRequest(page_size=20), CALL_S)
+        ended = [each.operation_id for each in listed.operations if each.state != OPERATION_STATE_RUNNING]
+        return ended[0] if ended else "none"
 
     async def _adopt(self, chance: random.Random) -> None:
         """The coordinator takes charge of a stage that it is told of, which it knows already."""
@@ -223,9 +247,17 @@ class Curious(Caller):
                     Attach(incarnation=1, fleet_epoch=10**9, slot=host.slot, contract_version=99),
                 )
             )
-            with contextlib.suppress(RlctlError):
+            try:
                 async with asyncio.timeout(CALL_S):
                     await commander.attach(attach)
+            except TimeoutError:
+                return
+            except RlctlError:
+                pass
+            else:
+                return  # it came first, and is the commander until another one comes
+            if rank:
+                await self._single(host, rank)
             for request in (
                 v.PauseGenerationRequest(),
                 v.CommitUpdateRequest(header=RequestHeader(fence=Fence(fleet_epoch=1))),
@@ -235,6 +267,16 @@ class Curious(Caller):
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
+
+    async def _single(self, host: StageHost, rank: int) -> None:
+        """A unary call to a follower: it changes nothing without the others."""
+        body = Packed()
+        body.Pack(v.PauseGenerationRequest())
+        executor = host.executors.get(rank)
+        if executor is not None and host.alive:
+            result = await executor.execute(self.sim.world.new_id(), body, 5.0)
+            if result.rank.outcome == OUTCOME_APPLIED:
+                self.sim.observer.broken("I5", f"rank {rank} of {host.slot} alone was paused")
 
     async def _commanded(self, commander: Commander, request: Message, chance: random.Random) -> None:
         body = Packed()

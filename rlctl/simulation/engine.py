@@ -221,7 +221,7 @@ class SimEngine(Engine):
         del call
         info = verbs.ModelInfo(model_path=self.machine.checkpoint, weight_version=self._version)
         if request.reference:
-            for name in NAMES:
+            for name in self.holding.adapters[request.adapter][1] if request.adapter else NAMES:
                 info.reference.add(name=name, dtype="torch.float32").shape.dims.append(1)
         return info
 
@@ -387,7 +387,8 @@ class SimEngine(Engine):
         if self.rank == 0:
             for bucket in request.buckets:
                 left = call.deadline - self.node.loop.time() - 0.1
-                tensors = {name: self.holding.weights[name] for name in bucket.names}
+                held = self.holding.adapters[request.adapter][1] if request.adapter else self.holding.weights
+                tensors = {name: held[name] for name in bucket.names}
                 await self._sim.fabric.send(self.node, request.group_name, tensors, left)
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:

@@ -146,8 +146,8 @@ class Faults:
         """
         update_id = engine.holding.update_id
         known = update_id in self._sim.digested or "/heal/" in update_id
-        if not engine.digests and engine.holding.received is None:
-            known = False
+        if not engine.digests:  # then what comes may be digested, in a trainer's update
+            known = update_id in self._sim.digested and engine.holding.received is not None
         if not self._damage or not known or engine.node.random.random() >= self._damage:
             return content
         self._note(f"{content} comes damaged to {engine.node.name}")

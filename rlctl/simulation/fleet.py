@@ -22,6 +22,7 @@ from rlctl.simulation.faults import WORK_S, Faults
 from rlctl.simulation.holding import contents
 from rlctl.simulation.hosts import CoordinatorHost, StageHost
 from rlctl.simulation.journal import Store
+from rlctl.simulation.nameless import Nameless
 from rlctl.simulation.network import Network
 from rlctl.simulation.observer import Observer
 from rlctl.simulation.trainer import Trainer
@@ -74,6 +75,7 @@ class Simulation:
         digested: updates whose trainers say which digest is right.
         kinds: what each slot's engine can verify.
         retained: ended operations that a coordinator remembers.
+        nameless: every tensor that a trainer has sent that names no update.
     """
 
     seed: int
@@ -89,6 +91,7 @@ class Simulation:
     lease_s: float = LEASE_S
     kinds: dict[str, str] = field(default_factory=dict)
     retained: int = RETAINED
+    nameless: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
@@ -219,6 +222,9 @@ class Simulation:
         curious = Curious(self, self.world.spawn("curious"))
         for number in range(chance.randint(2, 6)):
             self._at(f"curious {number}", curious.node, curious.act)
+        nameless = Nameless(self, self.world.spawn("nameless"))
+        for number in range(2):
+            self._at(f"nameless {number}", nameless.node, nameless.act)
         client = Client(self)
         for number in range(30):
             slot = chance.choice(sorted(self.stages))

@@ -47,6 +47,7 @@ _PLAIN = {
     "BeginWeightUpdate": "begin_weight_update",
     "JoinWeightUpdate": "join_weight_update",
     "RetryWeightUpdate": "retry_weight_update",
+    "CommitBatch": "commit_batch",
     "CommitWeightUpdate": "commit_weight_update",
     "AbortWeightUpdate": "abort_weight_update",
     "RenewLease": "renew_lease",
@@ -121,7 +122,7 @@ class CoordinatorHost:
         if method in _WATCHES:
             return await _watched(getattr(self.coordinator, _WATCHES[method])(request))
         answer = await getattr(self.coordinator, _PLAIN[method])(request)
-        if isinstance(request, BeginWeightUpdateRequest):
+        if isinstance(request, BeginWeightUpdateRequest) and not request.implicit:
             self.sim.observer.began(request.model, request.trainer.incarnation)
         return answer
 
@@ -140,6 +141,7 @@ class StageHost:
         processes = 1 if kind == "speaker" else tp_size
         self.nodes = [sim.world.spawn(f"{slot}/{boot}.{rank}") for rank in range(processes)]
         self.machine = Machine(sim, self.nodes, checkpoint, kind, tp_size // processes)
+        self.executors: dict[int, Executor] = {}
         self._left = asyncio.Event()
         self._generation: Generation | None = None
         for rank in range(1, processes):
@@ -187,7 +189,7 @@ class StageHost:
             1000 + rank,
             clock,
         )
-        executor = Executor(follower, clock)
+        executor = self.executors[rank] = Executor(follower, clock)
         self.sim.network.listen(node, self.address(rank), lambda end: _obey(executor, end))
 
     # Rank 0.

@@ -19,6 +19,7 @@ from rlctl.simulation.journal import SimJournal
 from rlctl.stage.core import Serving, Stage
 from rlctl.stage.facts import Facts
 from rlctl.verbs import Verb
+from rlctl.worker.follower import Follower
 
 Patch = tuple[Any, str, Any]
 """Class or module, attribute, what takes its place."""
@@ -45,9 +46,25 @@ def _from_receipt(self: Stage, grant: Any) -> None:
 _grant = Stage.grant
 
 
+def _obeys_anybody(self: Any, link: Any) -> bool:
+    del self, link
+    return True
+
+
 def _any_grant(self: Stage, grant: Any) -> None:
     self._grant_number = 0
     _grant(self, grant)
+
+
+async def _attach_beside(self: Stage, attach: Any, link: Any) -> Any:
+    """The link before goes on."""
+    former, self._link = self._link, None
+    attached = await _attach(self, attach, link)
+    self._link = self._link or former
+    return attached
+
+
+_attach = Stage.attach
 
 
 async def _not_silenced(self: Peers, model: Any, only: Any) -> None:
@@ -109,8 +126,13 @@ MUTANTS: dict[str, list[Patch]] = {
         (Stage, "_refuse_attach", _nothing),
         (SimJournal, "held", lambda self: self is not None),
     ],
+    "follower_link": [(Follower, "obeys", _obeys_anybody)],
     "journal_fencing": [(SimJournal, "held", lambda self: self is not None)],
-    "grant_order": [(Stage, "grant", _any_grant)],
+    "grant_order": [
+        (Stage, "grant", _any_grant),
+        (Stage, "obeys", _obeys_anybody),
+        (Stage, "attach", _attach_beside),
+    ],
     "idempotency": [(Operations, "known", _never_known)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
     "lease_expiry": [(Updates, "_decision", _no_lease)],

@@ -74,7 +74,7 @@ class Observer:
         self._applied: set[tuple[str, int, str]] = set()
         self._outcomes: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}
-        self._rolling: dict[str, tuple[str, int]] = {}
+        self._rolling: set[tuple[str, str, int]] = set()
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces."""
 
     def note(self, what: str) -> None:
@@ -100,14 +100,14 @@ class Observer:
         """A record became durable."""
         if isinstance(change, Delete):
             if change.kind == "update":
-                self._rolling = {model: old for model, old in self._rolling.items() if old[0] != change.key}
+                self._rolling -= {entry for entry in self._rolling if entry[1] == change.key}
             return
         if change.kind == "model":
             self._published(ModelRecord.FromString(change.body))
         elif change.kind == "update":
             record = UpdateRecord.FromString(change.body)
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
-                self._rolling[record.request.model] = change.key, self.sequence(record.request.model)
+                self._rolling.add((record.request.model, change.key, self.sequence(record.request.model)))
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
@@ -120,11 +120,7 @@ class Observer:
                 self.broken("I5", f"epoch {epoch} follows {self.epoch}")
             self.epoch = epoch
             # What a coordinator before this one admitted beside the latest version is served no longer than its leases.
-            old = dict(self._rolling)
-            self._sim.timer.later(self._sim.lease_s + 1.0, self._forget, old)
-
-    def _forget(self, old: dict[str, tuple[str, int]]) -> None:
-        self._rolling = {model: entry for model, entry in self._rolling.items() if old.get(model) != entry}
+            self._sim.timer.later(self._sim.lease_s + 1.0, self._rolling.difference_update, set(self._rolling))
 
     def _published(self, record: ModelRecord) -> None:
         before = self.latest.get(record.name)
@@ -132,8 +128,8 @@ class Observer:
             self.broken("I4", f"{record.name} went from {before.latest.sequence} to {record.latest.sequence}")
         if before is None or record.latest != before.latest:
             self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
-            if self._rolling.get(record.name, ("", 0))[1] != self.sequence(record.name):
-                self._rolling.pop(record.name, None)
+            replaced = self.sequence(record.name)
+            self._rolling -= {entry for entry in self._rolling if entry[0] == record.name and entry[2] != replaced}
         self.latest[record.name] = record
         if record.checkpoint:
             self._sim.published.setdefault((record.name, record.latest.sequence), self._sim.disks[record.checkpoint])
@@ -142,8 +138,7 @@ class Observer:
 
     def _servable(self, model: str) -> list[int]:
         """Sequences that may be served now: the latest, and the one before it while an update rolls."""
-        rolling = self._rolling.get(model)
-        return [self.sequence(model), *([rolling[1]] if rolling else [])]
+        return sorted({self.sequence(model), *(entry[2] for entry in self._rolling if entry[0] == model)})
 
     def made(self, part: GenerateResponse, adapter: str, held: Sequence[Holding], released: frozenset[int]) -> None:
         """An engine made a token from what its ranks held."""
@@ -178,6 +173,9 @@ class Observer:
             self.broken("I1", f"{host.name} {doing} version {sequence} while {servable} may be served")
             return
         published = self._sim.published.get((host.model, sequence))
+        if published is None and held and self._sim.nameless.intersection(held[0].values()):
+            # Nobody was told its sequence when it began: whoever serves it first says what all must hold.
+            published = self._sim.published[host.model, sequence] = dict(held[0])
         for rank, weights in enumerate(held):
             if weights != published:
                 now, right = ",".join(sorted(weights.values())), ",".join(sorted((published or {}).values()))

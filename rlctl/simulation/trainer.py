@@ -71,6 +71,8 @@ class Trainer(Caller):
             begin.apply = verbs_pb2.APPLY_MODE_STAGED
             options.pause = options.pause or PAUSE_MODE_RETRACT
             begin.rollout.max_unavailable = chance.choice((0, 0, 1, 2))
+        elif chance.random() < 0.3:
+            begin.rollout.max_unavailable = chance.choice((1, 2))
         if chance.random() < 0.2 and not begin.rollout.max_unavailable:
             options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
         if chance.random() < 0.3:
@@ -81,7 +83,8 @@ class Trainer(Caller):
             options.verify = chance.choice(VERIFY)
         if chance.random() < 0.3 and begin.kind == verbs_pb2.UPDATE_KIND_FULL:
             prompts = [verbs_pb2.ProbePrompt(token_ids=[1, 2, 3]), verbs_pb2.ProbePrompt(token_ids=[4, 5])]
-            options.probe.prompts.extend(probed(contents(tag), prompts))
+            expected = contents(tag if chance.random() < 0.8 else f"{tag}, mistaken")
+            options.probe.prompts.extend(probed(expected, prompts))
             options.probe.tolerance = 1e-6
         return begin
 
@@ -102,27 +105,33 @@ class Trainer(Caller):
         whole = sim.adapters.get((self.model, begin.adapter, tag)) or sim.published[self.model, plan.version.sequence]
         renewing = asyncio.ensure_future(self._renew(plan))
         try:
-            while True:
-                try:
-                    await self._attempt(plan, sent, deadline, chance)
-                    break
-                except RlctlError as error:
-                    if plan.attempt > begin.retries:
-                        raise
-                    again = update_pb2.RetryWeightUpdateRequest(
-                        update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+            with_fingerprints = chance.random() < 0.5
+
+            def said(commit: update_pb2.CommitWeightUpdateRequest | update_pb2.CommitBatchRequest) -> None:
+                if gives_digest:
+                    commit.expected_digest, commit.sent_digest = digest(whole), digest(sent)
+                    if with_fingerprints:
+                        commit.fingerprints = fingerprints(digests(whole))
+
+            operation: Operation | None = None
+            while operation is None:
+                plan = await self._attempts(plan, begin, sent, deadline, chance)
+                if plan.batch.number and not plan.batch.last:
+                    batch = update_pb2.CommitBatchRequest(
+                        update_id=plan.update_id,
+                        fencing_token=plan.fencing_token,
+                        batch=plan.batch.number,
                     )
-                    sim.observer.note(f"{tag} tries again: {error}")
-                    plan = await self.call("RetryWeightUpdate", again, 10.0)
-            commit = update_pb2.CommitWeightUpdateRequest(
-                update_id=plan.update_id,
-                fencing_token=plan.fencing_token,
-            )
-            if gives_digest:
-                commit.expected_digest, commit.sent_digest = digest(whole), digest(sent)
-                if chance.random() < 0.5:
-                    commit.fingerprints = fingerprints(digests(whole))
-            operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
+                    said(batch)
+                    answer = await self.call("CommitBatch", batch, deadline - self.node.loop.time() + 45.0)
+                    sim.observer.note(f"{tag} batch {batch.batch}: {answer.WhichOneof('follows')} follows")
+                    plan, operation = answer.next, answer.ended if answer.HasField("ended") else None
+                    continue
+                commit = update_pb2.CommitWeightUpdateRequest(
+                    update_id=plan.update_id, fencing_token=plan.fencing_token
+                )
+                said(commit)
+                operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
             sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
             if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
                 sim.observer.staged(operation, plan)
@@ -136,6 +145,28 @@ class Trainer(Caller):
                 await self.call("AbortWeightUpdate", abort, 60.0)
         finally:
             renewing.cancel()
+
+    async def _attempts(
+        self,
+        plan: update_pb2.BeginWeightUpdateResponse,
+        begin: update_pb2.BeginWeightUpdateRequest,
+        sent: Tensors,
+        deadline: float,
+        chance: random.Random,
+    ) -> update_pb2.BeginWeightUpdateResponse:
+        """Send, as often as was asked for; the plan of the attempt that went well."""
+        while True:
+            try:
+                await self._attempt(plan, sent, deadline, chance)
+                return plan
+            except RlctlError as error:
+                if plan.attempt > begin.retries:
+                    raise
+                again = update_pb2.RetryWeightUpdateRequest(
+                    update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+                )
+                self.sim.observer.note(f"{begin.version} tries again: {error}")
+                plan = await self.call("RetryWeightUpdate", again, 10.0)
 
     def _contents(
         self,

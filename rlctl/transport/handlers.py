@@ -17,6 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.ports import CALLER, Caller
 from rlctl.transport.channel import REFUSED_ABOVE_BYTES
 from rlctl.transport.status import abort
 
@@ -57,12 +58,17 @@ def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool
         return _streaming(method, request_type, implementation)
 
     async def unary(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
+        caller = Caller()
+        CALLER.set(caller)
         try:
             request = _parse(method, request_type, data, implementation)
             work = asyncio.ensure_future(implementation(request, _remaining(context)))
             return await (work if cancellable else asyncio.shield(work))
         except RlctlError as error:
             await abort(context, error)
+        except asyncio.CancelledError:
+            caller.left.set()
+            raise
         except Exception as error:
             log.exception("%s failed", method.full_name)
             await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))

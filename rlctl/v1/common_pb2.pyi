@@ -558,12 +558,23 @@ class RequestHeader(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    FOR_SLOT_FIELD_NUMBER: _builtins.int
+    UNKEYED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUIDv7 made once per logical call: a repeat with the same id and body returns the recorded result, another body is refused.
     Empty: the receiver makes one (the call then is not safe to repeat).
     """
     validate_only: _builtins.bool
     """Check everything, change nothing, and say what would be done."""
+    for_slot: _builtins.str
+    """The engine at whose own address a client of a dialect made the call, as trainers do that know engines only. Calls for the engines of
+    one model that ask for the same join one operation, whose targets are all engines of the model. Read by the coordinator, for group
+    and weight verbs. Empty: the call is for the whole target.
+    """
+    unkeyed: _builtins.bool
+    """The caller gave no request_id: this one is a gateway's, for its own retries. The same body again, for the same engine, is then a
+    repeat while the operation runs, and as long as nobody got its answer; after that it is a new operation.
+    """
     @_builtins.property
     def target(self) -> Global___Target:
         """Which stages; read by the coordinator only."""
@@ -584,10 +595,12 @@ class RequestHeader(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         validate_only: _builtins.bool = ...,
         fence: Global___Fence | None = ...,
+        for_slot: _builtins.str = ...,
+        unkeyed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "target", b"target", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "request_id", b"request_id", "target", b"target", "timeout", b"timeout", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "for_slot", b"for_slot", "request_id", b"request_id", "target", b"target", "timeout", b"timeout", "unkeyed", b"unkeyed", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -172,6 +172,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_update__pb2.CommitWeightUpdateRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_results__pb2.Operation.FromString,
                 _registered_method=True)
+        self.CommitBatch = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/CommitBatch',
+                request_serializer=rlctl_dot_v1_dot_update__pb2.CommitBatchRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_update__pb2.CommitBatchResponse.FromString,
+                _registered_method=True)
         self.AbortWeightUpdate = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/AbortWeightUpdate',
                 request_serializer=rlctl_dot_v1_dot_update__pb2.AbortWeightUpdateRequest.SerializeToString,
@@ -262,7 +267,8 @@ class CoordinatorServiceServicer(object):
     def ContinueGeneration(self, request, context):
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable.
+        Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+        first; if it does not succeed, nothing goes on.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -318,7 +324,8 @@ class CoordinatorServiceServicer(object):
     def ResumeMemory(self, request, context):
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was.
+        Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+        committed first, as by ContinueGeneration.
         Idempotency: with the same request_id, yes; a region that is resident is confirmed.
         States: ASLEEP, and every other state in which nothing is released (confirmed).
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -346,9 +353,9 @@ class CoordinatorServiceServicer(object):
     def UpdateWeightsFromTensor(self, request, context):
         """Every rank copies its part out of shared segments on its host.
 
-        Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+        Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
         Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+        States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -360,7 +367,8 @@ class CoordinatorServiceServicer(object):
     def InitWeightsUpdateGroup(self, request, context):
         """Joins the ranks of the targets and the source into a process group.
 
-        Effect: a group stands at every rank; no weights change.
+        Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+        joins one operation with them.
         Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -374,9 +382,10 @@ class CoordinatorServiceServicer(object):
     def UpdateWeightsFromDistributed(self, request, context):
         """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+        it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
         Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update.
+        States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -585,7 +594,8 @@ class CoordinatorServiceServicer(object):
     def CommitWeightUpdate(self, request, context):
         """Completes, verifies, publishes, admits and resumes.
 
-        Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+        Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+        where nothing is open: the published version is known by that label from now on.
         Idempotency: yes; once published it is finished, whatever the lease says.
         States: the update is open and written.
         Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
@@ -596,8 +606,22 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CommitBatch(self, request, context):
+        """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+        Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+        Idempotency: yes, by batch.
+        States: the update rolls in place, the batch is written and is not the last one.
+        Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: what is left of the update's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortWeightUpdate(self, request, context):
-        """Ends an update without a version.
+        """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
         Effect: targets past their first byte are DIRTY, the others are as before.
         Idempotency: yes; an update that has ended answers with its end.
@@ -868,6 +892,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.CommitWeightUpdate,
                     request_deserializer=rlctl_dot_v1_dot_update__pb2.CommitWeightUpdateRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_results__pb2.Operation.SerializeToString,
+            ),
+            'CommitBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitBatch,
+                    request_deserializer=rlctl_dot_v1_dot_update__pb2.CommitBatchRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_update__pb2.CommitBatchResponse.SerializeToString,
             ),
             'AbortWeightUpdate': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortWeightUpdate,
@@ -1626,6 +1655,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/CommitWeightUpdate',
             rlctl_dot_v1_dot_update__pb2.CommitWeightUpdateRequest.SerializeToString,
             rlctl_dot_v1_dot_results__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/CommitBatch',
+            rlctl_dot_v1_dot_update__pb2.CommitBatchRequest.SerializeToString,
+            rlctl_dot_v1_dot_update__pb2.CommitBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

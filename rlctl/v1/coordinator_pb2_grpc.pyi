@@ -64,7 +64,8 @@ class CoordinatorServiceStub:
     ContinueGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.Operation]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable.
+    Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+    first; if it does not succeed, nothing goes on.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -104,7 +105,8 @@ class CoordinatorServiceStub:
     ResumeMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ResumeMemoryRequest, _results_pb2.Operation]
     """Allocates memory regions again.
 
-    Effect: the named regions are resident again; their content is not what it was.
+    Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+    committed first, as by ContinueGeneration.
     Idempotency: with the same request_id, yes; a region that is resident is confirmed.
     States: ASLEEP, and every other state in which nothing is released (confirmed).
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -124,9 +126,9 @@ class CoordinatorServiceStub:
     UpdateWeightsFromTensor: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromTensorRequest, _results_pb2.Operation]
     """Every rank copies its part out of shared segments on its host.
 
-    Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+    Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
     Idempotency: with the same request_id, yes.
-    States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -134,7 +136,8 @@ class CoordinatorServiceStub:
     InitWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.InitWeightsUpdateGroupRequest, _results_pb2.Operation]
     """Joins the ranks of the targets and the source into a process group.
 
-    Effect: a group stands at every rank; no weights change.
+    Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+    joins one operation with them.
     Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -144,9 +147,10 @@ class CoordinatorServiceStub:
     UpdateWeightsFromDistributed: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDistributedRequest, _results_pb2.Operation]
     """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+    it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
     Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-    States: UPDATING with this update.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -295,15 +299,26 @@ class CoordinatorServiceStub:
     CommitWeightUpdate: _grpc.UnaryUnaryMultiCallable[_update_pb2.CommitWeightUpdateRequest, _results_pb2.Operation]
     """Completes, verifies, publishes, admits and resumes.
 
-    Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+    Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+    where nothing is open: the published version is known by that label from now on.
     Idempotency: yes; once published it is finished, whatever the lease says.
     States: the update is open and written.
     Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
     Deadline: what is left of the update's.
     """
+    CommitBatch: _grpc.UnaryUnaryMultiCallable[_update_pb2.CommitBatchRequest, _update_pb2.CommitBatchResponse]
+    """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+    Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+    Idempotency: yes, by batch.
+    States: the update rolls in place, the batch is written and is not the last one.
+    Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: what is left of the update's.
+    """
     AbortWeightUpdate: _grpc.UnaryUnaryMultiCallable[_update_pb2.AbortWeightUpdateRequest, _results_pb2.Operation]
-    """Ends an update without a version.
+    """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
     Effect: targets past their first byte are DIRTY, the others are as before.
     Idempotency: yes; an update that has ended answers with its end.
@@ -435,7 +450,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ContinueGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable.
+    Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+    first; if it does not succeed, nothing goes on.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -475,7 +491,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ResumeMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ResumeMemoryRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Allocates memory regions again.
 
-    Effect: the named regions are resident again; their content is not what it was.
+    Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+    committed first, as by ContinueGeneration.
     Idempotency: with the same request_id, yes; a region that is resident is confirmed.
     States: ASLEEP, and every other state in which nothing is released (confirmed).
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -495,9 +512,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     UpdateWeightsFromTensor: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromTensorRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Every rank copies its part out of shared segments on its host.
 
-    Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+    Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
     Idempotency: with the same request_id, yes.
-    States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -505,7 +522,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     InitWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_verbs_pb2.InitWeightsUpdateGroupRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Joins the ranks of the targets and the source into a process group.
 
-    Effect: a group stands at every rank; no weights change.
+    Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+    joins one operation with them.
     Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -515,9 +533,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     UpdateWeightsFromDistributed: _aio.UnaryUnaryMultiCallable[_verbs_pb2.UpdateWeightsFromDistributedRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+    Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+    it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
     Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-    States: UPDATING with this update.
+    States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 300 s.
@@ -666,15 +685,26 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     CommitWeightUpdate: _aio.UnaryUnaryMultiCallable[_update_pb2.CommitWeightUpdateRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Completes, verifies, publishes, admits and resumes.
 
-    Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+    Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+    where nothing is open: the published version is known by that label from now on.
     Idempotency: yes; once published it is finished, whatever the lease says.
     States: the update is open and written.
     Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
     Deadline: what is left of the update's.
     """
+    CommitBatch: _aio.UnaryUnaryMultiCallable[_update_pb2.CommitBatchRequest, _update_pb2.CommitBatchResponse]  # type: ignore[assignment]
+    """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+    Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+    Idempotency: yes, by batch.
+    States: the update rolls in place, the batch is written and is not the last one.
+    Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: what is left of the update's.
+    """
     AbortWeightUpdate: _aio.UnaryUnaryMultiCallable[_update_pb2.AbortWeightUpdateRequest, _results_pb2.Operation]  # type: ignore[assignment]
-    """Ends an update without a version.
+    """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
     Effect: targets past their first byte are DIRTY, the others are as before.
     Idempotency: yes; an update that has ended answers with its end.
@@ -821,7 +851,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable.
+        Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
+        first; if it does not succeed, nothing goes on.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -885,7 +916,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Allocates memory regions again.
 
-        Effect: the named regions are resident again; their content is not what it was.
+        Effect: the named regions are resident again; their content is not what it was. An open implicit update is
+        committed first, as by ContinueGeneration.
         Idempotency: with the same request_id, yes; a region that is resident is confirmed.
         States: ASLEEP, and every other state in which nothing is released (confirmed).
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -917,9 +949,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Every rank copies its part out of shared segments on its host.
 
-        Effect: inside an update: the tensors are written; outside of one: a whole update in one call.
+        Effect: inside an update: the tensors are written. Without an update id: see UpdateWeightsFromDistributed.
         Idempotency: with the same request_id, yes.
-        States: UPDATING with this update; outside an update STALE, READY, PAUSED, DIRTY.
+        States: UPDATING with this update; without an update id STALE, READY, PAUSED, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -933,7 +965,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Joins the ranks of the targets and the source into a process group.
 
-        Effect: a group stands at every rank; no weights change.
+        Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
+        joins one operation with them.
         Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -949,9 +982,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Tells the ranks of a group which tensors come next over it, and waits until they are placed.
 
-        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate).
+        Effect: the tensors are written; the first one opens the weights at every target (see PrepareUpdate). Without an update id,
+        it joins the model's open implicit update; under a pause the first one opens that, outside of a pause it is a whole update in one call.
         Idempotency: with the same request_id, yes; a bucket that was placed is confirmed, never taken from the group again.
-        States: UPDATING with this update.
+        States: UPDATING with this update; without an update id STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 300 s.
@@ -1190,11 +1224,28 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Completes, verifies, publishes, admits and resumes.
 
-        Effect: OK: the version is served by every target. Before publishing nothing of it is served.
+        Effect: OK: the version is served by every target. Before publishing nothing of it is served. Without an update id and with a version,
+        where nothing is open: the published version is known by that label from now on.
         Idempotency: yes; once published it is finished, whatever the lease says.
         States: the update is open and written.
         Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; with a quorum the rest may be published and the operation ends PARTIAL.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED, with the same request_id.
+        Deadline: what is left of the update's.
+        """
+
+    @_abc_1.abstractmethod
+    def CommitBatch(
+        self,
+        request: _update_pb2.CommitBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_update_pb2.CommitBatchResponse, _abc.Awaitable[_update_pb2.CommitBatchResponse]]:
+        """Completes, verifies, publishes, admits and resumes one batch of an update that rolls in place, and plans the next one.
+
+        Effect: OK: the version is served by the targets of the batch, and by those of the earlier ones; the others serve the version before it.
+        Idempotency: yes, by batch.
+        States: the update rolls in place, the batch is written and is not the last one.
+        Partial failure: targets that did not confirm are DIRTY or UNKNOWN and quarantined; where the quorum allows no more of them the update has ended, PARTIAL if an earlier batch serves the version.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: what is left of the update's.
         """
 
@@ -1204,7 +1255,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _update_pb2.AbortWeightUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
-        """Ends an update without a version.
+        """Ends an update without a version; one that rolls in place and has published a batch ends PARTIAL.
 
         Effect: targets past their first byte are DIRTY, the others are as before.
         Idempotency: yes; an update that has ended answers with its end.

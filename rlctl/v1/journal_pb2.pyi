@@ -196,25 +196,57 @@ class OperationRecord(_message.Message):
 
     OPERATION_FIELD_NUMBER: _builtins.int
     REQUEST_SHA256_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     request_sha256: _builtins.bytes
     """SHA-256 over the request without its header's timeout and fence: the same id with another body is refused."""
     @_builtins.property
     def operation(self) -> _results_pb2.Operation:
         """The operation with the outcomes that are known."""
 
+    @_builtins.property
+    def joined(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedCall]:
+        """Calls that joined it."""
+
     def __init__(
         self,
         *,
         operation: _results_pb2.Operation | None = ...,
         request_sha256: _builtins.bytes = ...,
+        joined: _abc.Iterable[Global___JoinedCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "request_sha256", b"request_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joined", b"joined", "operation", b"operation", "request_sha256", b"request_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OperationRecord: _TypeAlias = OperationRecord  # noqa: Y015
+
+@_typing.final
+class JoinedCall(_message.Message):
+    """A call that is answered with an operation which another one started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_SHA256_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its request id."""
+    request_sha256: _builtins.bytes
+    """SHA-256 over its request, as of the operation's."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        request_sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "request_sha256", b"request_sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinedCall: _TypeAlias = JoinedCall  # noqa: Y015
 
 @_typing.final
 class UpdateRecord(_message.Message):

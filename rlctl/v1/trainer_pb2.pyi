@@ -316,6 +316,7 @@ class Attempt(_message.Message):
     SHARED_DEVICES_FIELD_NUMBER: _builtins.int
     WITHOUT_DIGESTS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    PUBLISHED_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the passes of this update, from 1 on."""
@@ -327,6 +328,8 @@ class Attempt(_message.Message):
     """Nobody will compare digests: do not compute them."""
     last: _builtins.bool
     """No other attempt follows if this one fails: what was sent need not be kept."""
+    published: _builtins.bool
+    """A batch of the update serves the version already: it can no longer be cancelled."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.GroupPlan]:
         """Groups, in the one order in which they are formed."""
@@ -359,11 +362,12 @@ class Attempt(_message.Message):
         shared_devices: _abc.Iterable[_builtins.str] | None = ...,
         without_digests: _builtins.bool = ...,
         last: _builtins.bool = ...,
+        published: _builtins.bool = ...,
         parts: _abc.Iterable[_verbs_pb2.TensorPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "last", b"last", "number", b"number", "parts", b"parts", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "last", b"last", "number", b"number", "parts", b"parts", "published", b"published", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

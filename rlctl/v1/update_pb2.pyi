@@ -126,6 +126,7 @@ class BeginWeightUpdateRequest(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_IDS_FIELD_NUMBER: _builtins.int
     ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
+    IMPLICIT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model to update. Required."""
     version: _builtins.str
@@ -142,6 +143,11 @@ class BeginWeightUpdateRequest(_message.Message):
     """Times that a failed group is formed anew without the failed target."""
     adapter: _builtins.str
     """Adapter updates: name of the adapter."""
+    implicit: _builtins.bool
+    """For clients that name no update: writes without an update id join it, over groups of the client's own, and it ends with a commit
+    without an id, or with ContinueGeneration. One that is open and not written yet is confirmed. Model may be empty where only one can be
+    updated; version may be, and is then what a write or the commit says.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout of the whole update, validate_only. The target is the model's stages."""
@@ -198,10 +204,11 @@ class BeginWeightUpdateRequest(_message.Message):
         transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         host_ids: _abc.Iterable[_builtins.str] | None = ...,
         adapter_config: _verbs_pb2.AdapterConfig | None = ...,
+        implicit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "implicit", b"implicit", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,6 +314,7 @@ class BeginWeightUpdateResponse(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update. Every later call of it names it."""
     fencing_token: _builtins.int
@@ -341,6 +349,10 @@ class BeginWeightUpdateResponse(_message.Message):
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Targets that an earlier attempt lost: they get no weights, and the operation ends PARTIAL at best."""
 
+    @_builtins.property
+    def batch(self) -> Global___UpdateBatch:
+        """Rolling in place: the batch of targets that the sources send to in the present pass. Unset: one pass reaches all targets."""
+
     def __init__(
         self,
         *,
@@ -354,14 +366,51 @@ class BeginWeightUpdateResponse(_message.Message):
         attempt: _builtins.int = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
         lost: _abc.Iterable[_builtins.str] | None = ...,
+        batch: Global___UpdateBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "lease_ttl", b"lease_ttl", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "header", b"header", "lease_ttl", b"lease_ttl", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "excluded", b"excluded", "fencing_token", b"fencing_token", "groups", b"groups", "header", b"header", "lease_ttl", b"lease_ttl", "lost", b"lost", "targets", b"targets", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch", b"batch", "excluded", b"excluded", "fencing_token", b"fencing_token", "groups", b"groups", "header", b"header", "lease_ttl", b"lease_ttl", "lost", b"lost", "targets", b"targets", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeginWeightUpdateResponse: _TypeAlias = BeginWeightUpdateResponse  # noqa: Y015
+
+@_typing.final
+class UpdateBatch(_message.Message):
+    """Some targets of an update that rolls in place: they take the version together, in a pass of the sources of their own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    PUBLISHED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the batches, from 1 on."""
+    last: _builtins.bool
+    """No other one follows: CommitWeightUpdate ends it, and CommitBatch every other."""
+    published: _builtins.bool
+    """An earlier batch serves the version: it is published, and the update can no longer end without it."""
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who is in it."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+        last: _builtins.bool = ...,
+        published: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "number", b"number", "published", b"published", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateBatch: _TypeAlias = UpdateBatch  # noqa: Y015
 
 @_typing.final
 class JoinWeightUpdateRequest(_message.Message):
@@ -473,10 +522,11 @@ class CommitWeightUpdateRequest(_message.Message):
     EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
     SENT_DIGEST_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
-    """The update."""
+    """The update. Empty: the open implicit one of header.target.model."""
     fencing_token: _builtins.int
-    """Proof of ownership."""
+    """Proof of ownership; an implicit update has no owner that could prove it."""
     expected_digest: _builtins.str
     """Model digest that the sources computed: of what they sent and, in a delta, of what was left as it is, hex. Empty: level "expected" is not reached."""
     sent_digest: _builtins.str
@@ -485,6 +535,8 @@ class CommitWeightUpdateRequest(_message.Message):
     """The first 8 bytes of the SHA-256 of every tensor that expected_digest is over, in the sorted order of their names. Empty: at a mismatch
     nobody can say which tensor differs.
     """
+    version: _builtins.str
+    """Implicit updates: label to publish under. Where none is open, the published version gets it, under the sequence that it has."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
@@ -498,14 +550,101 @@ class CommitWeightUpdateRequest(_message.Message):
         expected_digest: _builtins.str = ...,
         sent_digest: _builtins.str = ...,
         fingerprints: _builtins.bytes = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitWeightUpdateRequest: _TypeAlias = CommitWeightUpdateRequest  # noqa: Y015
+
+@_typing.final
+class CommitBatchRequest(_message.Message):
+    """Commits one batch of an update that rolls in place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
+    SENT_DIGEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """The update."""
+    fencing_token: _builtins.int
+    """Proof of ownership."""
+    batch: _builtins.int
+    """Number of the batch; a repeat of the call gets the plan that follows by then."""
+    expected_digest: _builtins.str
+    """As in CommitWeightUpdateRequest."""
+    sent_digest: _builtins.str
+    """As in CommitWeightUpdateRequest."""
+    fingerprints: _builtins.bytes
+    """As in CommitWeightUpdateRequest."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id, timeout."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        update_id: _builtins.str = ...,
+        fencing_token: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        expected_digest: _builtins.str = ...,
+        sent_digest: _builtins.str = ...,
+        fingerprints: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "expected_digest", b"expected_digest", "fencing_token", b"fencing_token", "fingerprints", b"fingerprints", "header", b"header", "sent_digest", b"sent_digest", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitBatchRequest: _TypeAlias = CommitBatchRequest  # noqa: Y015
+
+@_typing.final
+class CommitBatchResponse(_message.Message):
+    """What follows a batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader:
+        """Who answered, under which epoch, when."""
+
+    @_builtins.property
+    def next(self) -> Global___BeginWeightUpdateResponse:
+        """Another pass of the sources, for the next batch."""
+
+    @_builtins.property
+    def ended(self) -> _results_pb2.Operation:
+        """Nothing: the update has ended before its last batch."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        next: Global___BeginWeightUpdateResponse | None = ...,
+        ended: _results_pb2.Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "follows", b"follows", "header", b"header", "next", b"next"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "follows", b"follows", "header", b"header", "next", b"next"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_follows: _TypeAlias = _typing.Literal["next", "ended"]  # noqa: Y015
+    _WhichOneofArgType_follows: _TypeAlias = _typing.Literal["follows", b"follows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_follows) -> _WhichOneofReturnType_follows | None: ...
+
+Global___CommitBatchResponse: _TypeAlias = CommitBatchResponse  # noqa: Y015
 
 @_typing.final
 class AbortWeightUpdateRequest(_message.Message):

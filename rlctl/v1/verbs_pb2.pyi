@@ -201,8 +201,11 @@ class GetModelInfoRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     reference: _builtins.bool
     """Also list the tensors of the reference."""
+    adapter: _builtins.str
+    """With reference: list the tensors of this loaded adapter instead."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -212,10 +215,11 @@ class GetModelInfoRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         reference: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "header", b"header", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,7 +743,7 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     apply: Global___ApplyMode.ValueType
     """Into the weights that generate, under a pause, or into a shadow copy while generation goes on; the pause is for the swap then."""
     max_unavailable: _builtins.int
-    """Staged: targets that swap at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
+    """Targets that take the version at once, and are out of service meanwhile; the others follow batch by batch. 0: all."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -883,10 +887,13 @@ class UpdateWeightsFromTensorRequest(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ENGINE_PAYLOADS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     load_format: _builtins.str
     """null, "direct", "flattened_bucket", or a loader's registered name."""
     weight_version: _builtins.str
     """Label of the version to publish, when this request is an update of its own."""
+    kind: Global___UpdateKind.ValueType
+    """As in UpdateWeightsFromDistributed."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -916,10 +923,11 @@ class UpdateWeightsFromTensorRequest(_message.Message):
         weight_version: _builtins.str = ...,
         options: Global___UpdateOptions | None = ...,
         engine_payloads: _abc.Iterable[_builtins.bytes] | None = ...,
+        kind: Global___UpdateKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_payloads", b"engine_payloads", "header", b"header", "load_format", b"load_format", "options", b"options", "segments", b"segments", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_payloads", b"engine_payloads", "header", b"header", "kind", b"kind", "load_format", b"load_format", "options", b"options", "segments", b"segments", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1062,8 +1070,11 @@ class SendWeightsRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     GROUP_NAME_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """The group."""
+    adapter: _builtins.str
+    """Send those of this loaded adapter instead, full and in its own dtypes. Empty: the weights."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1078,10 +1089,11 @@ class SendWeightsRequest(_message.Message):
         header: _common_pb2.RequestHeader | None = ...,
         group_name: _builtins.str = ...,
         buckets: _abc.Iterable[Global___TensorBucket] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "group_name", b"group_name", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "buckets", b"buckets", "group_name", b"group_name", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1177,12 +1189,17 @@ class UpdateWeightsFromDistributedRequest(_message.Message):
     LOAD_FORMAT_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """The group that the tensors come over, unless a bucket names its own."""
     load_format: _builtins.str
     """null, "direct", "flattened_bucket", or a loader's registered name."""
     weight_version: _builtins.str
     """Label of the version to publish, when this request is an update of its own."""
+    kind: Global___UpdateKind.ValueType
+    """What the update contains that this request opens, when it names none. Unset: under a pause all weights (FULL); outside of one, where
+    the request is the whole update, FULL if it has every parameter, else PARTIAL.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1204,10 +1221,11 @@ class UpdateWeightsFromDistributedRequest(_message.Message):
         load_format: _builtins.str = ...,
         weight_version: _builtins.str = ...,
         options: Global___UpdateOptions | None = ...,
+        kind: Global___UpdateKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "group_name", b"group_name", "header", b"header", "load_format", b"load_format", "options", b"options", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "group_name", b"group_name", "header", b"header", "kind", b"kind", "load_format", b"load_format", "options", b"options", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1844,6 +1862,7 @@ class Adapter(_message.Message):
     LORA_RANK_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     version: _builtins.str
@@ -1856,6 +1875,10 @@ class Adapter(_message.Message):
     """Never evicted."""
     digest: _builtins.str
     """Digest of its full tensors under their names, hex: what a stage that loads it again must hold. Empty: not known."""
+    @_builtins.property
+    def config(self) -> Global___AdapterConfig:
+        """What its tensors are, when they came from a trainer: a stage that lacks it gets them from another one."""
+
     def __init__(
         self,
         *,
@@ -1865,10 +1888,11 @@ class Adapter(_message.Message):
         lora_rank: _builtins.int = ...,
         pinned: _builtins.bool = ...,
         digest: _builtins.str = ...,
+        config: Global___AdapterConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "digest", b"digest", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

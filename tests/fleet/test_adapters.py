@@ -8,8 +8,10 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from updating import commit, digest, join, refusal, version_of, write
+from updating import commit, digest, join, refusal, unreachable, version_of, write
 
+from rlctl.control import commander
+from rlctl.coordinator import peers
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.testing import fake_engine
@@ -279,11 +281,32 @@ async def test_unloading(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
     failing(fleet, "unload_adapter", OUTCOME_REJECTED)
     partial = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
     assert partial.state == OPERATION_STATE_PARTIAL
-    await eventually(lambda: not fleet.stages["b"]._stage.facts.admitted_adapters)
+    assert not fleet.stages["b"]._stage.facts.admitted_adapters, "told before the answer"
     assert await not_generated(fleet, "b") is Reason.ADAPTER_NOT_FOUND, "no longer the model's"
-    fake_engine.FAULTS.clear()
     again = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
-    assert (again.state, list(again.targets)) == (OPERATION_STATE_OK, ["b"])
+    assert (again.state, list(again.targets)) == (OPERATION_STATE_FAILED, ["b"])
+    fake_engine.FAULTS.clear()
+    await eventually(lambda: held(fleet) == [{}] * 3)
+
+
+async def test_a_stage_that_is_out_of_reach_serves_no_adapter_after_it_was_unloaded(
+    make_fleet: Callable, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)  # leases run from the pongs
+    async with make_fleet(a=1, b=1, lease_s=0.3) as fleet:
+        await load(fleet, checkpoint("lora"))
+        slot = fleet.server.coordinator.roster.slots["b"]
+        async with unreachable(fleet, "b"):
+            assert (await generate(fleet, "b")).output_ids, "its lease lasts"
+            operation = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+            assert fleet.server.coordinator._clock.now() >= slot.lease_until
+            assert await not_generated(fleet, "b") is Reason.STAGE_NOT_SERVING
+            found = {result.slot: result.outcome for result in operation.stage_results}
+            assert found["a"] == OUTCOME_APPLIED
+            assert found.get("b") != OUTCOME_APPLIED
+        await eventually(lambda: held(fleet) == [{}] * 2)
+        await eventually(lambda: fleet.stage("b").routable)
 
 
 ROLLING = {"apply": v.APPLY_MODE_STAGED, "max_unavailable": 1}

@@ -12,7 +12,6 @@ import grpc.aio
 import pytest
 from updating import abort, begin, commit, digest, join, refusal, unreachable, version_of, weights, write
 
-from rlctl.coordinator import operations
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import Put, new_uuid7
@@ -327,8 +326,8 @@ async def test_repeats_that_come_together_are_carried_out_once(
     assert len({plan.fencing_token for plan in plans}) == 1
 
 
-async def test_an_id_that_was_forgotten_is_refused(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "RETAINED", 3)
+async def test_an_id_that_was_forgotten_is_refused(fleet: InProcessFleet) -> None:
+    fleet.server.coordinator.operations._retained = 3
     first = v.PauseGenerationRequest(header=RequestHeader(request_id=new_uuid7()))
     await fleet.stub.PauseGeneration(first)
     for _ in range(5):

@@ -12,6 +12,7 @@ from updating import abort, begin, commit, digest, from_disk, join, refusal, res
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
+from rlctl.fingerprints import fingerprints
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
@@ -82,6 +83,27 @@ async def test_what_has_another_digest_than_the_version_is_not_served(
     assert fleet.stage("a").state == common.STAGE_STATE_DIRTY
     assert (await fleet.stub.HealStage(HealStageRequest())).state == OPERATION_STATE_OK
     assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+@pytest.mark.parametrize("told_by", ["the sources", "a peer"])
+async def test_what_differs_is_named(make_fleet: Callable[..., Any], checkpoint: Checkpoint, told_by: str) -> None:
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        if told_by == "a peer":
+            await from_disk(fleet, checkpoint("two"), "two")
+            await restart(fleet, "a")
+            await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        else:
+            plan = await begin(fleet)
+            await join(fleet, plan)
+            await write(fleet, plan, "sent")
+            await commit(fleet, plan, digest("sent"), fingerprints=fingerprints({"weights": digest("sent")}))
+            await dirty(fleet)
+        operation = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("another")))
+        error = operation.stage_results[0].error
+        assert error.reason == "DIGEST_MISMATCH"
+        assert (error.metadata["tensor"], error.metadata["ranks"]) == ("weights", "0")
+        assert "a: " in operation.error.message
+        assert "of 1 tensors only weights differs, at rank 0" in operation.error.message
 
 
 async def test_a_version_that_no_checkpoint_has_needs_the_trainer(fleet: InProcessFleet, tmp_path: Path) -> None:
@@ -292,3 +314,19 @@ async def test_a_coordinator_stops_although_a_heal_does_not_give_way(
     going_on.set()
     await stopping
     assert (await healing).error.reason == "CANCELLED"
+
+
+async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., Any], checkpoint: Checkpoint) -> None:
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        plan = await begin(fleet, "two", options=v.UpdateOptions(verify=common.VERIFICATION_LEVEL_NONE))
+        await join(fleet, plan)
+        await write(fleet, plan, "two")
+        await commit(fleet, plan)
+        assert version_of(fleet) == ("two", 2)
+        for slot in "ab":
+            await restart(fleet, slot)
+        await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_STALE for stage in stages))
+        error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("two"))))
+        assert error.reason is Reason.UNHEALABLE
+        assert "nobody knows the digest" in error.message
+        assert fleet.stage("a").state == common.STAGE_STATE_STALE

@@ -234,3 +234,16 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_with_changes(fleet: In
             if event.fleet.stages[0].state == common.STAGE_STATE_PAUSED:
                 break
     events.cancel()
+
+
+async def test_a_watch_tells_that_a_stage_has_left(fleet: InProcessFleet) -> None:
+    async with asyncio.timeout(10):
+        events = fleet.stub.WatchFleet(c.WatchFleetRequest())
+        await events.read()
+        await fleet.stages.pop("b").stop()
+        while True:
+            for stage in (await events.read()).fleet.stages:
+                if stage.registration.slot == "b" and stage.state == common.STAGE_STATE_RETIRED:
+                    assert not stage.routable
+                    events.cancel()
+                    return

@@ -273,6 +273,7 @@ async def test_what_is_wrong_is_refused_at_once_and_by_name(client: AsyncFleet) 
         ({"resume": "never"}, "resume"),
         ({"max_inflight_samples": 0}, "max_inflight_samples"),
         ({"retries": -1}, "retries"),
+        ({"max_cuts": -1}, "max_cuts"),
         ({"policy": "consistent_hashing", "session_idle_s": 0}, "session_idle_s"),
     ):
         with pytest.raises(RlctlError) as caught:

@@ -225,12 +225,36 @@ async def test_level_received_compares_what_came_into_the_copy(three: InProcessF
     assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_RECEIVED}
 
 
-async def test_a_copy_cannot_be_probed(three: InProcessFleet) -> None:
-    probe = v.Probe(prompts=[v.ProbePrompt(token_ids=[1, 2], logprobs=[-1.0])], tolerance=0.1)
+@pytest.mark.parametrize("right", [True, False])
+async def test_a_probe_is_computed_after_the_swap_and_before_anything_is_served(
+    three: InProcessFleet, right: bool
+) -> None:
+    tokens = [1, 2, 3]
+    expected = fake_engine.logprobs("w1" if right else "other", tokens)
+    probe = v.Probe(prompts=[v.ProbePrompt(token_ids=tokens, logprobs=expected)], tolerance=0.001)
     options = v.UpdateOptions(pause=RETRACT, verify=common.VERIFICATION_LEVEL_PROBE, probe=probe)
-    error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=options))
-    assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.verify")
-    assert "before the swap" in error.message
+    plan = await begin(three, apply=v.APPLY_MODE_STAGED, options=options, **rolling(2))
+    await join(three, plan)
+    await write(three, plan, "w1")
+    seen: list[tuple[str, bool]] = []
+
+    async def look(engine: FakeEngine, *_: object) -> None:
+        seen.append((engine.weights, three.stage("a").routable))
+
+    with hooked(three, "a", "check_weights", look):
+        operation = await commit(three, plan)
+    assert ("w1", False) in seen, "computed with what was swapped in, served by nobody"
+    if right:
+        assert operation.state == OPERATION_STATE_OK, operation
+        assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_PROBE}
+        assert all(three.stage(slot).routable for slot in "abc")
+        return
+    assert operation.state == OPERATION_STATE_FAILED
+    assert {result.error.reason for result in operation.stage_results if result.slot in "ab"} == {"PROBE_MISMATCH"}
+    assert outcomes(operation) == {"a": OUTCOME_DIRTY, "b": OUTCOME_DIRTY, "c": OUTCOME_REJECTED}
+    assert [three.stage(slot).routable for slot in "abc"] == [False, False, True]
+    assert held(three) == {"a": "w1", "b": "w1", "c": "one"}
+    assert version_of(three) == ("initial", 1)
 
 
 async def test_an_answer_for_all_ranks_of_a_swap_proves_nothing(make_fleet: Callable) -> None:

@@ -339,7 +339,14 @@ async def test_begin_is_repeatable_and_validate_only_opens_nothing(fleet: InProc
             "options.probe",
         ),
         ({"apply": v.APPLY_MODE_STAGED}, Reason.FIELD_REQUIRED, "options.pause"),
-        ({"rollout": u.RolloutStrategy(max_unavailable=1)}, Reason.UNSUPPORTED, "rollout.max_unavailable"),
+        (
+            {
+                "rollout": u.RolloutStrategy(max_unavailable=1),
+                "options": v.UpdateOptions(verify=common.VERIFICATION_LEVEL_REPLICA),
+            },
+            Reason.VERIFICATION_UNREACHABLE,
+            "options.verify",
+        ),
         (
             {
                 "apply": v.APPLY_MODE_STAGED,

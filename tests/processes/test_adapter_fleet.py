@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], 
     assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {version})] * 2, "as it was"
     assert all(stage.routable for stage in fleet.status().stages)
     publisher.close()
+
+
+@pytest.mark.parametrize("slot", ["actor-0", "actor-1"])
+def test_a_stage_that_comes_back_gets_what_a_trainer_sent_from_another(
+    torch_fleet: LocalFleet, fleet: Fleet, tiny: tuple[Any, Path], slot: str
+) -> None:
+    # One has two ranks, the other one: what either sends is gathered to full tensors, and cut again.
+    tensors, other = lora(tiny[0], seed=30), lora(tiny[0], seed=31)
+    publisher = fleet.publisher("actor")
+    for name, given in (("math", tensors), ("code", other)):
+        publisher.update(given.items(), version=f"{name}-{slot}", adapter=name, adapter_config=CONFIG)
+    publisher.close()
+    torch_fleet.restart(slot)
+
+    def serves() -> bool:
+        stages = fleet.status().stages
+        return len(stages) == 2 and all(stage.routable and len(stage.report.adapters) == 2 for stage in stages)
+
+    with closing(fleet.watch()) as events:
+        next(event for event in events if serves())
+    assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {f"math-{slot}"})] * 2
+    assert generated(fleet, "code") == [(merged_says(tiny[0], PROMPT, other), {f"code-{slot}"})] * 2
+    for name in ("math", "code"):
+        fleet.unload_adapter(name)
 
 
 def test_a_base_update_keeps_or_drops_what_is_loaded(fleet: Fleet, tiny: tuple[Any, Path]) -> None:

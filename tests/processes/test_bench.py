@@ -94,6 +94,21 @@ def test_a_quick_run_of_the_sidecars_benchmark() -> None:
     assert figures["added_p50_c1"]["floor"] > 0
 
 
+def test_a_quick_run_of_the_rollouts_benchmark() -> None:
+    done = bench("rollout", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = {figure["id"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures.keys() == {
+        *("sdk_added", "sdk_rps_c1", "sdk_rps", "gateway_rps", "stale_tokens", "admin_under_load"),
+    }
+    assert figures["sdk_rps"]["value"] > 0
+    # Not a matter of speed.
+    assert figures["stale_tokens"]["value"] == 0
+    assert figures["stale_tokens"]["details"]["failed_requests"] == 0
+    assert figures["stale_tokens"]["details"]["tokens"] >= 3200
+    assert figures["admin_under_load"]["details"]["running"] == figures["admin_under_load"]["details"]["streams"] == 200
+
+
 @pytest.mark.parametrize("arguments", [["nothing"], ["weights", "--only", "nothing"]])
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
     done = bench(*arguments)

@@ -178,7 +178,6 @@ with rlctl.connect({torch_fleet.address!r}) as fleet:
 def test_settings_are_checked(fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path]) -> None:
     for settings, field in (
         ({"apply": "staged", "pause": ""}, "options.pause"),
-        ({"rollout": rlctl.rolling()}, "rollout.max_unavailable"),
         ({"apply": "sideways"}, "apply"),
     ):
         with pytest.raises(RlctlError) as caught:

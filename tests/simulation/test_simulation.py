@@ -18,32 +18,32 @@ FOLDER = Path(__file__).parents[2] / "rlctl" / "simulation"
 
 SEEDS = range(1000, 1030)
 
-FOUND = (2013, 2039, 2083)
+FOUND = (4021, 4047, 4230, 4350)
 """Seeds that showed a fault of the shipped state machines, which was mended."""
 
 CAUGHT_BY = {
-    "admission": 1000,
-    "at_most_once": 1016,
-    "bucket_order": 1042,
-    "completeness": 1001,
-    "dirty_refusal": 1001,
-    "fencing": 1013,
-    "idempotency": 1001,
+    "admission": 1003,
+    "at_most_once": 1014,
+    "bucket_order": 1009,
+    "completeness": 1010,
+    "dirty_refusal": 1000,
+    "fencing": 1102,
+    "follower_link": 1025,
+    "grant_order": 1012,
+    "idempotency": 1000,
     "journal_fencing": 1019,
-    "lease_echo": 1080,
-    "lease_expiry": 1076,
-    "ongoing_gate": 1001,
-    "presumed_abort": 1002,
-    "publish_last": 1000,
-    "serving_lease": 1000,
-    "silence": 1000,
-    "verification": 1000,
-    "vetting": 1120,
+    "lease_echo": 1121,
+    "lease_expiry": 1069,
+    "ongoing_gate": 1096,
+    "presumed_abort": 1000,
+    "publish_last": 1001,
+    "quarantine": 6021,
+    "serving_lease": 1019,
+    "silence": 1006,
+    "verification": 1018,
+    "vetting": 1065,
 }
 """A seed that shows a safeguard to be needed."""
-
-NOT_CAUGHT = {"grant_order", "quarantine"}
-"""Safeguards that no seed is known for yet."""
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *FOUND])
@@ -58,11 +58,11 @@ def test_a_safeguard_that_is_turned_off_is_missed(safeguard: str) -> None:
 
 
 def test_a_seed_is_known_for_every_safeguard() -> None:
-    assert set(CAUGHT_BY) == set(MUTANTS) - NOT_CAUGHT
+    assert set(CAUGHT_BY) == set(MUTANTS)
 
 
 def test_a_seed_is_the_same_every_time_whether_or_not_it_is_told() -> None:
-    told, again, silent = run(SEEDS[0], telling=True), run(SEEDS[0], telling=True), run(SEEDS[0])
+    told, again, silent = run(SEEDS[2], telling=True), run(SEEDS[2], telling=True), run(SEEDS[2])
     assert told.counts.tokens > 0
     assert told.history == again.history
     assert told.counts == again.counts == silent.counts

@@ -6,12 +6,14 @@ from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.generation.native import generate
 from rlctl.gateway.generation.openai import chat, completions
-from rlctl.gateway.generation.running import SLOT
+from rlctl.gateway.generation.running import PREFERRED, SLOT
 
 
 def routes(prefix: str = "") -> tuple[Route, ...]:
-    """The rows. With a ``prefix`` that has ``{slot}`` in it they ask that engine only."""
-    assert not prefix or f"{{{SLOT}}}" in prefix
+    """The rows. With a ``prefix`` that has ``{slot}`` in it they ask that engine only, with ``{preferred}`` that one as
+    long as it serves.
+    """
+    assert not prefix or f"{{{SLOT}}}" in prefix or f"{{{PREFERRED}}}" in prefix
     return (
         Route("POST PUT", f"{prefix}/generate", generate, Scope.ROLLOUT),
         Route("POST", f"{prefix}/v1/completions", completions, Scope.ROLLOUT),

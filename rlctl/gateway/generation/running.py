@@ -7,14 +7,15 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.client.rollout import Place
 from rlctl.errors import RlctlError
 from rlctl.gateway.call import Call
 from rlctl.rollout.progress import Progress
 from rlctl.rollout.sample import RolloutSample
 from rlctl.v1.rollout_pb2 import Sample
 
-SLOT = "slot"
-"""Placeholder of routes that ask one engine."""
+SLOT, PREFERRED = "slot", "preferred"
+"""Placeholders of routes that ask one engine, and of those that ask it if they can."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class News:
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
-    slot = call.path.get(SLOT, "")
-    tasks = [asyncio.create_task(call.generation.complete(sample, token=call.token, slot=slot)) for sample in samples]
+    place = _place(call)
+    tasks = [asyncio.create_task(call.generation.complete(sample, token=call.token, place=place)) for sample in samples]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -50,6 +51,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
     waiting: dict[int, list[Sample]] = {}
     changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
     ended: dict[int, RolloutSample] = {}
+    place = _place(call)
 
     async def run(index: int) -> None:
         def tell(_progress: Progress, part: Sample) -> None:
@@ -60,8 +62,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
             waiting.setdefault(index, []).append(part)
 
         try:
-            slot = call.path.get(SLOT, "")
-            ended[index] = await call.generation.complete(samples[index], token=call.token, slot=slot, told=tell)
+            ended[index] = await call.generation.complete(samples[index], token=call.token, place=place, told=tell)
             changed.put_nowait(index)
         except RlctlError as error:
             changed.put_nowait(error)
@@ -80,6 +81,12 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
                 yield News(told, parts, over)
     finally:
         await _end(tasks)
+
+
+def _place(call: Call) -> Place:
+    if PREFERRED in call.path:
+        return Place(call.path[PREFERRED], only=False)
+    return Place(call.path.get(SLOT, ""))
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlctl.client.aio import AsyncFleet
-from rlctl.client.rollout import AsyncRollout, Resume, Told
+from rlctl.client.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
 from rlctl.errors import Reason
 from rlctl.gateway.generation.tokenizers import Tokenizers
 from rlctl.rollout.admission import Admission
@@ -23,6 +23,8 @@ class Settings:
         policy: see :meth:`rlctl.client.aio.AsyncFleet.rollout`, as for admission, retries and session_idle_s.
         resume: "return" gives a sample that a pause or an abort cuts to the caller, as engines do; "continue" goes on.
         timeout_s: how long a request may take, waiting for a stage included.
+        max_cuts: cuts that a sample goes on from, with resume="continue"; None: any number.
+        admin_api_key: SGLang-Omni's dialect: what admin requests must bring, beside being let in by the coordinator.
         tokenizer: directory of the models' tokenizer, instead of their checkpoints.
         max_inflight: most samples that are under way here at a time; more are refused.
     """
@@ -31,10 +33,12 @@ class Settings:
     policy: str = "consistent_hashing"
     admission: str | Admission = "latest"
     resume: Resume = "return"
+    max_cuts: int | None = None
     retries: int = 4
     session_idle_s: float = 600.0
     timeout_s: float = 600.0
     max_inflight: int = 8192
+    admin_api_key: str = field(default="", repr=False)
     tokenizer: str = ""
 
 
@@ -54,6 +58,12 @@ class Generation:
         self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
         self.inflight = 0
         self._rollouts: dict[str, AsyncRollout] = {}
+
+    def with_settings(self, settings: Settings) -> Generation:
+        """Generates otherwise, with the same models and tokenizers."""
+        other = Generation(self.fleet, settings)
+        other.tokenizers = self.tokenizers
+        return other
 
     async def model(self, named: str = "") -> str:
         """The model that a request is for. Raises MODEL_NOT_FOUND, FIELD_REQUIRED where several could be meant."""
@@ -80,13 +90,14 @@ class Generation:
                 policy=settings.policy,
                 admission=settings.admission,
                 resume=settings.resume,
+                max_cuts=settings.max_cuts,
                 retries=settings.retries,
                 session_idle_s=settings.session_idle_s,
             )
         return self._rollouts[model]
 
     async def complete(
-        self, sample: RolloutSample, *, token: str | None, slot: str = "", told: Told | None = None
+        self, sample: RolloutSample, *, token: str | None, place: Place = ANYWHERE, told: Told | None = None
     ) -> RolloutSample:
         """One sample, whose request names its model, to its end, or to where it was cut.
 
@@ -97,7 +108,7 @@ class Generation:
         self.inflight += 1
         try:
             ended = await self.rollout(sample.request.model).complete(
-                sample, timeout_s=self.settings.timeout_s, token=token, slot=slot, told=told
+                sample, timeout_s=self.settings.timeout_s, token=token, place=place, told=told
             )
         finally:
             self.inflight -= 1
@@ -106,6 +117,10 @@ class Generation:
                 ended.error.field = ended.error.field or str(sample.request.WhichOneof("prompt"))
             raise ended.error
         return ended
+
+    def inflight_at(self, slot: str) -> int:
+        """Samples under way from here at a stage."""
+        return sum(rollout.inflight_at(slot) for rollout in self._rollouts.values())
 
     async def stop(self, rids: Sequence[str]) -> list[str]:
         """End samples by their rids; returns those that ran here."""

@@ -49,7 +49,15 @@ class Tokenizer:
 
     def text(self, token: int) -> str:
         """One token's text."""
-        return str(self._tokenizer.decode([token]))
+        return self.join([token])
+
+    def join(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._tokenizer.decode(tokens))
+
+    def ids(self, text: str, *, special: bool = True) -> list[int]:
+        """A text's token ids; with those that stand around a text, if ``special``."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
 
 
 class Tokenizers:

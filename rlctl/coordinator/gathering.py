@@ -1,0 +1,139 @@
+"""One group out of the calls that come for each engine by itself, every one with its own rank offset.
+
+None of them alone says who joins where, so each waits for the others; then the group is one operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from rlctl.coordinator import groups
+from rlctl.coordinator.joining import Joined, Joining
+from rlctl.coordinator.operations import Run, body_hash
+from rlctl.coordinator.roster import Slot
+from rlctl.errors import Reason
+from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
+
+Start = Callable[[InitWeightsUpdateGroupRequest], Awaitable[Run]]
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A group that is not complete: where its engines say that they join."""
+
+    body: InitWeightsUpdateGroupRequest
+    offsets: dict[str, int] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Gathering:
+    """Groups that wait for the calls of further engines."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining = joining
+        self._pending: dict[tuple[str, str], _Pending] = {}
+
+    async def run(
+        self,
+        request: InitWeightsUpdateGroupRequest,
+        engine: Slot,
+        targets: Callable[[str], Sequence[Slot]],
+        start: Start,
+        timeout_s: float,
+    ) -> Joined:
+        """The operation in which the engines of a model join a group, once all of them were called.
+
+        A group of one engine alone, and of a source, waits for nobody. Raises FIELD_INVALID for a world size or offset
+        that the roster does not give, GROUP_EXISTS for one that an engine was told otherwise of, GROUP_FAILED when an
+        engine was not called in time.
+        """
+        body = InitWeightsUpdateGroupRequest()
+        body.CopyFrom(request)
+        body.ClearField("rank_offset")
+        body.header.unkeyed = True  # a repeat waits with the first, whatever its key
+        [own] = groups.members([engine])
+        if request.world_size == 1 + own.num_ranks:
+            body.header.target.slots[:] = [engine.name]
+            own.rank_offset = request.rank_offset or 1
+            return await self._joining.run(body, engine.model, [engine.name], lambda: _begin(body, [own], start))
+        known = self._joining.known(body)
+        if known is not None:
+            return Joined(known, True, body)
+        wanted = targets(engine.model)
+        groups.refuse_world_size(request, wanted)
+        place = (engine.model, request.group_name)
+        pending = self._pending.get(place)
+        if pending is None:
+            pending = self._pending[place] = _Pending(body)
+        self._refuse_contradiction(pending, request, body, engine)
+        pending.offsets[engine.name] = request.rank_offset
+        pending.changed.set()
+
+        async def gather() -> Run:
+            try:
+                given = await _gathered(pending, wanted, timeout_s)
+            finally:
+                if self._pending.get(place) is pending:
+                    del self._pending[place]
+            return await _begin(body, given, start)
+
+        try:
+            return await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
+        except BaseException:
+            # Who has left joins nothing.
+            pending.offsets.pop(engine.name, None)
+            pending.changed.set()
+            raise
+
+    @staticmethod
+    def _refuse_contradiction(
+        pending: _Pending, request: InitWeightsUpdateGroupRequest, body: InitWeightsUpdateGroupRequest, engine: Slot
+    ) -> None:
+        before = pending.offsets.get(engine.name, request.rank_offset)
+        if before != request.rank_offset:
+            raise Reason.GROUP_EXISTS.error(
+                f"{engine.name} joins {request.group_name} at rank {before}, not {request.rank_offset}",
+                field="rank_offset",
+            )
+        if body_hash(pending.body) == body_hash(body):
+            return
+        for name in ("master_address", "master_port", "backend", "world_size"):
+            there, here = getattr(pending.body, name), getattr(body, name)
+            if there != here:
+                others = ", ".join(sorted(pending.offsets))
+                raise Reason.GROUP_EXISTS.error(
+                    f"{name} is {here!r}; {others} joins {request.group_name} with {there!r}",
+                    field=name,
+                )
+        raise Reason.GROUP_EXISTS.error(f"another call asks for {request.group_name} differently", field="group_name")
+
+
+async def _gathered(pending: _Pending, targets: Sequence[Slot], timeout_s: float) -> list[GroupMember]:
+    """Who joins where, once every engine was called."""
+    ranks = {member.slot: member.num_ranks for member in groups.members(targets)}
+    try:
+        async with asyncio.timeout(timeout_s):
+            while pending.offsets.keys() < ranks.keys():
+                if not pending.offsets:
+                    raise Reason.CANCELLED.error("every caller has left")
+                pending.changed.clear()
+                await pending.changed.wait()
+    except TimeoutError:
+        missing = ", ".join(sorted(ranks.keys() - pending.offsets.keys()))
+        raise Reason.GROUP_FAILED.error(
+            f"group {pending.body.group_name}: nobody called {missing} within {timeout_s:g} s",
+            field="world_size",
+            next_step="Call every engine of the model, at the same time.",
+        ) from None
+    return [
+        GroupMember(slot=name, rank_offset=offset, num_ranks=ranks[name]) for name, offset in pending.offsets.items()
+    ]
+
+
+async def _begin(body: InitWeightsUpdateGroupRequest, given: Sequence[GroupMember], start: Start) -> Run:
+    whole = InitWeightsUpdateGroupRequest()
+    whole.CopyFrom(body)
+    whole.members.extend(given)
+    return await start(whole)

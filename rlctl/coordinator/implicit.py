@@ -1,0 +1,426 @@
+"""Weight updates of clients that name none: opened by their first write, joined by others, committed by what ends it.
+
+Trainers that speak to engines as SGLang, slime or vLLM have it know pauses and buckets, not updates. What they write
+under a pause, or after a begin without an id, is one update of the model, journaled, leased and fenced as any other; it
+is committed by their end of it, by a version that they set, or by the continue that follows, whichever comes first.
+Outside of a pause a write is a whole update. Under one it is full unless its client says otherwise: half of an update
+that a trainer left behind must not be published by whoever continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
+from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.gathering import Gathering
+from rlctl.coordinator.joining import Joined, Joining
+from rlctl.coordinator.operations import Operations, Run
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.planning import Planner, in_progress
+from rlctl.coordinator.relabelling import relabel
+from rlctl.coordinator.roster import Roster, Slot
+from rlctl.errors import Reason, from_detail
+from rlctl.outcomes import acknowledged, blame
+from rlctl.ports import Clock, Journal
+from rlctl.times import duration
+from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+from rlctl.v1.update_pb2 import (
+    DATA_PATH_BROADCAST,
+    DATA_PATH_IPC,
+    BeginWeightUpdateRequest,
+    CommitWeightUpdateRequest,
+    Trainer,
+)
+from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
+    UPDATE_KIND_UNSPECIFIED,
+    ContinueGenerationRequest,
+    GetModelInfoRequest,
+    InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    ResumeMemoryRequest,
+    UnloadAdapterRequest,
+    UpdateKind,
+    UpdateOptions,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+from rlctl.verbs import of_request
+
+if TYPE_CHECKING:
+    from rlctl.coordinator.updates import Updates
+
+LEASE_S = 60.0
+"""An implicit update is aborted when nothing of it was heard for this long after its last write."""
+
+STORE_S = 60.0
+"""How long the store of a client's group may take to listen: trainers call the engines first."""
+
+ASK_S = 10.0
+
+OWNER = "a client that names no update"
+
+
+class Implicit:
+    """The implicit updates of all models, and the calls that are one operation."""
+
+    def __init__(
+        self,
+        updates: Updates,
+        *,
+        roster: Roster,
+        peers: Peers,
+        operations: Operations,
+        fanout: Fanout,
+        planner: Planner,
+        attempts: Attempts,
+        journal: Journal,
+        clock: Clock,
+    ) -> None:
+        self._roster = roster
+        self._peers = peers
+        self._journal = journal
+        self._operations = operations
+        self._fanout = fanout
+        self._planner = planner
+        self._attempts = attempts
+        self._updates = updates
+        self._clock = clock
+        self.joining = Joining(operations)
+        self._gathering = Gathering(self.joining)
+        self._opening = asyncio.Lock()
+        self._sequences: dict[str, Counter[str]] = {}
+        """Buckets that came so far, by update and group."""
+
+    @staticmethod
+    def takes(request: Message) -> bool:
+        """Whether a verb is carried out here: it names no update, or comes from somebody who knows engines only."""
+        header = request.header  # type: ignore[attr-defined]
+        if header.validate_only or header.fence.update_id:
+            return False
+        match request:
+            case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
+                return True
+            case UpdateWeightsFromDiskRequest():
+                return bool(header.for_slot or header.unkeyed)
+            case InitWeightsUpdateGroupRequest() | LoadAdapterRequest() | UnloadAdapterRequest():
+                return bool(header.for_slot)
+        return False
+
+    async def run(self, request: Message, timeout_s: float) -> Joined:
+        """The operation that a verb is, or is part of."""
+        header = request.header  # type: ignore[attr-defined]
+        model = self._model(header.target, header.for_slot)
+        header.target.CopyFrom(Target(model=model))
+        engines = self._engines(model)
+        match request:
+            case InitWeightsUpdateGroupRequest():
+                engine = self._roster.slot(header.for_slot, "header.for_slot")
+
+                async def form(group: InitWeightsUpdateGroupRequest) -> Run:
+                    joining = [self._roster.slot(name) for name in sorted(member.slot for member in group.members)]
+
+                    async def join(run: Run) -> None:
+                        await self._attempts.join_group(group, joining, run, timeout_s, patient_s=STORE_S)
+
+                    return await self._operations.start(
+                        request, verb="InitWeightsUpdateGroup", targets=joining, excluded=[], work=join,
+                        exclusive=False, model=model,
+                    )  # fmt: skip
+
+                return await self._gathering.run(request, engine, self._targets, form, timeout_s)
+            case UpdateWeightsFromDiskRequest():
+                disk = functools.partial(self._updates.from_disk, request, timeout_s)
+                return await self.joining.run(request, model, engines, disk)
+            case LoadAdapterRequest():
+                load = functools.partial(self._updates.load_adapter, request, timeout_s)
+                return await self.joining.run(request, model, engines, load)
+            case UnloadAdapterRequest():
+                unload = functools.partial(self._unload, request, model, timeout_s)
+                return await self.joining.run(request, model, engines, unload)
+            case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
+                write = functools.partial(self._write, request, model, timeout_s)
+                return await self.joining.run(request, model, engines, write)
+        raise AssertionError(f"{type(request).__name__} belongs to the table's way")
+
+    async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
+        targets, excluded = self._updates.adapter_holders(request)
+        self._updates.refuse_outsider(targets, "")
+
+        async def work(run: Run) -> None:
+            await self._updates.unload_adapter(request, targets, run, timeout_s)
+
+        return await self._operations.start(
+            request,
+            verb="UnloadAdapter",
+            targets=targets,
+            excluded=excluded,
+            work=work,
+            exclusive=True,
+            model=model,
+        )
+
+    # Open.
+
+    async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> OpenUpdate:
+        """Open an implicit update, or confirm one that nothing was written in yet. Raises UPDATE_IN_PROGRESS."""
+        begin = BeginWeightUpdateRequest()
+        begin.CopyFrom(request)
+        begin.model = self._model(Target(model=request.model), request.header.for_slot)
+        async with self._opening:
+            opened = self._updates.implicit_of(begin.model)
+            if opened is not None and not opened.decided.is_set() and not opened.session.written:
+                opened.renew(self._clock.now())
+                await self._operations.join(opened.run, request)
+                return opened
+            return await self._open(begin, timeout_s, asked=request)
+
+    async def _open(
+        self, begin: BeginWeightUpdateRequest, timeout_s: float | None, asked: Message | None = None
+    ) -> OpenUpdate:
+        self._complete(begin)
+        opened = await self._updates.begin_implicit(begin, timeout_s, request=asked)
+        self._sequences = {
+            update: counted for update, counted in self._sequences.items() if self._updates.is_open(update)
+        }
+        self._sequences[opened.session.update_id] = Counter()
+        return opened
+
+    def _complete(self, begin: BeginWeightUpdateRequest) -> None:
+        """What such a client does not say."""
+        record = self._roster.model(begin.model).record
+        begin.implicit = True
+        begin.path = begin.path or DATA_PATH_BROADCAST
+        begin.kind = begin.kind or UPDATE_KIND_FULL
+        begin.version = begin.version or f"update-{max(record.reserved_sequence, record.latest.sequence) + 1}"
+        if not begin.HasField("lease_ttl"):
+            begin.lease_ttl.CopyFrom(duration(LEASE_S))
+        begin.trainer.MergeFrom(Trainer(name=begin.trainer.name or OWNER, incarnation=record.trainer_incarnation))
+
+    # Write.
+
+    async def _write(self, request: Write, model: str, timeout_s: float) -> Run:
+        async with self._opening:
+            opened = self._updates.implicit_of(model)
+            if opened is None:
+                if self._roster.models[model].update_id:
+                    raise in_progress(self._roster.models[model])
+                targets = self._targets(model)
+                begin = BeginWeightUpdateRequest(
+                    model=model, version=request.weight_version, kind=request.kind, options=request.options
+                )
+                _by_path(begin, request)
+                if not any(map(_paused_by_name, targets)):
+                    return await self._alone(begin, request, targets, timeout_s)
+                opened = await self._open(begin, None)
+            else:
+                self._refuse(opened, request)
+        return await self._into(opened, request, timeout_s)
+
+    async def _alone(
+        self, begin: BeginWeightUpdateRequest, request: Write, targets: list[Slot], timeout_s: float
+    ) -> Run:
+        """A write that is a whole update."""
+        if begin.kind == UPDATE_KIND_UNSPECIFIED:
+            begin.kind = await self._kind(request, targets)
+        begin.header.request_id = request.header.request_id
+        self._complete(begin)
+        body = type(request).FromString(request.SerializeToString())
+        _number(body, Counter())
+
+        async def content(opened: OpenUpdate) -> None:
+            body.header.fence.update_id = opened.session.update_id
+            await self._attempts.receive(opened, body, opened.run, timeout_s)
+            opened.decide()
+
+        verb = of_request(request).name
+        # The operation is what was asked for: its record has the hash of that.
+        asked = type(request).FromString(request.SerializeToString())
+        return (await self._updates.begin_implicit(begin, timeout_s, request=asked, verb=verb, content=content)).run
+
+    async def _kind(self, request: Write, targets: list[Slot]) -> UpdateKind.ValueType:
+        """Whether a write has every parameter of the model; engines that list none find out by themselves."""
+        [result] = await self._fanout.run(
+            GetModelInfoRequest(reference=True),
+            targets[:1],
+            operation_id=self._clock.new_id(),
+            step="reference",
+            deadline=self._clock.now() + ASK_S,
+        )
+        if not acknowledged(result, update=False):
+            raise blame(result)
+        known = {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
+        return UPDATE_KIND_FULL if known <= _names(request) else UPDATE_KIND_PARTIAL
+
+    def _refuse(self, opened: OpenUpdate, request: Write) -> None:
+        """A write that does not fit into the update that is open."""
+        begin = opened.session.record.request
+        if opened.decided.is_set():
+            raise in_progress(opened.session.model)
+        if request.kind not in (UPDATE_KIND_UNSPECIFIED, begin.kind):
+            raise Reason.FIELD_CONFLICT.error(
+                f"the open update is {UpdateKind.Name(begin.kind)}, this is {UpdateKind.Name(request.kind)}",
+                field="kind",
+            )
+        other = BeginWeightUpdateRequest()
+        _by_path(other, request)
+        if other.path == begin.path and list(other.host_ids) == list(begin.host_ids):
+            return
+        if opened.session.written:
+            raise Reason.FIELD_CONFLICT.error("an update takes tensors in over groups or from memory, not both")
+        begin.path = other.path
+        begin.host_ids[:] = other.host_ids
+        self._planner.plan_path(opened.session.record.plan, begin, opened.session.targets)
+
+    async def _into(self, opened: OpenUpdate, request: Write, timeout_s: float) -> Run:
+        """A write as a part of the open update, which it keeps alive."""
+        session = opened.session
+        body = type(request).FromString(request.SerializeToString())
+        body.header.fence.update_id = session.update_id
+        _number(body, self._sequences[session.update_id])
+        if request.weight_version:
+            session.record.plan.version.label = request.weight_version
+        options = session.record.request.options
+        options.flush_cache = _flushes(options) or _flushes(request.options)
+        opened.renew(self._clock.now())
+
+        async def work(run: Run) -> None:
+            try:
+                await self._attempts.receive(opened, body, run, timeout_s)
+            finally:
+                opened.renew(self._clock.now())
+                failed = [result for result in run.operation.stage_results if not acknowledged(result, update=True)]
+                if failed or opened.broken:
+                    # Nobody who names it could retry it; the next write opens another one.
+                    opened.decide(verdict=blame(failed[0]) if failed else Reason.GROUP_FAILED.error())
+                    await opened.run.ended.wait()
+
+        return await self._operations.start(
+            request,
+            verb=of_request(request).name,
+            targets=session.reached_by(of_request(request)),
+            excluded=[],
+            work=work,
+            exclusive=False,
+            model=session.model.record.name,
+            update_id=session.update_id,
+        )
+
+    # End.
+
+    async def commit(self, request: CommitWeightUpdateRequest) -> Joined:
+        """Commit the open implicit update of a model; where none is open, a version is the published one's new label.
+
+        Raises UPDATE_NOT_FOUND.
+        """
+        model = self._model(request.header.target, request.header.for_slot)
+        request.header.target.CopyFrom(Target(model=model))
+        commit = functools.partial(self._commit, request, model)
+        return await self.joining.run(request, model, self._engines(model), commit)
+
+    async def _commit(self, request: CommitWeightUpdateRequest, model: str) -> Run:
+        opened = self._updates.implicit_of(model)
+        if opened is not None:
+            return await self._end(opened, request)
+        if self._roster.models[model].update_id:
+            raise in_progress(self._roster.models[model])
+        if not request.version:
+            raise Reason.UPDATE_NOT_FOUND.error(f"no update of {model} is open that was begun without a name")
+        return await relabel(
+            request,
+            model,
+            roster=self._roster,
+            peers=self._peers,
+            operations=self._operations,
+            journal=self._journal,
+        )
+
+    async def _end(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> Run:
+        async with contextlib.AsyncExitStack() as writing:
+            for lock in opened.session.writing.values():  # what is being taken in is part of it
+                await writing.enter_async_context(lock)
+            if request.version and not opened.decided.is_set():
+                opened.session.record.plan.version.label = request.version
+            self._updates.decide(opened, request)
+        return opened.run
+
+    async def settle(self, request: Message, targets: Iterable[Slot]) -> None:
+        """Before generation goes on, or memory that it needs is there again: commit what is open for these stages.
+
+        One that nothing was written in is dropped. Raises what kept an update from being published.
+        """
+        if not isinstance(request, ContinueGenerationRequest | ResumeMemoryRequest):
+            return
+        for model in sorted({slot.model for slot in targets}):
+            opened = self._updates.implicit_of(model)
+            if opened is None:
+                continue
+            if not opened.session.written:
+                opened.decide(verdict=Reason.CANCELLED.error("generation continues, and nothing was written"))
+                await opened.run.ended.wait()
+                continue
+            run = await self._end(opened, CommitWeightUpdateRequest())
+            await run.ended.wait()
+            if run.operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
+                error = from_detail(run.operation.error)
+                error.message = f"update {run.operation.operation_id} was not published: {error.message}"
+                raise error
+
+    def _engines(self, model: str) -> list[str]:
+        return [slot.name for slot in self._roster.slots.values() if slot.model == model]
+
+    def _targets(self, model: str) -> list[Slot]:
+        return self._roster.select(Target(model=model))[0]
+
+    def _model(self, target: Target, for_slot: str) -> str:
+        """The model that a call is about."""
+        if not for_slot:
+            return self._planner.only_updatable(target)
+        model = self._roster.slot(for_slot, "header.for_slot").model
+        if target.model not in ("", model):
+            raise Reason.FIELD_CONFLICT.error(f"{for_slot} serves {model}, not {target.model}", field="header.for_slot")
+        return model
+
+
+def _paused_by_name(slot: Slot) -> bool:
+    """Whether somebody keeps a stage from generating, and will let it go on."""
+    paused = slot.report is not None and slot.report.paused and not slot.held
+    return paused or slot.state == STAGE_STATE_ASLEEP
+
+
+def _by_path(begin: BeginWeightUpdateRequest, request: Write) -> None:
+    """The path that a write takes."""
+    begin.path = DATA_PATH_BROADCAST
+    if isinstance(request, UpdateWeightsFromTensorRequest) and request.segments:
+        begin.path = DATA_PATH_IPC
+        begin.host_ids[:] = sorted({segment.node for segment in request.segments})
+
+
+def _number(request: Write, counted: Counter[str]) -> None:
+    """Number the buckets of every group on from those that came before."""
+    if isinstance(request, UpdateWeightsFromDistributedRequest):
+        for bucket in request.buckets:
+            group = bucket.group_name or request.group_name
+            bucket.sequence = counted[group]
+            counted[group] += 1
+
+
+def _names(request: Write) -> set[str]:
+    if isinstance(request, UpdateWeightsFromDistributedRequest):
+        return {name for bucket in request.buckets for name in bucket.names}
+    return {tensor.name for segment in request.segments for tensor in segment.tensors}
+
+
+def _flushes(options: UpdateOptions) -> bool:
+    return not options.HasField("flush_cache") or options.flush_cache

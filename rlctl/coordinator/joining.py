@@ -1,0 +1,140 @@
+"""Calls that are one operation: those for every engine by itself that ask for the same, and repeats without a key.
+
+A client that knows engines only calls each of them; the weights are the model's all the same. The first call starts the
+operation, those for the other engines get its answer, each once. A request_id of the client's own makes a repeat exact.
+Without one, the same body for the same engine is a repeat while the operation runs, and until somebody has got its
+answer; after that it is a new operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator.operations import Operations, Run, body_hash
+from rlctl.errors import Reason
+from rlctl.ports import CALLER
+
+
+@dataclass(eq=False)
+class _Shared:
+    """One operation and who shares it.
+
+    Attributes:
+        model: whose weights it is about.
+        run: the operation, once it is accepted.
+        called: engines that it was called for; "" for a call that is not for one.
+        unanswered: engines that have not got its answer.
+    """
+
+    model: str
+    run: asyncio.Task[Run]
+    unanswered: set[str]
+    called: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A call as a part of an operation.
+
+    Attributes:
+        run: the operation.
+        replayed: it was accepted before this call.
+        body: what the calls that are part of it have in common.
+    """
+
+    run: Run
+    replayed: bool
+    body: Message
+
+
+class Joining:
+    """The operations that a further call may still join."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._shared: dict[bytes, _Shared] = {}
+
+    async def run(
+        self, body: Message, model: str, engines: Iterable[str], start: Callable[[], Coroutine[Any, Any, Run]]
+    ) -> Joined:
+        """The operation that a call is part of.
+
+        ``body``: the request; what differs between the calls for ``engines``, beside its header, is left out of it.
+        ``start`` accepts the operation, and may take its time; what it raises all calls get. Raises CANCELLED when the
+        caller leaves before.
+        """
+        header = body.header  # type: ignore[attr-defined]
+        known = self.known(body)
+        if known is not None:
+            return Joined(known, True, body)
+        key = body_hash(body)
+        shared = self._shared.get(key)
+        joined = shared is not None and self._joins(shared, header.for_slot, unkeyed=header.unkeyed)
+        if shared is None or not joined:
+            callers = {*engines, header.for_slot} if header.for_slot else {""}
+            shared = self._shared[key] = _Shared(model, asyncio.create_task(start()), callers)
+            shared.run.add_done_callback(lambda _, shared=shared: self._drop_refused(key, shared))  # type: ignore[misc]
+        shared.called.add(header.for_slot)
+        try:
+            await _started(shared.run)
+        except BaseException:
+            shared.called.discard(header.for_slot)
+            raise
+        run = shared.run.result()
+        await self._operations.join(run, body)
+        return Joined(run, joined, body)
+
+    def known(self, body: Message) -> Run | None:
+        """The operation that a call under this request_id was part of. Raises REQUEST_ID_REUSED for another body."""
+        return self._operations.known(body.header.request_id, body)  # type: ignore[attr-defined]
+
+    def _drop_refused(self, key: bytes, shared: _Shared) -> None:
+        refused = shared.run.cancelled() or shared.run.exception() is not None
+        if refused and self._shared.get(key) is shared:
+            del self._shared[key]
+
+    @staticmethod
+    def _joins(shared: _Shared, engine: str, *, unkeyed: bool) -> bool:
+        """Whether a call is part of an operation: its engine's own, or a repeat that cannot be told apart from it."""
+        return engine in shared.unanswered and (unkeyed or engine not in shared.called)
+
+    def answered(self, joined: Joined) -> None:
+        """A call has its answer, unless the transport knows that its caller has left."""
+        body = joined.body
+        caller, key = CALLER.get(), body_hash(body)
+        shared = self._shared.get(key)
+        if shared is None or (caller is not None and caller.left.is_set()):
+            return
+        shared.unanswered.discard(body.header.for_slot)  # type: ignore[attr-defined]
+        if not shared.unanswered:
+            del self._shared[key]
+
+    def forget(self, model: str) -> None:
+        """A new update of a model begins: what has ended is joined by nobody any more."""
+        for key, shared in list(self._shared.items()):
+            accepted = shared.run.done() and not shared.run.cancelled() and shared.run.exception() is None
+            if shared.model == model and accepted and shared.run.result().ended.is_set():
+                del self._shared[key]
+
+
+async def _started(run: asyncio.Task[Run]) -> None:
+    """Wait until an operation is accepted or refused, or nobody waits for it."""
+    caller = CALLER.get()
+    if caller is None:
+        await asyncio.wait({run})
+        return
+    left = asyncio.create_task(caller.left.wait())
+    try:
+        await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await left
+    if not run.done():
+        raise Reason.CANCELLED.error("the caller has left")

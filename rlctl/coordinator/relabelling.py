@@ -1,0 +1,96 @@
+"""Another label for the version that is published: the weights, and the sequence that orders them, stay.
+
+For clients that say only after their update what its version is called. A stage that holds the version is told in one
+word that it is admitted under its new label and that this is what it holds, so that none stops serving meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from rlctl.coordinator import versions
+from rlctl.coordinator.operations import Operations, Run
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.roster import Roster, Slot, model_put
+from rlctl.errors import Reason
+from rlctl.ports import Journal
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    Target,
+    WeightVersion,
+)
+from rlctl.v1.journal_pb2 import ModelRecord
+from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
+
+TOLD_S = 10.0
+"""Time that a grant may take to a stage and its report back."""
+
+
+async def relabel(
+    request: CommitWeightUpdateRequest,
+    model: str,
+    *,
+    roster: Roster,
+    peers: Peers,
+    operations: Operations,
+    journal: Journal,
+) -> Run:
+    """Call the published version of a model by ``request.version`` from now on."""
+    targets, excluded = roster.select(Target(model=model))
+
+    async def work(run: Run) -> None:
+        async with roster.publishing:
+            state = roster.models[model]
+            before = state.record.latest
+            holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == before]
+            record = ModelRecord()
+            record.CopyFrom(state.record)
+            record.latest.label = request.version
+            await journal.write([model_put(record)])
+            versions.publish(state, record)
+            for slot in roster.slots.values():
+                if slot.model == model:
+                    peers.grant(slot, adopt=slot in holders)
+        roster.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                await roster.until(lambda: all(_holds(slot, record.latest) for slot in holders))
+        run.operation.weight_version.CopyFrom(record.latest)
+        for slot in targets:
+            run.add(_result(roster, slot, record.latest, told=slot in holders))
+
+    return await operations.start(
+        request, verb="CommitWeightUpdate", targets=targets, excluded=excluded, work=work, exclusive=True, model=model
+    )
+
+
+def _holds(slot: Slot, version: WeightVersion) -> bool:
+    return slot.report is not None and slot.report.weight_version == version
+
+
+def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -> StageResult:
+    result = StageResult(
+        header=roster.header(),
+        slot=slot.name,
+        incarnation=slot.record.incarnation,
+        outcome=OUTCOME_APPLIED,
+        state=slot.state,
+        weight_version=slot.report.weight_version if slot.report is not None else None,
+    )
+    if not _holds(slot, version):
+        # Whatever it holds is not admitted under another name: it serves nothing, or still the same weights.
+        result.outcome = OUTCOME_UNKNOWN if told else OUTCOME_REJECTED
+        error = Reason.RANK_SILENT if told else Reason.WEIGHTS_STALE
+        result.error.CopyFrom(error.error(f"{slot.name} does not hold version {version.label!r}").detail())
+    for worker in slot.record.registration.layout.workers:
+        # A version's name is kept by the stage, for all of its ranks.
+        rank = result.rank_results.add(coordinates=worker, outcome=result.outcome, evidence=EVIDENCE_ENGINE)
+        if result.HasField("error"):
+            rank.error.CopyFrom(result.error)
+    result.evidence = EVIDENCE_ENGINE
+    return result

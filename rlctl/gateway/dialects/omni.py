@@ -1,0 +1,149 @@
+"""SGLang-Omni's RL admin interface: the router's for the fleet, a worker's below each engine's address.
+
+Written from SGLang-Omni's page "RL Admin Control". A worker is an engine; its stages are the engine's, its ranks answer
+one by one. Requests are read by :mod:`.omni_requests`, results told by :mod:`.omni_results`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rlctl.errors import Conflict, InvalidRequest, Reason, RlctlError
+from rlctl.gateway import engines
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Dialect, Handler, Reply, Route, Scope
+from rlctl.gateway.dialects import omni_requests, omni_results
+from rlctl.gateway.dialects.omni_requests import Verb
+from rlctl.gateway.failures import headers_of
+from rlctl.gateway.generation.routes import routes
+from rlctl.gateway.generation.running import SLOT
+from rlctl.gateway.generation.service import Generation
+from rlctl.gateway.table import ENGINE
+
+KEY = "SGLANG_OMNI_ADMIN_KEY"
+
+LOCK_S = 300.0
+"""How long a broadcast that changes something waits for another one."""
+
+
+def dialect(generation: Generation) -> Dialect:
+    """SGLang-Omni's table."""
+    router = _Router(generation.settings.admin_api_key or os.environ.get(KEY, ""))
+    rows = [
+        Route(
+            verb.methods,
+            path,
+            router.guarded(functools.partial(router.broadcast, path, verb)),
+            doc=verb.doc,
+            lasting=False,
+        )
+        for path, verb in omni_requests.VERBS.items()
+    ]
+    own = [
+        Route(verb.methods, ENGINE + path, router.guarded(functools.partial(_ask, verb)), doc=verb.doc, lasting=False)
+        for path, verb in omni_requests.VERBS.items()
+    ]
+    workers = [
+        Route("GET", "/workers", list_workers, Scope.VIEWER, "The workers, disabled and dead ones too."),
+        Route("GET", "/workers/{id:.+}", get_worker, Scope.VIEWER, "One worker, by its slot or address."),
+        Route("PUT", "/workers/{id:.+}", router.guarded(put_worker), doc='{"disabled": ...}: routed to or not.'),
+    ]
+    return Dialect("omni", [*rows, *own, *workers, *routes(), *routes(ENGINE)], fail=fail)
+
+
+def fail(error: RlctlError) -> Reply:
+    """A wrong field is 422; who holds what is needed, 503; a wrong key, 403."""
+    status = error.http_status
+    if error.reason is Reason.TOKEN_INVALID:
+        status = 403
+    elif isinstance(error, Conflict):
+        status = 503
+    elif isinstance(error, InvalidRequest) and error.field != "body":
+        status = 422
+    said = {"message": str(error), "code": error.reason.name.lower(), "param": error.field or None}
+    return Reply({"error": said}, status, {**headers_of(error), **({"Retry-After": "1"} if status == 503 else {})})
+
+
+class _Router:
+    """What all requests to one gateway share: the key, and the lock."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._lock = asyncio.Lock()
+
+    def guarded(self, handler: Handler) -> Handler:
+        """The handler, for those who have the key."""
+
+        async def answer(call: Call) -> Any:
+            if self._key:
+                if call.token is None:
+                    raise Reason.TOKEN_MISSING.error("an admin key is required", next_step="Authorization: Bearer KEY")
+                if not hmac.compare_digest(call.token.encode(), self._key.encode()):
+                    raise Reason.TOKEN_INVALID.error("the admin key is another one")
+            return await handler(call)
+
+        return answer
+
+    async def broadcast(self, path: str, verb: Verb, call: Call) -> Reply:
+        """One operation over all workers, told as the router tells its broadcasts."""
+        asked = omni_requests.read(verb, await call.fields())
+        async with self._turn() if verb.locked else contextlib.nullcontext():
+            operation = await omni_requests.carry_out(call, asked)
+        return omni_results.of_router(operation, path, functools.partial(engines.url_of, call))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(LOCK_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise Reason.OPERATION_CONFLICT.error(f"another update has been going on for {LOCK_S:.0f} s") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+async def _ask(verb: Verb, call: Call) -> Reply:
+    """One engine's part, told as a worker tells it."""
+    operation = await omni_requests.carry_out(call, omni_requests.read(verb, await call.fields()))
+    return omni_results.of_worker(operation, call.path[SLOT])
+
+
+async def list_workers(call: Call) -> Reply:
+    """The workers."""
+    stages = (await call.fleet.status(call.generation.settings.model)).stages
+    workers = [omni_results.worker(stage, engines.url_of(call, stage.registration.slot)) for stage in stages]
+    counts = {
+        "total_workers": len(workers),
+        "routable_workers": sum(worker["routable"] for worker in workers),
+        "disabled_workers": sum(worker["disabled"] for worker in workers),
+        "dead_workers": sum(worker["is_dead"] for worker in workers),
+    }
+    return Reply({"status": "ok", **counts, "workers": workers})
+
+
+async def get_worker(call: Call) -> Reply:
+    """One worker."""
+    slot = engines.slot_in(call.path["id"]) or call.path["id"]
+    return Reply(omni_results.worker(await engines.find(call, slot, "id"), engines.url_of(call, slot)))
+
+
+async def put_worker(call: Call) -> Reply:
+    """Enable or disable a worker."""
+    slot = engines.slot_in(call.path["id"]) or call.path["id"]
+    fields = await call.fields()
+    disabled = fields.take("disabled", bool)
+    if fields.unknown:
+        raise Reason.UNSUPPORTED.error(
+            "whether a worker lives and what it can do its stage server says", field=fields.unknown[0]
+        )
+    await engines.find(call, slot, "id")
+    await call.fleet.set_enabled([slot], not disabled)
+    return Reply({"status": "ok", **(await get_worker(call)).body})

@@ -1,0 +1,147 @@
+"""The interface of slime's router (and of SGLang's, whose worker list has the same paths): its list of workers in front
+of what SGLang's dialect has.
+
+The workers are the fleet's enabled engines, under their addresses at this gateway, so that a trainer which asks each of
+them to abort goes through the stage. An engine comes into a fleet by its stage server and never by its address alone;
+docs/architecture.md says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.gateway import engines
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Dialect, Handler, Reply, Route, Scope
+from rlctl.gateway.dialects import sglang
+from rlctl.gateway.failures import headers_of
+from rlctl.gateway.generation.service import Generation
+from rlctl.v1.common_pb2 import WORKER_TYPE_REGULAR, StageState, WorkerType
+from rlctl.v1.fleet_pb2 import Stage
+
+
+def dialect(generation: Generation) -> Dialect:
+    """slime's table."""
+    rest = sglang.dialect(generation)
+    rows = [
+        Route("POST", "/add_worker", _told(add_worker), doc="Enable an engine of the fleet; others are refused."),
+        Route("GET", "/list_workers", _told(list_workers), Scope.VIEWER, "The addresses of the enabled engines."),
+        Route("POST", "/remove_worker", _told(remove_worker), doc="Disable an engine: nothing more is sent to it."),
+        Route("POST", "/workers", _told(add_worker), doc="As /add_worker."),
+        Route("GET", "/workers", _told(workers), Scope.VIEWER, "The enabled engines."),
+        Route("GET", "/workers/{id:.+}", _told(worker), Scope.VIEWER, "One engine, by its slot or address."),
+        Route("DELETE", "/workers/{id:.+}", _told(remove_worker), doc="As /remove_worker."),
+        Route("POST", "/retrieve_from_text", _told(retrieve_from_text), Scope.ROLLOUT, "See the radix middleware."),
+    ]
+    taken = {(route.methods, route.path) for route in rows}
+    return Dialect(
+        "slime",
+        [*rows, *(route for route in rest.routes if (route.methods, route.path) not in taken)],
+        fail=rest.fail,
+        admit=rest.admit,
+        body_bytes=rest.body_bytes,
+    )
+
+
+async def add_worker(call: Call) -> Reply:
+    """Enable an engine of the fleet. A repeat is harmless."""
+    url = await _url(call)
+    slot = engines.slot_in(url)
+    if not slot:
+        raise Reason.UNSUPPORTED.error(
+            f"{url} is no engine of this fleet's: an engine comes into it by its stage server",
+            field="url",
+            next_step="Attach to a server that runs with `rlctl stage --engine sglang --option url=URL --slot NAME"
+            " --model-path DIR --coordinator ADDRESS`, or by `external: [HOST:PORT]` in the topology.",
+        )
+    await _enable(call, slot, True)
+    slots = [stage.registration.slot for stage in await _enabled(call)]
+    urls = {engines.url_of(call, slot): call.generation.inflight_at(slot) for slot in slots}
+    return Reply({"status": "success", "worker_urls": urls})
+
+
+async def remove_worker(call: Call) -> Reply:
+    """Disable an engine of the fleet. A repeat is harmless."""
+    slot = _slot(call.path["id"] if "id" in call.path else await _url(call))
+    await _enable(call, slot, False)
+    return Reply({"status": "success", "message": f"{slot} is disabled", "worker_id": slot})
+
+
+async def list_workers(call: Call) -> Reply:
+    """The enabled engines' addresses."""
+    return Reply({"urls": [engines.url_of(call, stage.registration.slot) for stage in await _enabled(call)]})
+
+
+async def workers(call: Call) -> Reply:
+    """The enabled engines."""
+    return Reply({"workers": [_described(call, stage) for stage in await _enabled(call)]})
+
+
+async def worker(call: Call) -> Reply:
+    """One engine."""
+    return Reply(_described(call, await engines.find(call, _slot(call.path["id"]), "id")))
+
+
+async def retrieve_from_text(call: Call) -> Reply:
+    """What was generated for a text. Answered by the radix middleware, before it comes here."""
+    del call
+    raise Reason.UNSUPPORTED.error(
+        "nothing here remembers what was generated",
+        next_step="Start the gateway with --middleware-path rlctl.gateway.radix:RadixMiddleware.",
+    )
+
+
+async def _url(call: Call) -> str:
+    for name in ("url", "worker_url"):
+        if call.query.get(name):
+            return call.query[name]
+    fields = await call.fields()
+    fields.accept("worker_type", "bootstrap_port")  # of what the stage server says when it joins
+    url = fields.take("url", str, "") or fields.take("worker_url", str, "")
+    if not url:
+        raise Reason.FIELD_REQUIRED.error("worker_url is required (?url=... or a JSON body)", field="url")
+    return url
+
+
+def _slot(named: str) -> str:
+    """An engine is named by its slot, which is its id here, or by its address."""
+    return engines.slot_in(named) or named
+
+
+async def _enabled(call: Call) -> list[Stage]:
+    return [stage for stage in await engines.living(call) if stage.enabled]
+
+
+async def _enable(call: Call, slot: str, enabled: bool) -> None:
+    stage = await engines.find(call, slot, "url")
+    if stage.enabled != enabled:
+        await call.fleet.set_enabled([slot], enabled)
+
+
+def _described(call: Call, stage: Stage) -> dict[str, Any]:
+    registration = stage.registration
+    return {
+        "id": registration.slot,
+        "url": engines.url_of(call, registration.slot),
+        "model_id": registration.model,
+        "worker_type": WorkerType.Name(registration.worker_type or WORKER_TYPE_REGULAR).rpartition("_")[2].lower(),
+        "connection_mode": "http",
+        "is_healthy": stage.routable,
+        "enabled": stage.enabled,
+        "state": StageState.Name(stage.state).removeprefix("STAGE_STATE_"),
+        "weight_version": stage.report.weight_version.label,
+    }
+
+
+def _told(handler: Handler) -> Handler:
+    """The handler, whose errors are said as the router says them: {"error": "why"}."""
+
+    async def answer(call: Call) -> Any:
+        try:
+            return await handler(call)
+        except RlctlError as error:
+            said = {**error.described(), "error": str(error)}
+            return Reply(said, error.http_status, headers_of(error))
+
+    return answer

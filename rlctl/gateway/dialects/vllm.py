@@ -1,0 +1,329 @@
+"""vLLM's control interface, as SkyRL's router has it: each control path for the fleet, and below an engine's address.
+
+At an engine's address the answer is the server's own; at the root it is a map of those by address, with status 200 if
+all are well and 207 if not. What is refused before anything was sent to any engine is an error of its own. Requests are
+read by :mod:`.vllm_requests`; the routes that generate are in :mod:`.vllm_generation`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from rlctl.errors import PreconditionFailed, Reason, RlctlError, from_detail
+from rlctl.gateway import engines
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Dialect, Reply, Route, Scope
+from rlctl.gateway.dialects import vllm_generation, vllm_requests
+from rlctl.gateway.failures import headers_of
+from rlctl.gateway.generation.routes import routes
+from rlctl.gateway.generation.service import Generation
+from rlctl.gateway.table import ENGINE
+from rlctl.outcomes import acknowledged
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_JOINING,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_RETIRED,
+    STAGE_STATE_UNREACHABLE,
+)
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    AbortRequestsRequest,
+    ContinueGenerationRequest,
+    GetLoadsRequest,
+    GetServerInfoRequest,
+    ResumeMemoryRequest,
+)
+from rlctl.version import __version__
+
+UPDATE_S = 600.0
+
+_DEAD = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_JOINING)
+
+Steps = Callable[[Call], Awaitable[Sequence[Message]]]
+
+
+@dataclass(frozen=True)
+class Control:
+    """A control path.
+
+    Attributes:
+        steps: the operations that it takes, one after the other, unless one fails.
+        told: the body of a server's answer that is well.
+        several: it takes more than one operation: they go on when the caller leaves.
+    """
+
+    path: str
+    steps: Steps
+    told: Mapping[str, Any]
+    doc: str
+    several: bool = False
+
+
+def dialect(generation: Generation) -> Dialect:
+    """vLLM's table."""
+    del generation
+    rows = [
+        *(
+            Route("POST", row.path, functools.partial(control, row), doc=row.doc, lasting=row.several)
+            for row in CONTROLS
+        ),
+        *(Route("GET", path, functools.partial(read, tell), Scope.VIEWER, doc) for path, tell, doc in READS),
+        Route("GET", "/get_world_size", world_size, Scope.VIEWER),
+        Route("GET", "/load", load, Scope.VIEWER),
+        Route("GET", "/server_info", server_info, Scope.VIEWER),
+        Route("POST", "/abort_requests", abort, doc="AbortRequests; {} ends all."),
+        Route("GET", "/health", health, Scope.OPEN),
+        Route("GET", "/ping", health, Scope.OPEN),
+        Route("GET", "/version", version, Scope.OPEN),
+        *vllm_generation.ROUTES,
+    ]
+    own = [Route("GET", "/servers", servers, Scope.VIEWER)]
+    return Dialect("vllm", [*own, *engines.with_engines(rows), *routes(), *routes(ENGINE)], fail=fail)
+
+
+def fail(error: RlctlError) -> Reply:
+    """``{"error": {"message": ...}}``, with what vLLM has beside it."""
+    said = {**error.described(), "type": type(error).__name__, "param": error.field or None}
+    return Reply({"error": said}, error.http_status, headers_of(error))
+
+
+# Control.
+
+
+_JOINED = {"message": "Weight transfer initialized"}
+_DONE = {"message": "Weight update finished"}
+
+CONTROLS = (
+    Control(
+        "/pause",
+        vllm_requests.pause,
+        {"status": "paused"},
+        "PauseGeneration, and FlushCache for clear_cache.",
+        several=True,
+    ),
+    Control("/resume", vllm_requests.resume, {"status": "resumed"}, "ContinueGeneration; commits an open update."),
+    Control(
+        "/sleep", vllm_requests.sleep, {"status": "sleeping"}, "PauseGeneration, then ReleaseMemory.", several=True
+    ),
+    Control(
+        "/wake_up",
+        vllm_requests.wake_up,
+        {"status": "awake"},
+        "ResumeMemory; all of it there: generation too.",
+        several=True,
+    ),
+    Control("/reset_prefix_cache", vllm_requests.reset_prefix_cache, {"success": True}, "FlushCache."),
+    Control("/collective_rpc", vllm_requests.collective_rpc, {"results": []}, "One of the methods that are allowed."),
+    Control(
+        "/init_weight_transfer_engine",
+        functools.partial(vllm_requests.init_transfer, follow=False),
+        _JOINED,
+        "InitWeightsUpdateGroup.",
+    ),
+    Control(
+        "/init_weight_transfer",
+        functools.partial(vllm_requests.init_transfer, follow=True),
+        _JOINED,
+        "The same under SkyRL's first name; engines find out their own offsets.",
+    ),
+    Control(
+        "/start_weight_update",
+        vllm_requests.start_update,
+        {"message": "Weight update started"},
+        "Opens an update that is joined without naming it.",
+    ),
+    Control(
+        "/update_weights", vllm_requests.update_weights, {"message": "Weights updated"}, "UpdateWeightsFromDistributed."
+    ),
+    Control("/finish_weight_update", vllm_requests.finish_update, _DONE, "Commits the open update."),
+    Control("/finalize_weight_update", vllm_requests.finish_update, _DONE, "The same, SkyRL's first name."),
+    Control("/update_weight_version", vllm_requests.set_version, {"success": True}, "Commits under this label."),
+    Control(
+        "/shutdown_weight_transfer_engine",
+        vllm_requests.shut_down,
+        {"message": "Weight transfer shut down"},
+        "DestroyWeightsUpdateGroup.",
+    ),
+)
+
+
+async def control(row: Control, call: Call) -> Reply:
+    """Carry out the steps; the first that fails is what is told."""
+    operation = Operation()
+    for number, step in enumerate(await row.steps(call)):
+        operation = await _carry_out(call, step, f"step {number}" if number else "")
+        if operation.state != OPERATION_STATE_OK:
+            break
+        if isinstance(step, ResumeMemoryRequest) and operation.stage_results:
+            operation = await _go_on(call, operation)
+    return await _told(call, row, operation)
+
+
+async def _go_on(call: Call, woken: Operation) -> Operation:
+    """vLLM generates once it is awake: so do engines whose memory is all there again and whose weights are good."""
+    if any(result.state != STAGE_STATE_PAUSED for result in woken.stage_results):
+        return woken
+    return await _carry_out(call, ContinueGenerationRequest(), "continue")
+
+
+async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
+    request = await engines.aimed(call, step, name)
+    if isinstance(request, BeginWeightUpdateRequest):
+        request.implicit, request.model = True, request.header.target.model
+        await call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
+        return Operation(state=OPERATION_STATE_OK)
+    if isinstance(request, CommitWeightUpdateRequest):
+        committed: Operation = await call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
+        return committed
+    return await call.fleet.call(request, check=False)
+
+
+async def _told(call: Call, row: Control, operation: Operation) -> Reply:
+    results = {result.slot: result for result in operation.stage_results}
+    slots = engines.slots_of(call)
+    if slots:
+        result = results.get(slots[0])
+        error = _error(operation, result)
+        if error is not None:
+            return fail(error) if not _is_no(row, error) else Reply({"success": False, "message": str(error)})
+        return Reply(_body(row, result))
+    named = operation.targets or [stage.registration.slot for stage in await engines.living(call)]
+    answers = {}
+    for slot in named:
+        error = _error(operation, results.get(slot))
+        if error is None:
+            answers[engines.url_of(call, slot)] = {"status": 200, "body": _body(row, results.get(slot))}
+        elif _is_no(row, error):
+            answers[engines.url_of(call, slot)] = {"status": 200, "body": {"success": False, "message": str(error)}}
+        else:
+            answers[engines.url_of(call, slot)] = {"status": error.http_status, "error": str(error)}
+    return _map(answers)
+
+
+def _error(operation: Operation, result: StageResult | None) -> RlctlError | None:
+    """What kept a server from it; None: nothing."""
+    if result is not None:
+        return None if acknowledged(result, update=False) else from_detail(result.error)
+    return None if operation.state == OPERATION_STATE_OK else from_detail(operation.error)
+
+
+def _is_no(row: Control, error: RlctlError) -> bool:
+    """vLLM answers 200 and success false where the cache cannot be reset."""
+    return row.path == "/reset_prefix_cache" and isinstance(error, PreconditionFailed)
+
+
+def _body(row: Control, result: StageResult | None) -> dict[str, Any]:
+    body = dict(row.told)
+    if "results" in body:
+        body["results"] = [None] * (len(result.rank_results) if result is not None else 1)
+    if result is not None and result.weight_version.label:
+        body["weight_version"] = result.weight_version.label
+    return body
+
+
+def _map(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
+    return Reply(answers, 200 if all(answer["status"] == 200 for answer in answers.values()) else 207)
+
+
+# Reads.
+
+
+async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
+    """What is known of the engine, or of each."""
+    stages = await engines.asked(call)
+    if engines.slots_of(call):
+        return Reply(tell(call, stages[0]))
+    told = {engines.url_of(call, stage.registration.slot): tell(call, stage) for stage in stages}
+    return Reply(told) if tell is _info else _map({url: {"status": 200, "body": body} for url, body in told.items()})
+
+
+def _info(call: Call, stage: Stage) -> dict[str, Any]:
+    registration, layout = stage.registration, stage.registration.layout
+    return {
+        "url": engines.url_of(call, registration.slot),
+        "world_size": len(layout.workers),
+        "tp_size": layout.tp_size,
+        "pp_size": layout.pp_size or 1,
+        "dp_size": layout.dp_size or 1,
+        "model": registration.model,
+        "engine": registration.engine,
+        "weight_version": stage.report.weight_version.label,
+    }
+
+
+READS: Sequence[tuple[str, Callable[[Call, Stage], dict[str, Any]], str]] = (
+    ("/is_paused", lambda _, stage: {"is_paused": stage.report.paused}, "Whether generation is paused."),
+    ("/is_sleeping", lambda _, stage: {"is_sleeping": bool(stage.report.released)}, "Whether memory is released."),
+    (
+        "/weight_info",
+        lambda _, stage: {"weight_version": stage.report.weight_version.label},
+        "The label of the weights' version.",
+    ),
+    ("/get_server_info", _info, "Layout and version; at the root a map by address."),
+)
+
+
+async def servers(call: Call) -> Reply:
+    """The engines' addresses."""
+    return Reply({"servers": [engines.url_of(call, stage.registration.slot) for stage in await engines.living(call)]})
+
+
+async def world_size(call: Call) -> Reply:
+    """The engine's ranks; at the root those of all engines."""
+    stages = await engines.asked(call)
+    sizes = [len(stage.registration.layout.workers) for stage in stages]
+    return Reply({"world_size": sum(sizes)})
+
+
+async def load(call: Call) -> Reply:
+    """Requests that wait or run."""
+    operation = await call.fleet.call(await engines.aimed(call, GetLoadsRequest()), check=False)
+    loads = [rank.loads for result in operation.stage_results for rank in result.rank_results]
+    return Reply({"server_load": sum(each.running + each.waiting for each in loads)})
+
+
+async def server_info(call: Call) -> Reply:
+    """How the engine was started; at the root by address."""
+    operation = await call.fleet.call(await engines.aimed(call, GetServerInfoRequest()))
+    told = {
+        result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
+        for result in operation.stage_results
+    }
+    slots = engines.slots_of(call)
+    return Reply(told[slots[0]] if slots else {engines.url_of(call, slot): info for slot, info in told.items()})
+
+
+async def abort(call: Call) -> Reply:
+    """End requests by their ids, or all."""
+    fields = await call.fields()
+    rids = fields.take_list("request_ids", str, None)
+    request = AbortRequestsRequest(rids=rids or (), abort_all=not rids)
+    stopped = await call.generation.stop(rids) if rids else []
+    operation = await call.fleet.call(await engines.aimed(call, request), check=False)
+    if operation.state != OPERATION_STATE_OK:
+        return fail(from_detail(operation.error))
+    ended = sum(rank.abort.aborted for result in operation.stage_results for rank in result.rank_results)
+    return Reply({"status": "aborted", "aborted": len(rids) if rids else ended + len(stopped)})
+
+
+async def health(call: Call) -> Reply:
+    """200 if the engine lives, paused or asleep too; at the root if one does."""
+    if any(
+        stage.state not in _DEAD and not stage.quarantine.reason for stage in await engines.asked(call, openly=True)
+    ):
+        return Reply(b"")
+    raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
+
+
+async def version(call: Call) -> Reply:
+    """rlctl's version."""
+    del call
+    return Reply({"version": __version__})

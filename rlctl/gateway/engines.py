@@ -1,0 +1,128 @@
+"""The fleet's engines as addresses: each is what lies below ``/engines/SLOT`` of a gateway."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import quote, unquote
+
+from rlctl.client.aio import AsyncFleet
+from rlctl.errors import Reason
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Route
+from rlctl.gateway.generation.running import SLOT
+from rlctl.gateway.table import ENGINE
+from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    InitWeightsUpdateGroupRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+
+_OF_THE_MODEL = (
+    BeginWeightUpdateRequest,
+    CommitWeightUpdateRequest,
+    InitWeightsUpdateGroupRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+)
+
+_OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
+"""The coordinator finds the model of the others."""
+
+GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
+_ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
+
+
+def with_engines(routes: Iterable[Route]) -> list[Route]:
+    """The rows, each for the whole fleet and for one engine: :func:`slots_of` tells which."""
+    rows = list(routes)
+    return [*rows, *(dataclasses.replace(route, path=ENGINE + route.path, doc=route.about) for route in rows)]
+
+
+def slots_of(call: Call) -> list[str]:
+    """The engine whose address was asked; none: the fleet's."""
+    return [call.path[SLOT]] if SLOT in call.path else []
+
+
+def url_of(call: Call, slot: str) -> str:
+    """An engine's address, as this caller reaches it."""
+    scheme = call.headers.get("X-Forwarded-Proto", "http")
+    return f"{scheme}://{call.headers.get('Host', '')}{ENGINE.format(**{SLOT: quote(slot, safe='')})}"
+
+
+def slot_in(url: str) -> str:
+    """The slot that an engine's address names; "": it is none of a gateway's."""
+    found = _ADDRESS.search(url)
+    return unquote(found[1]) if found else ""
+
+
+async def living(call: Call) -> list[Stage]:
+    """The stages that are there, in slot order: those of the gateway's model, if it has one."""
+    return await _stages(call, call.fleet)
+
+
+async def find(call: Call, slot: str, field: str) -> Stage:
+    """One of them. Raises STAGE_NOT_FOUND."""
+    return _named(await living(call), slot, field)
+
+
+async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
+    """Those whose address was asked. ``openly``: of somebody who needs no token. Raises STAGE_NOT_FOUND."""
+    stages = await _stages(call, call.generation.fleet if openly else call.fleet)
+    return [_named(stages, slot, SLOT) for slot in slots_of(call)] or stages
+
+
+async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
+    told = await fleet.status(call.generation.settings.model)
+    return [stage for stage in told.stages if stage.state not in GONE]
+
+
+def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:
+    for stage in stages:
+        if stage.registration.slot == slot:
+            return stage
+    raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=field)
+
+
+async def updatable(call: Call) -> str:
+    """The model whose weights change: the gateway's, else the fleet's only one that may. Raises FIELD_REQUIRED."""
+    known = [model.name for model in await call.fleet.models() if model.updatable]
+    if call.generation.settings.model or len(known) == 1:
+        return call.generation.settings.model or known[0]
+    raise Reason.FIELD_REQUIRED.error(
+        f"which of {', '.join(known) or 'no models'} is meant?",
+        field="model",
+        next_step="Start the gateway with --model.",
+    )
+
+
+async def aimed(call: Call, request: Any, step: str = "") -> Any:
+    """The request under this call's id (of a ``step`` of it), for what its address names: the model, or one engine.
+
+    Weights belong to a model: of a trainer that knows engines only, the calls for each of them are one operation.
+    Raises FIELD_INVALID for a group of the whole fleet whose ranks do not follow the source's, and as
+    :func:`updatable`.
+    """
+    header = request.header
+    header.request_id, header.unkeyed = call.request_id(step), not call.keyed
+    header.target.model = call.generation.settings.model
+    slots = slots_of(call)
+    if slots and isinstance(request, _OF_THE_MODEL):
+        header.for_slot = slots[0]
+        return request
+    header.target.slots.extend(slots)
+    if not slots and isinstance(request, _OF_ONE_MODEL):
+        header.target.model = await updatable(call)
+    if isinstance(request, InitWeightsUpdateGroupRequest) and request.rank_offset not in (0, 1):
+        raise Reason.FIELD_INVALID.error(
+            f"the engines' ranks follow the source's, so theirs begin at 1, not at {request.rank_offset}",
+            field="rank_offset",
+        )
+    return request

@@ -1,0 +1,147 @@
+"""The radix middleware of slime's router: what was generated, kept by text and by token ids, and gone on from.
+
+A prompt of POST /generate that begins as something that was generated gets those very tokens, and what follows them is
+tokenised by itself; the reply is kept in its turn. POST /retrieve_from_text gives the tokens, log probabilities and
+loss mask of a text. A request that a pause or an abort cuts goes on from its tokens (:mod:`rlctl.rollout.progress`), so
+and so often. Streams, batches and several samples of a prompt pass by.
+
+It belongs to one gateway process: several that share a port would each know a part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Answer, Handler, Reply
+from rlctl.gateway.generation.service import Generation
+from rlctl.gateway.generation.tokenizers import Tokenizer
+from rlctl.rollout.trajectories import MAX_AGE, MAX_TOKENS, Piece, Trajectories, Version
+
+CUTS = 5
+"""Cuts that a request goes on from; the next one is the caller's."""
+
+_LONG = 10_000
+"""Characters that are tokenised beside the event loop."""
+
+_PROMPTS = ("text", "input_ids", "input_tokens")
+
+
+class RadixMiddleware:
+    """Keeps ``max_tokens`` tokens of each model, of ``max_age`` versions; a subclass may say otherwise."""
+
+    max_tokens = MAX_TOKENS
+    max_age = MAX_AGE
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation.with_settings(
+            dataclasses.replace(generation.settings, resume="continue", max_cuts=CUTS)
+        )
+        self._kept: dict[str, Trajectories] = {}
+
+    async def __call__(self, call: Call, handler: Handler) -> Answer:
+        """Around every request."""
+        call.generation = self._generation
+        path = call.url.partition("?")[0]
+        if path == "/retrieve_from_text":
+            return await self._retrieve(call)
+        if path == "/generate":
+            return await self._generate(call, handler)
+        return await handler(call)
+
+    async def _generate(self, call: Call, handler: Handler) -> Answer:
+        body = await call.json()
+        prompt = _prompt(body)
+        if prompt is None:
+            return await handler(call)
+        kept, tokenizer = await self._of(str(body.get("model") or ""))
+        pieces = await _known(kept, tokenizer, prompt)
+        rest = {name: value for name, value in body.items() if name not in _PROMPTS}
+        ids = [token for piece in pieces for token in piece.tokens]
+        call.replace_body(orjson.dumps({**rest, "input_ids": ids, "return_logprob": True}))
+        answer = await handler(call)
+        if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
+            # The answer does not wait for it, and whatever is asked next finds it.
+            asyncio.get_running_loop().call_soon(kept.put, [*pieces, _response(answer.body)])
+        return answer
+
+    async def _retrieve(self, call: Call) -> Reply:
+        fields = await call.fields()
+        fields.accept("return_logp", "return_logprob")
+        text = fields.take("text", str)
+        kept, tokenizer = await self._of(fields.take("model", str, ""))
+        pieces = await _known(kept, tokenizer, text)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        mask = [int(trained) for piece in pieces for trained in piece.loss_mask or [0] * len(piece.tokens)]
+        versions = [version for piece in pieces for version in piece.versions or [None] * len(piece.tokens)]
+        return Reply(
+            {
+                "tokens": tokens,
+                "response": text,
+                "loss_mask": mask,
+                "token_length": len(tokens),
+                "loss_mask_length": len(mask),
+                "rollout_logp": [value for piece in pieces for value in piece.logprobs or [0.0] * len(piece.tokens)],
+                "weight_versions": versions,
+            }
+        )
+
+    async def _of(self, named: str) -> tuple[Trajectories, Tokenizer]:
+        """What is kept of a model, as old as it is now."""
+        model = await self._generation.model(named)
+        tokenizer = await self._generation.tokenizers.of(model)
+        kept = self._kept.setdefault(model, Trajectories(self.max_tokens, self.max_age))
+        kept.advance(self._generation.rollout(model).latest)
+        return kept, tokenizer
+
+
+def _prompt(body: Any) -> str | list[int] | None:
+    """The only prompt of a body for one whole sample; None: it is something else, or wrong."""
+    if not isinstance(body, Mapping) or body.get("stream"):
+        return None
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, Mapping) and sampling.get("n") not in (None, 1):
+        return None
+    given = [body[name] for name in _PROMPTS if body.get(name) is not None]
+    if not given or any(other != given[0] for other in given):
+        return None
+    prompt = given[0]
+    if isinstance(prompt, str):
+        return prompt or None
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        return prompt
+    return None
+
+
+async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[Piece]:
+    """The prompt in pieces: what is kept of it, and the rest."""
+    if not isinstance(prompt, str):
+        found = kept.by_ids(prompt)
+        pieces = list(found.pieces) if found else []
+        rest = prompt[len(found.tokens) if found else 0 :]
+        return [*pieces, Piece(tokenizer.join(rest), rest)] if rest else pieces
+    found = kept.by_text(prompt)
+    pieces = list(found.pieces) if found else []
+    text = prompt[len(found.text) if found else 0 :]
+    if not text:
+        return pieces
+    if len(text) > _LONG:
+        ids = await asyncio.to_thread(tokenizer.ids, text, special=found is None)
+    else:
+        ids = tokenizer.ids(text, special=found is None)
+    return [*pieces, Piece(text, ids)] if ids else pieces
+
+
+def _response(body: Mapping[str, Any]) -> Piece:
+    """What a reply says of its tokens."""
+    ids, meta = body["output_ids"], body["meta_info"]
+    versions: list[Version | None] = [meta.get("weight_version")] * len(ids)
+    for span in meta.get("weight_versions") or ():
+        versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+    logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+    return Piece(body["text"] if ids else None, ids, logprobs, versions, [1] * len(ids))

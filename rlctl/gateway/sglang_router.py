@@ -1,0 +1,161 @@
+"""The Rust gateway ``sglang-router`` (PyPI) as a child process, and its list of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rlctl.errors import Reason
+
+START_S = 30.0
+CALL_S = 10.0
+LOOK_S = 0.02
+
+
+class SglangRouter:
+    """``with SglangRouter(policy="cache_aware") as router``: it runs inside the block. Calls block.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str = "cache_aware",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        arguments: Sequence[str] = (),
+        log: Path | None = None,
+    ) -> None:
+        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output."""
+        self._policy = policy
+        self._host = host
+        self._port = port or _free_port(host)
+        self._arguments = list(arguments)
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until it answers. Raises UNSUPPORTED where it is not installed, ENGINE_FAILED."""
+        launch = [
+            *(program(), "launch", "--host", self._host, "--port", str(self._port), "--policy", self._policy),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1"))),
+            *("--log-level", "warn", *self._arguments),
+        ]
+        with contextlib.ExitStack() as stack:
+            output: Any = stack.enter_context(self._log.open("ab")) if self._log else subprocess.DEVNULL
+            self._process = subprocess.Popen(launch, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                self.workers()
+            except OSError as error:
+                if self._process.poll() is not None:
+                    where = f"; see {self._log}" if self._log else ""
+                    raise Reason.ENGINE_FAILED.error(
+                        f"sglang-router ended with {self._process.returncode}{where}"
+                    ) from error
+                if time.monotonic() >= until:
+                    self.stop()
+                    raise Reason.ENGINE_FAILED.error(f"sglang-router did not answer in {START_S:g} s") from error
+                time.sleep(LOOK_S)
+            else:
+                return
+
+    def stop(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(CALL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def workers(self) -> dict[str, str]:
+        """Its workers: their ids by URL. Raises OSError."""
+        return {worker["url"]: worker["id"] for worker in self._call("GET", "/workers")["workers"]}
+
+    def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
+        """Make these, and no others, its workers; those that leave go first. Returns when it has them so.
+
+        It adds a worker only when that one answers /health. Raises OSError, DEADLINE_EXCEEDED.
+        """
+        wanted = set(urls)
+        until = time.monotonic() + timeout_s
+        asked: set[str] = set()
+        while (known := self.workers()).keys() != wanted:
+            if time.monotonic() >= until:
+                raise Reason.DEADLINE_EXCEEDED.error(
+                    f"sglang-router has {sorted(known)} and not {sorted(wanted)} after {timeout_s:g} s"
+                )
+            for url in known.keys() - wanted:
+                self._call("DELETE", f"/workers/{known[url]}")
+            for url in wanted - known.keys() - asked:
+                self._call("POST", "/workers", {"url": url})
+                asked.add(url)
+            time.sleep(LOOK_S)
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_S) as response:
+                return json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and method == "DELETE":
+                return None
+            raise
+
+
+def program() -> str:
+    """The program, beside this interpreter or on the path. Raises UNSUPPORTED where it is not installed."""
+    beside = Path(sys.executable).parent / "sglang-router"
+    found = str(beside) if beside.exists() else shutil.which("sglang-router")
+    if found is None:
+        raise Reason.UNSUPPORTED.error(
+            "sglang-router is not installed", field="router.backend", next_step="pip install sglang-router"
+        )
+    return found
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now: the router takes no socket, and no port 0."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

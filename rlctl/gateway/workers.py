@@ -1,0 +1,115 @@
+"""Several gateway processes on one port: forked before anything runs, by a parent that only waits.
+
+The kernel shares connections out (SO_REUSEPORT). A worker that dies is replaced, after pauses that double; the others
+go on. When the parent dies, however it dies, a pipe that it holds closes, and they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+STEADY_S = 60.0
+"""One that ran for so long was well: its end begins the pauses anew."""
+
+LOOK_S = 0.1
+
+
+def hold(host: str, port: int) -> tuple[socket.socket, int]:
+    """A port for several listeners, kept by a socket that does not listen. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((host, port))
+    return held, held.getsockname()[1]
+
+
+class Workers:
+    """The parent. It has neither threads nor an event loop, so that it may fork at any time."""
+
+    def __init__(self, count: int, work: Callable[[Callable[[], None]], NoReturn]) -> None:
+        """``work(ready)`` is what a worker does: it calls ``ready`` once it listens, and ends on SIGTERM, or when its
+        standard input ends.
+        """
+        self._count = count
+        self._work = work
+        self._began: dict[int, float] = {}
+        self._stopping = False
+        self._alive = os.pipe()
+        self._ready = os.pipe()
+
+    def run(self, announce: Callable[[], None], *, end_with_parent: bool) -> int:
+        """Until SIGTERM, SIGINT or the end of standard input; ``announce`` is called when all listen.
+
+        Returns the exit status: that of the first worker to end, if one does before all have listened.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        for _ in range(self._count):
+            self._fork()
+        starting, failures, code, again = self._count, 0, 0, math.inf
+        watched = [self._ready[0], *([0] if end_with_parent else [])]
+        while self._began or not self._stopping:
+            readable, _, _ = select.select(watched, [], [], LOOK_S)
+            if 0 in readable and not os.read(0, 4096):
+                watched.remove(0)
+                self._stop()
+            if self._ready[0] in readable:
+                starting -= len(os.read(self._ready[0], self._count))
+                if not starting:
+                    announce()
+            for lasted, status in self._ended():
+                if starting > 0 and not self._stopping:
+                    code = status or 1
+                    self._stop()
+                failures = failures + 1 if lasted < STEADY_S else 0
+                again = time.monotonic() + PAUSES_S[min(failures, len(PAUSES_S) - 1)]
+            if not self._stopping and time.monotonic() >= again:
+                again = math.inf
+                while len(self._began) < self._count:
+                    self._fork()
+        return code
+
+    def _fork(self) -> None:
+        pid = os.fork()
+        if pid:
+            self._began[pid] = time.monotonic()
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        os.close(self._alive[1])
+        os.dup2(self._alive[0], 0)
+        code = 1
+        try:
+            self._work(self._is_ready)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        finally:
+            os._exit(code)
+
+    def _is_ready(self) -> None:
+        os.write(self._ready[1], b".")
+
+    def _ended(self) -> Iterator[tuple[float, int]]:
+        """Workers that have ended: after how long, with which exit status."""
+        while self._began:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            yield time.monotonic() - self._began.pop(pid, 0.0), os.waitstatus_to_exitcode(status)
+
+    def _stop(self, number: int = 0, frame: FrameType | None = None) -> None:
+        del number, frame
+        self._stopping = True
+        for pid in self._began:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,148 @@
+"""A radix tree over strings: values at the ends of pieces of a key, and the longest of them that begins another key.
+
+A lookup reads the key once, whatever else the tree holds. Nodes are split where keys part, and joined again when what
+parted them has gone: apart from the root, a node holds a value or has two children at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Node(Generic[Value]):
+    """A place in the tree.
+
+    Attributes:
+        edge: the part of the key between the parent and here.
+        depth: length of the key up to here.
+        values: held here, the one that came last at the end.
+        children: by the first character of their edges.
+    """
+
+    __slots__ = ("children", "depth", "edge", "parent", "values")
+
+    def __init__(self, parent: Node[Value] | None, edge: str) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.depth: int = len(edge) + (parent.depth if parent else 0)
+        self.values: dict[Value, None] = {}
+        self.children: dict[str, Node[Value]] = {}
+
+    @property
+    def newest(self) -> Value:
+        """The value that came last. Raises StopIteration without one."""
+        return next(reversed(self.values))
+
+    def below(self) -> Value:
+        """A value here or further down; of what parts, the branch that was opened last. There always is one."""
+        node = self
+        while not node.values:
+            node = node.children[next(reversed(node.children))]
+        return node.newest
+
+
+class RadixTree(Generic[Value]):
+    """Values (hashable, each at a place at most once) by key."""
+
+    def __init__(self) -> None:
+        self._root: Node[Value] = Node(None, "")
+
+    def put(self, key: str, end: int, value: Value) -> Node[Value]:
+        """Hold ``value`` where the first ``end`` characters of ``key`` end, as the newest there."""
+        node = self._make(key[:end])
+        node.values.pop(value, None)
+        node.values[value] = None
+        return node
+
+    def remove(self, node: Node[Value], value: Value) -> None:
+        """Hold ``value`` at ``node`` no more."""
+        del node.values[value]
+        while node.parent is not None and not node.values:
+            parent = node.parent
+            if not node.children:
+                del parent.children[node.edge[0]]
+                node = parent
+            elif len(node.children) == 1:
+                (child,) = node.children.values()
+                child.edge, child.parent = node.edge + child.edge, parent
+                parent.children[child.edge[0]] = child
+                return
+            else:
+                return
+
+    def longest(self, key: str) -> Node[Value] | None:
+        """The deepest node with a value whose key begins ``key``."""
+        best = None
+        for node, matched in self._walk(key):
+            if matched == node.depth and node.values:
+                best = node
+        return best
+
+    def common(self, key: str) -> tuple[Node[Value], int] | None:
+        """The longest beginning of ``key`` that any key here shares: a node that it leads to, and its length."""
+        found = None
+        for node, matched in self._walk(key):
+            found = node, matched
+        return found
+
+    def __iter__(self) -> Iterator[Node[Value]]:
+        """All nodes but the root."""
+        waiting = list(self._root.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+    def _walk(self, key: str) -> Iterator[tuple[Node[Value], int]]:
+        """The nodes that ``key`` leads to, and how much of it they share; of the last one's edge it may be a part."""
+        node = self._root
+        while node.depth < len(key):
+            child = node.children.get(key[node.depth])
+            if child is None:
+                return
+            shared = _shared(key, node.depth, child.edge)
+            yield child, node.depth + shared
+            if shared < len(child.edge):
+                return
+            node = child
+
+    def _make(self, key: str) -> Node[Value]:
+        node, matched = self._root, 0
+        for node, matched in self._walk(key):  # noqa: B007 the last one is meant
+            pass
+        if matched < node.depth:
+            node = _split(node, matched)
+        if matched < len(key):
+            child: Node[Value] = Node(node, key[matched:])
+            node.children[child.edge[0]] = child
+            node = child
+        return node
+
+
+def _split(lower: Node[Value], depth: int) -> Node[Value]:
+    """A new node at ``depth`` on the edge to ``lower``, which stays the node that it is."""
+    upper_parent = lower.parent
+    assert upper_parent is not None
+    cut = depth - upper_parent.depth
+    upper: Node[Value] = Node(upper_parent, lower.edge[:cut])
+    upper_parent.children[upper.edge[0]] = upper
+    lower.edge, lower.parent = lower.edge[cut:], upper
+    upper.children[lower.edge[0]] = lower
+    return upper
+
+
+def _shared(key: str, at: int, edge: str) -> int:
+    """How many characters of ``edge`` follow in ``key`` from ``at`` on: by halves, as comparing slices is cheap."""
+    if key.startswith(edge, at):
+        return len(edge)
+    least, most = 0, min(len(edge), len(key) - at)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if key.startswith(edge[least:middle], at + least):
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -1,0 +1,367 @@
+"""Updates of clients that name none: opened by their writes, committed by what ends them; calls that are one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from updating import begin, digest, fault, refusal, version_of, weights
+
+from rlctl.coordinator import implicit
+from rlctl.errors import Reason
+from rlctl.ports import new_uuid7
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import coordinator_pb2 as rpc
+from rlctl.v1 import update_pb2 as u
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, RequestHeader, Target
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
+
+DIRTY, PAUSED, READY = common.STAGE_STATE_DIRTY, common.STAGE_STATE_PAUSED, common.STAGE_STATE_READY
+
+
+def header(slot: str = "", key: str = "") -> RequestHeader:
+    return RequestHeader(for_slot=slot, request_id=key, unkeyed=not key)
+
+
+async def group(fleet: InProcessFleet, slot: str, offset: int, world_size: int = 4, **changes: object) -> Operation:
+    request = v.InitWeightsUpdateGroupRequest(
+        header=changes.pop("header", header(slot)),
+        **{
+            "group_name": "slime-pp_0",
+            "rank_offset": offset,
+            "world_size": world_size,
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "backend": "gloo",
+        }
+        | changes,
+    )
+    return await fleet.stub.InitWeightsUpdateGroup(request)
+
+
+def engines(fleet: InProcessFleet) -> list[FakeEngine]:
+    ranks = [*fleet.stages.values(), *(worker._follower for worker in fleet.workers.values())]
+    return [rank._engine for rank in ranks]  # type: ignore[attr-defined]
+
+
+def taken(fleet: InProcessFleet) -> list[list[str]]:
+    """What each rank took in since the group was formed, write by write."""
+    return [engine.seen for engine in engines(fleet)]  # type: ignore[attr-defined]
+
+
+def _record(engine: FakeEngine) -> None:
+    seen: list[str] = []
+    take_in = FakeEngine._take_in
+
+    def record(text: str) -> None:
+        seen.append(text)
+        take_in(engine, text)
+
+    engine.seen, engine._take_in = seen, record  # type: ignore[attr-defined, method-assign]
+
+
+async def form(fleet: InProcessFleet, name: str = "slime-pp_0") -> None:
+    for operation in await asyncio.gather(group(fleet, "b", 1, group_name=name), group(fleet, "a", 3, group_name=name)):
+        assert operation.state == OPERATION_STATE_OK, operation.error
+    for engine in engines(fleet):
+        _record(engine)
+
+
+async def write(fleet: InProcessFleet, *names: str, slot: str = "", key: str = "", **fields: object) -> Operation:
+    bucket = v.TensorBucket(names=names, dtypes=["torch.float32"] * len(names), shapes=[v.Shape()] * len(names))
+    defaults = {"group_name": "slime-pp_0", "options": v.UpdateOptions(flush_cache=False)}
+    request = v.UpdateWeightsFromDistributedRequest(header=header(slot, key), buckets=[bucket], **defaults | fields)
+    return await fleet.stub.UpdateWeightsFromDistributed(request)
+
+
+async def end(fleet: InProcessFleet, slot: str = "", version: str = "", **fields: object) -> Operation:
+    asked = header(slot)
+    if not slot:
+        asked.target.model = "actor"
+    return await fleet.stub.CommitWeightUpdate(u.CommitWeightUpdateRequest(header=asked, version=version, **fields))
+
+
+async def pause(fleet: InProcessFleet, mode: str = "RETRACT") -> None:
+    value = common.PauseMode.Value(f"PAUSE_MODE_{mode}")
+    assert (await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=value))).state == OPERATION_STATE_OK
+
+
+async def go_on(fleet: InProcessFleet, *slots: str) -> Operation:
+    request = v.ContinueGenerationRequest(header=RequestHeader(target=Target(slots=slots)))
+    return await fleet.stub.ContinueGeneration(request)
+
+
+async def operations(fleet: InProcessFleet, verb: str) -> list[Operation]:
+    return list((await fleet.stub.ListOperations(rpc.ListOperationsRequest(verb=verb))).operations)
+
+
+def states(fleet: InProcessFleet) -> list[object]:
+    return [fleet.stage(slot).state for slot in "ab"]
+
+
+async def test_a_continue_publishes_what_was_written_under_the_pause(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    for name in ("w1", "w2"):
+        assert (await write(fleet, name, weight_version="step-7")).state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("initial", 1), "whatever a bucket says, the version comes last"
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("step-7", 2)
+    assert taken(fleet) == [["w1", "w2"]] * 3
+    assert states(fleet) == [READY, READY]
+    [update] = await operations(fleet, "WeightUpdate")
+    assert (update.state, len(update.stage_results)) == (OPERATION_STATE_OK, 2)
+    assert {r.verified for r in update.stage_results} == {common.VERIFICATION_LEVEL_REPLICA}
+
+
+async def test_calls_for_each_engine_are_one_operation(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    [joined] = await operations(fleet, "InitWeightsUpdateGroup")
+    ranks = {s.slot: [r.group.group_rank for r in s.rank_results] for s in joined.stage_results}
+    assert ranks == {"a": [3], "b": [1, 2]}, "the offsets are the client's"
+    await pause(fleet)
+    first, second = await asyncio.gather(write(fleet, "w1", slot="a"), write(fleet, "w1", slot="b"))
+    assert first.operation_id == second.operation_id
+    assert list(first.targets) == ["a", "b"]
+    late = await write(fleet, "w2", slot="a")
+    assert (await write(fleet, "w2", slot="b")).operation_id == late.operation_id, "one after the other, too"
+    ended = await asyncio.gather(go_on(fleet, "a"), go_on(fleet, "b"))
+    assert [operation.state for operation in ended] == [OPERATION_STATE_OK] * 2
+    assert version_of(fleet)[1] == 2
+    assert taken(fleet) == [["w1", "w2"]] * 3
+    assert len(await operations(fleet, "WeightUpdate")) == 1
+
+
+async def test_a_repeat_is_answered_once_and_a_new_call_is_a_new_operation(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    key = new_uuid7()
+    first = await write(fleet, "w1", slot="a", key=key)
+    joined = await write(fleet, "w1", slot="b", key=(other := new_uuid7()))
+    for slot, used in (("a", key), ("b", other)):
+        again = await write(fleet, "w1", slot=slot, key=used)
+        assert (again.operation_id, again.replayed) == (first.operation_id, True)
+    assert joined.operation_id == first.operation_id
+    assert taken(fleet) == [["w1"]] * 3
+    assert (await refusal(write(fleet, "w9", slot="a", key=key))).reason is Reason.REQUEST_ID_REUSED
+    new = await write(fleet, "w1", slot="a")
+    assert new.operation_id != first.operation_id
+    assert taken(fleet) == [["w1", "w1"]] * 3
+
+
+async def test_a_repeat_without_a_key_gets_the_answer_that_nobody_got(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    held = asyncio.Event()
+    entered = asyncio.Event()
+    take = fleet.stages["a"]._engine.update_weights_from_distributed
+
+    async def slowly(*args: object) -> object:
+        entered.set()
+        await held.wait()
+        return await take(*args)
+
+    fleet.stages["a"]._engine.update_weights_from_distributed = slowly
+    lost = asyncio.ensure_future(write(fleet, "w1"))
+    await entered.wait()
+    lost.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await lost
+    held.set()
+
+    [running] = fleet.server.coordinator.operations.newest_first("UpdateWeightsFromDistributed", 0)
+    await running.ended.wait()
+    assert (await write(fleet, "w1")).state == OPERATION_STATE_OK
+    assert len(await operations(fleet, "UpdateWeightsFromDistributed")) == 1
+    assert taken(fleet) == [["w1"]] * 3
+
+
+@pytest.mark.parametrize(("end_by", "label"), [("end", "step-1"), ("version", "step-2"), ("continue", "step-1")])
+async def test_whatever_ends_it_first_commits(fleet: InProcessFleet, end_by: str, label: str) -> None:
+    await form(fleet)
+    await fleet.stub.BeginWeightUpdate(u.BeginWeightUpdateRequest(header=header("a"), implicit=True))
+    await fleet.stub.BeginWeightUpdate(u.BeginWeightUpdateRequest(header=header("b"), implicit=True))
+    await write(fleet, "w1", weight_version="step-1")
+    match end_by:
+        case "end":
+            both = await asyncio.gather(end(fleet, "a"), end(fleet, "b"))
+            assert both[0].operation_id == both[1].operation_id
+        case "version":
+            assert (await end(fleet, version="step-2")).state == OPERATION_STATE_OK
+        case "continue":
+            assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert version_of(fleet) == (label, 2)
+    assert states(fleet) == [READY, READY]
+    assert len(await operations(fleet, "WeightUpdate")) == 1
+
+
+async def test_a_version_that_is_named_afterwards_is_the_same_version(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    assert (await end(fleet)).state == OPERATION_STATE_OK
+    assert version_of(fleet)[1] == 2
+    assert states(fleet) == [PAUSED, PAUSED], "the pause is its client's"
+    named = await end(fleet, version="step-3")
+    assert named.state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("step-3", 2)
+    assert {r.weight_version.label for r in named.stage_results} == {"step-3"}
+    assert [[rank.outcome for rank in r.rank_results] for r in named.stage_results] == [
+        [OUTCOME_APPLIED],
+        [OUTCOME_APPLIED] * 2,
+    ]
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert states(fleet) == [READY, READY]
+    refused = await refusal(end(fleet))
+    assert refused.reason is Reason.UPDATE_NOT_FOUND
+
+
+async def test_outside_of_a_pause_a_write_is_a_whole_update(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    first, second = await asyncio.gather(*(write(fleet, "w1", slot=slot, weight_version="one-shot") for slot in "ab"))
+    assert first.operation_id == second.operation_id
+    assert first.state == OPERATION_STATE_OK, first.error
+    assert first.verb == "UpdateWeightsFromDistributed"
+    assert version_of(fleet) == ("one-shot", 2)
+    assert weights(fleet) == ["w1"] * 3
+    assert states(fleet) == [READY, READY]
+
+
+async def test_a_checkpoint_that_every_engine_is_told_of_is_read_once(
+    fleet: InProcessFleet, checkpoint: object
+) -> None:
+    path = checkpoint("two")  # type: ignore[operator]
+
+    async def load(slot: str) -> Operation:
+        request = v.UpdateWeightsFromDiskRequest(header=header(slot), model_path=path, weight_version="two")
+        return await fleet.stub.UpdateWeightsFromDisk(request)
+
+    first = await load("a")
+    assert (await load("b")).operation_id == first.operation_id
+    assert (first.state, version_of(fleet)) == (OPERATION_STATE_OK, ("two", 2))
+    assert (await load("a")).operation_id != first.operation_id, "after its answer the same is asked for anew"
+
+
+async def test_a_group_that_contradicts_the_roster_is_refused_with_both_numbers(fleet: InProcessFleet) -> None:
+    wrong = await refusal(group(fleet, "a", 1, world_size=3))
+    assert (wrong.reason, wrong.field) == (Reason.FIELD_INVALID, "world_size")
+    assert "world_size is 3; one source and the ranks of 2 stages make 4" in wrong.message
+    both = await asyncio.gather(group(fleet, "a", 2), group(fleet, "b", 2))
+    assert {operation.state for operation in both} == {OPERATION_STATE_FAILED}
+    assert both[0].error.field == "rank_offset"
+    assert "begins at rank 2 of slime-pp_0; 1 comes next" in both[0].error.message
+
+
+async def test_engines_that_are_told_different_stores_are_not_left_waiting(fleet: InProcessFleet) -> None:
+    waiting = asyncio.ensure_future(group(fleet, "a", 1))
+    await eventually(lambda: bool(fleet.server.coordinator.updates.implicit._gathering._pending))
+    other = await refusal(group(fleet, "b", 2, master_port=2))
+    assert (other.reason, other.field) == (Reason.GROUP_EXISTS, "master_port")
+    assert (await group(fleet, "b", 2)).state == OPERATION_STATE_OK
+    assert (await waiting).state == OPERATION_STATE_OK
+
+
+async def test_a_group_that_an_engine_is_not_called_for_says_which(fleet: InProcessFleet) -> None:
+    short = header("a")
+    short.timeout.FromMilliseconds(50)
+    missing = await refusal(group(fleet, "a", 1, header=short))
+    assert missing.reason is Reason.GROUP_FAILED
+    assert "nobody called b within" in missing.message
+
+
+async def test_a_group_that_was_answered_is_formed_anew_when_asked_for_again(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    for slot in "ab":
+        await fleet.stub.DestroyWeightsUpdateGroup(
+            v.DestroyWeightsUpdateGroupRequest(
+                header=RequestHeader(target=Target(slots=[slot])), group_name="slime-pp_0"
+            )
+        )
+    await form(fleet)
+    assert len(await operations(fleet, "InitWeightsUpdateGroup")) == 2
+
+
+async def test_who_leaves_while_a_group_gathers_joins_nothing(fleet: InProcessFleet) -> None:
+    gathering = fleet.server.coordinator.updates.implicit._gathering
+    leaving = asyncio.ensure_future(group(fleet, "a", 1))
+    await eventually(lambda: bool(gathering._pending))
+    leaving.cancel()
+    await eventually(lambda: not gathering._pending)
+    await form(fleet)
+
+
+async def test_half_of_an_update_is_never_served(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implicit, "LEASE_S", 0.05)
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    [running] = fleet.server.coordinator.operations.newest_first("WeightUpdate", 0)
+    await running.ended.wait()
+    await eventually(lambda: states(fleet) == [DIRTY, DIRTY])
+    [update] = await operations(fleet, "WeightUpdate")
+    assert update.error.reason == "LEASE_EXPIRED"
+    refused = await go_on(fleet)
+    assert {r.error.reason for r in refused.stage_results} == {"WEIGHTS_DIRTY"}
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_a_write_that_failed_ends_its_update_and_the_next_one_starts_anew(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    fault(fleet, 1, 2, "update_weights_from_distributed", Reason.GROUP_FAILED.error("gone"))
+    failed = await write(fleet, "w1")
+    assert failed.state != OPERATION_STATE_OK
+    assert (await go_on(fleet)).state != OPERATION_STATE_OK
+    assert version_of(fleet) == ("initial", 1)
+    fault(fleet, 1, 2, "none", Reason.GROUP_FAILED.error())
+    await form(fleet, "again")
+    assert (await write(fleet, "w2", group_name="again")).state == OPERATION_STATE_OK
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert weights(fleet) == ["w2"] * 3
+    assert states(fleet) == [READY, READY]
+
+
+async def test_an_update_that_cannot_be_published_keeps_generation_from_going_on(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    fleet.stages["a"]._engine.weights = "other"
+    refused = await refusal(go_on(fleet, "b"))
+    assert refused.reason in (Reason.QUORUM_NOT_MET, Reason.DIGEST_MISMATCH)
+    assert "was not published" in refused.message
+    assert states(fleet) == [DIRTY, DIRTY]
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_a_begin_without_a_write_is_dropped_by_the_continue(fleet: InProcessFleet) -> None:
+    await pause(fleet)
+    await fleet.stub.BeginWeightUpdate(u.BeginWeightUpdateRequest(implicit=True))
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert (states(fleet), version_of(fleet)) == ([READY, READY], ("initial", 1))
+
+
+async def test_an_update_by_name_is_not_joined_without_it(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await begin(fleet)
+    assert (await refusal(write(fleet, "w1"))).reason is Reason.UPDATE_IN_PROGRESS
+    assert (await refusal(end(fleet, version="x"))).reason is Reason.UPDATE_IN_PROGRESS
+
+
+async def test_an_operation_that_was_joined_is_known_after_a_restart(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    keys = {slot: new_uuid7() for slot in "ab"}
+    first = await write(fleet, "w1", slot="a", key=keys["a"])
+    await write(fleet, "w1", slot="b", key=keys["b"])
+    await fleet.channel.close()
+    await fleet.server.stop()
+    await fleet.start_coordinator(fleet.server.address)
+    again = await write(fleet, "w1", slot="b", key=keys["b"])
+    assert (again.operation_id, again.replayed) == (first.operation_id, True)
+    assert weights(fleet) == ["w1"] * 3
+    assert digest("w1") == again.model_digest
+    assert {r.outcome for r in again.stage_results} == {OUTCOME_APPLIED}

@@ -1,0 +1,130 @@
+"""sglang-router, the real binary, in front of the gateway: its workers are the stages that serve."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlctl.errors import RlctlError
+from rlctl.gateway import sglang_router
+from rlctl.gateway.server import GatewayConfig, GatewayServer
+from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+
+try:
+    sglang_router.program()
+except RlctlError:
+    pytest.skip("sglang-router is not installed", allow_module_level=True)
+
+ASK = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
+
+
+@pytest.fixture
+async def router(fleet: InProcessFleet, tmp_path: Path) -> AsyncIterator[SglangRouter]:
+    router = SglangRouter(policy="round_robin", log=tmp_path / "router.log")
+    server = GatewayServer(GatewayConfig(fleet.server.address, router=router))
+    try:
+        await server.start()
+        yield router
+    finally:
+        await server.stop()
+
+
+async def slots(router: SglangRouter) -> set[str]:
+    return {url.rpartition("/routed/")[2] for url in await asyncio.to_thread(router.workers)}
+
+
+async def until(router: SglangRouter, wanted: set[str]) -> None:
+    has: set[str] = set()
+    for _ in range(500):
+        if (has := await slots(router)) == wanted:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"it has {has} and not {wanted}")
+
+
+async def ask(router: SglangRouter, body: Any = ASK) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.post(f"{router.url}/generate", json=body) as response:
+        return response.status, await response.json()
+
+
+def header(*slots: str) -> common.RequestHeader:
+    return common.RequestHeader(target=common.Target(slots=slots))
+
+
+async def test_its_workers_are_the_stages_that_serve(fleet: InProcessFleet, router: SglangRouter) -> None:
+    await until(router, {"a", "b"})
+    pause = common.PAUSE_MODE_ABORT
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header("a"), mode=pause))
+    await until(router, {"b"})
+    assert (await ask(router))[0] == 200
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=header("a")))
+    await until(router, {"a", "b"})
+    await fleet.stages.pop("b").stop()
+    await until(router, {"a"})
+    assert [status for status, _ in await asyncio.gather(*(ask(router) for _ in range(8)))] == [200] * 8
+
+
+async def test_updates_under_load_fail_no_request_and_no_token_is_stale(
+    fleet: InProcessFleet, router: SglangRouter, checkpoint: Any
+) -> None:
+    await until(router, {"a", "b"})
+    over = asyncio.Event()
+    seen: list[tuple[int, int]] = []
+
+    async def run() -> None:
+        while not over.is_set():
+            before = fleet.server.coordinator.roster.fleet().models[0].latest.sequence
+            status, reply = await ask(router)
+            assert status == 200, reply
+            seen.append((before, min(span["seq"] for span in reply["meta_info"]["weight_versions"])))
+
+    asking = [asyncio.create_task(run()) for _ in range(4)]
+    options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
+    for number in range(5):
+        await fleet.stub.UpdateWeightsFromDisk(
+            v.UpdateWeightsFromDiskRequest(model_path=checkpoint(f"w{number}"), options=options)
+        )
+        await asyncio.sleep(0.1)
+    over.set()
+    await asyncio.gather(*asking)
+    assert len({first for _, first in seen}) > 2, "at several versions"
+    assert all(first >= before for before, first in seen)
+
+
+async def test_while_nobody_serves_requests_wait(fleet: InProcessFleet, router: SglangRouter) -> None:
+    await until(router, {"a", "b"})
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
+    waiting = asyncio.create_task(ask(router))
+    done, _ = await asyncio.wait({waiting}, timeout=0.5)
+    assert not done
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+    assert (await waiting)[0] == 200
+
+
+async def test_a_caller_that_leaves_ends_its_request_through_both(fleet: InProcessFleet, router: SglangRouter) -> None:
+    await until(router, {"a", "b"})
+    engines: list[Any] = [stage._engine for stage in fleet.stages.values()]
+    long = asyncio.create_task(ask(router, {"text": "x", "sampling_params": {"max_new_tokens": 100_000}}))
+    await eventually(lambda: any(engine._running for engine in engines))
+    long.cancel()
+    await eventually(lambda: not any(engine._running for engine in engines))
+
+
+async def test_it_ends_with_the_gateway(fleet: InProcessFleet, tmp_path: Path) -> None:
+    router = SglangRouter(log=tmp_path / "router.log")
+    server = GatewayServer(GatewayConfig(fleet.server.address, router=router))
+    await server.start()
+    pid = router.pid
+    await server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,87 @@
+"""``rlctl gateway`` as processes: one port for several workers, replaced when killed, drained at SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from rlctl.launch.processes import Process
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+
+pytestmark = pytest.mark.processes
+
+ASK = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
+
+
+@asynccontextmanager
+async def gateway(fleet: InProcessFleet, log: Path, *arguments: str) -> AsyncIterator[tuple[Process, str]]:
+    process = Process("gateway", ["gateway", "--coordinator", fleet.server.address, *arguments], log, {})
+    try:
+        facts = await asyncio.to_thread(process.announced, 60.0)
+        yield process, facts["address"]
+    finally:
+        process.terminate()
+        assert not await asyncio.to_thread(process.wait, 20.0), "it had to be killed"
+
+
+async def ask(url: str, body: Any = ASK) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/generate", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_workers_share_a_port_and_are_replaced(fleet: InProcessFleet, tmp_path: Path) -> None:
+    async with gateway(fleet, tmp_path / "log", "--workers", "2") as (process, url):
+        workers = psutil.Process(process.pid).children()
+        assert len(workers) == 2
+        replies = await asyncio.gather(*(ask(url) for _ in range(20)))
+        assert {(status, tuple(reply["output_ids"])) for status, reply in replies} == {(200, (0, 1, 2))}
+        workers[0].kill()
+
+        def replaced() -> bool:
+            now = psutil.Process(process.pid).children()
+            return len(now) == 2 and workers[0].pid not in {each.pid for each in now}
+
+        await eventually(replaced, timeout_s=20)
+        assert (await ask(url))[0] == 200
+    assert process.returncode == 0
+    assert not psutil.pid_exists(workers[1].pid)
+
+
+async def test_workers_end_when_their_parent_is_killed(fleet: InProcessFleet, tmp_path: Path) -> None:
+    async with gateway(fleet, tmp_path / "log", "--workers", "2") as (process, _):
+        workers = psutil.Process(process.pid).children()
+        process.kill()
+        await eventually(lambda: not any(worker.is_running() for worker in workers), timeout_s=20)
+
+
+async def test_what_runs_ends_in_order(fleet: InProcessFleet, tmp_path: Path) -> None:
+    async with gateway(fleet, tmp_path / "log") as (process, url):
+        long = {"text": "x", "sampling_params": {"max_new_tokens": 300}}
+        running = asyncio.create_task(ask(url, long))
+        engines: list[Any] = [stage._engine for stage in fleet.stages.values()]
+        await eventually(lambda: any(engine._running for engine in engines))
+        os.kill(process.pid, signal.SIGTERM)
+        status, reply = await running
+        assert (status, len(reply["output_ids"])) == (200, 300)
+        with pytest.raises(aiohttp.ClientError):
+            await ask(url)
+    assert process.returncode == 0
+
+
+async def test_what_cannot_start_says_why(fleet: InProcessFleet, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for number, arguments in enumerate((["--listen", "0.0.0.0:0"], ["--listen", "0.0.0.0:0", "--workers", "2"])):
+        process = Process("gateway", ["gateway", "--coordinator", fleet.server.address, *arguments], log, {})
+        assert not await asyncio.to_thread(process.wait, 30.0), "it had to be killed"
+        assert process.returncode not in (0, None)
+        assert log.read_text().count("INSECURE_BIND") > number

@@ -1,0 +1,445 @@
+"""What SGLang's HTTP interface promises, asked over real HTTP: of real SGLang, and of fleets behind a gateway.
+
+A module takes these tests in (``from sglang_suite import *``) and says by its fixture ``server`` whom it asks. What a
+fleet does otherwise on purpose is marked by ``server.real``, and stands in the table of ``docs/dialects.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from rlctl.ports import new_uuid7
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "integrations"))
+
+from tiny_trainer import broadcast, buckets, described, free_port, join_as_source
+
+Answer = tuple[int, Any]
+
+
+@dataclass
+class Server:
+    """Whom the suite asks.
+
+    Attributes:
+        http: calls it.
+        engines: address of every engine.
+        ranks: how many ranks each has.
+        tiny: its model and the checkpoint that it was started with.
+        root: address of the fleet; "": there is none, it is SGLang itself.
+        group: name of the group that was formed last.
+        key: the key for a path.
+        releases: it gives memory back; SGLang on a CPU only says that it does.
+    """
+
+    http: aiohttp.ClientSession
+    engines: Sequence[str]
+    ranks: Sequence[int]
+    tiny: tuple[Any, Path]
+    root: str = ""
+    group: str = ""
+    key: Callable[[str], str] | None = None
+    releases: bool = True
+
+    @property
+    def real(self) -> bool:
+        return not self.root
+
+    @classmethod
+    @asynccontextmanager
+    async def at(
+        cls,
+        engines: Sequence[str],
+        ranks: Sequence[int],
+        tiny: tuple[Any, Path],
+        *,
+        root: str = "",
+        key: Callable[[str], str] | None = None,
+        releases: bool = True,
+    ) -> AsyncIterator[Server]:
+        timeout = aiohttp.ClientTimeout(total=60)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            server = cls(http, engines, ranks, tiny, root, key=key, releases=releases)
+            before = await server.version()
+            yield server
+            await server.every("POST", "/abort_request", {"abort_all": True})
+            ready = [status for status, _ in await server.every("GET", "/ready")]
+            if await server.version() == before and set(ready) == {200}:
+                return
+            # Whatever a test leaves, the next one finds the checkpoint, generating.
+            reset = {"model_path": str(tiny[1]), "weight_version": "reset"}
+            await server.every("POST", "/update_weights_from_disk", reset)
+            await server.every("POST", "/continue_generation", {})
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, engine: int = 0, at: str = "", **headers: str
+    ) -> Answer:
+        url = (at or self.engines[engine]) + path
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key(path)}"
+        async with self.http.request(method, url, json=body, headers=headers) as response:
+            if response.content_type == "application/json":
+                return response.status, await response.json()
+            return response.status, await response.text()
+
+    async def every(self, method: str, path: str, body: Any = None) -> list[Answer]:
+        """The same of every engine, at the same time."""
+        return await asyncio.gather(*(self.ask(method, path, body, engine=i) for i in range(len(self.engines))))
+
+    async def form(self) -> Any:
+        """A group with this process as rank 0, of a name that it has never had: torch takes none twice."""
+        name = self.group = f"suite-{new_uuid7()}"
+        port, world_size = free_port(), 1 + sum(self.ranks)
+        bodies = [
+            {
+                "master_address": "127.0.0.1",
+                "master_port": port,
+                "rank_offset": 1 + sum(self.ranks[:index]),
+                "world_size": world_size,
+                "group_name": name,
+                "backend": "gloo",
+            }
+            for index in range(len(self.ranks))
+        ]
+        source = asyncio.create_task(asyncio.to_thread(join_as_source, name, port, world_size))
+        joined = await asyncio.gather(
+            *(self.ask("POST", "/init_weights_update_group", body, engine=i) for i, body in enumerate(bodies))
+        )
+        assert [(status, body["success"]) for status, body in joined] == [(200, True)] * len(self.ranks), joined
+        return await source
+
+    async def send(self, group: Any, model: Any, **fields: Any) -> list[Answer]:
+        """All buckets of a model; the last answers."""
+        answers: list[Answer] = []
+        for bucket in buckets(model):
+            body = described(bucket) | {"group_name": self.group, "flush_cache": False} | fields
+            told = asyncio.create_task(self.every("POST", "/update_weights_from_distributed", body))
+            await asyncio.to_thread(broadcast, group, [tensor for _, tensor in bucket])
+            answers = await told
+            assert [status for status, _ in answers] == [200] * len(self.engines), answers
+        return answers
+
+    async def greedy(self, engine: int, count: int = 6) -> list[int]:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}}
+        status, reply = await self.ask("POST", "/generate", body, engine=engine)
+        assert status == 200, reply
+        return list(reply["output_ids"])
+
+    async def version(self) -> set[str]:
+        return {body["weight_version"] for _, body in await self.every("GET", "/model_info")}
+
+
+PROMPT = [5, 6, 7]
+
+
+def other(model: Any, seed: int) -> Any:
+    """The model with other weights."""
+    made = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return made
+
+
+def expected(model: Any, count: int = 6) -> list[int]:
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+# Reading.
+
+
+async def test_model_info(server: Server) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        status, info = await server.ask("GET", path)
+        assert status == 200
+        assert info["is_generation"] is True
+        assert info["architectures"] == ["LlamaForCausalLM"]
+        assert info["model_type"] == "llama"
+        assert isinstance(info["weight_version"], str)
+        assert {
+            "model_path",
+            "tokenizer_path",
+            "served_model_name",
+            "load_format",
+            "disaggregation_mode",
+        } <= info.keys()
+
+
+async def test_server_info_and_loads(server: Server) -> None:
+    for path in ("/server_info", "/get_server_info"):
+        status, info = await server.ask("GET", path)
+        assert status == 200
+        assert {"version", "internal_states", "model_path", "tp_size", "max_total_num_tokens"} <= info.keys()
+    status, told = await server.ask("GET", "/v1/loads?include=core")
+    assert status == 200
+    assert {"timestamp", "version", "loads"} <= told.keys()
+    (load,) = told["loads"]
+    assert (load["dp_rank"], load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0, 0)
+    assert load["max_total_num_tokens"] > 0
+    status, text = await server.ask("GET", "/v1/loads?format=prometheus")
+    assert status == 200
+    assert "sglang_num_running_reqs{" in text
+
+
+async def test_health_and_readiness(server: Server) -> None:
+    assert [status for status, _ in await server.every("GET", "/health_generate")] == [200] * len(server.engines)
+    assert (await server.ask("GET", "/ready"))[0] == 200
+    await server.every("POST", "/pause_generation", {"mode": "retract"})
+    assert (await server.ask("GET", "/ready"))[0] == 503
+    await server.every("POST", "/continue_generation", {})
+    assert (await server.ask("GET", "/ready"))[0] == 200
+
+
+# Pausing, aborting, flushing.
+
+
+@pytest.mark.parametrize("mode", [None, "abort", "retract", "in_place"])
+async def test_pause_and_continue(server: Server, mode: str | None) -> None:
+    status, body = await server.ask("POST", "/pause_generation", {"mode": mode} if mode else {})
+    assert (status, body) == (200, {"message": "Generation paused successfully.", "status": "ok"})
+    for _ in range(2):  # also when it is not paused
+        status, body = await server.ask("POST", "/continue_generation", {})
+        assert (status, body) == (200, {"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def test_a_bad_body_is_a_400_of_sglangs_form(server: Server) -> None:
+    for path, body in (
+        ("/pause_generation", {"mode": "bogus"}),
+        ("/pause_generation", ["abort"]),
+        ("/abort_request", {"abort_all": "perhaps"}),
+    ):
+        status, refused = await server.ask("POST", path, body)
+        assert status == 400, (path, body, refused)
+        assert (refused["object"], refused["type"], refused["code"]) == ("error", "Bad Request", 400)
+        assert isinstance(refused["message"], str)
+    assert (await server.ask("GET", "/ready"))[0] == 200, "nothing was paused"
+
+
+async def test_unknown_fields_are_ignored(server: Server) -> None:
+    assert (await server.ask("POST", "/continue_generation", {"surprise": 1}))[0] == 200
+    if not server.real:
+        url = server.engines[0] + "/continue_generation"
+        async with server.http.post(url, json={"surprise": 1}) as response:
+            assert response.headers["X-RLCTL-Unknown-Fields"] == "surprise"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_flush(server: Server, method: str) -> None:
+    status, text = await server.ask(method, "/flush_cache")
+    assert status == 200
+    assert text.startswith("Cache flushed.")
+    assert (await server.ask(method, "/flush_cache?timeout=-1"))[0] == 400
+
+
+async def test_a_flush_is_refused_beside_requests_and_abort_ends_them(server: Server) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "rid": new_uuid7()}
+    running = asyncio.create_task(server.ask("POST", "/generate", body))
+    async with asyncio.timeout(20):
+        while (await server.ask("GET", "/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0:
+            assert not running.done()
+    status, text = await server.ask("GET", "/flush_cache")
+    assert (status, "lush" in text) == (400, True)
+    assert (await server.ask("POST", "/abort_request", {"rid": body["rid"]}))[0] == 200
+    status, reply = await running
+    assert status == 200
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert await server.ask("POST", "/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await server.ask("POST", "/abort_request", {}) == (200, "")
+
+
+async def test_memory_that_is_resumed_without_a_release(server: Server) -> None:
+    if server.real:
+        pytest.skip("it ends SGLang")
+    status, _ = await server.ask("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert status == (200 if server.releases else 400)
+    assert (await server.ask("POST", "/release_memory_occupation", {"tags": ["bogus"]}))[0] == 400
+
+
+async def test_memory(server: Server) -> None:
+    await server.every("POST", "/pause_generation", {"mode": "abort"})
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        status, body = await server.ask("POST", path, {"tags": ["kv_cache"]})
+        assert (status, body) == (200, None) if server.releases else (400, body)
+    await server.every("POST", "/continue_generation", {})
+    assert await server.greedy(0) == expected(server.tiny[0])
+
+
+async def test_the_checker(server: Server) -> None:
+    status, told = await server.ask("POST", "/weights_checker", {"action": "checksum"})
+    assert (status, told["success"]) == (200, True)
+    assert len(told["ranks"]) == server.ranks[0]
+    for rank in told["ranks"]:
+        assert len(rank["per_gpu_checksum"]) == 64
+        assert rank["checksums"]
+    assert told["per_engine_checksum"]
+    status, again = await server.ask("GET", "/weights_checker")
+    assert (status, again["per_engine_checksum"]) == (200, told["per_engine_checksum"])
+    assert (await server.ask("POST", "/weights_checker", {"action": "bogus"}))[0] == 400
+    if server.real:
+        return  # compare needs CUDA there
+    assert (await server.ask("POST", "/weights_checker", {"action": "snapshot"}))[0] == 200
+    assert (await server.ask("POST", "/weights_checker", {"action": "compare"}))[0] == 200
+
+
+# Weights.
+
+
+async def test_from_disk(server: Server, tmp_path: Path) -> None:
+    model = other(server.tiny[0], seed=1)
+    model.save_pretrained(tmp_path / "saved")
+    body = {"model_path": str(tmp_path / "saved"), "weight_version": "from-disk"}
+    for status, told in await server.every("POST", "/update_weights_from_disk", body):
+        assert (status, told["success"], told["num_paused_requests"]) == (200, True, 0)
+    assert await server.version() == {"from-disk"}
+    assert await server.greedy(0) == expected(model)
+    missing = {"model_path": str(tmp_path / "nowhere")}
+    status, told = await server.ask("POST", "/update_weights_from_disk", missing)
+    assert (status, told["success"]) == (400, False)
+    assert (await server.ask("POST", "/update_weights_from_disk", {}))[0] == 400
+    assert await server.greedy(0) == expected(model), "what is refused leaves the weights alone"
+
+
+async def test_an_update_in_a_session(server: Server) -> None:
+    group = await server.form()
+    model = other(server.tiny[0], seed=2)
+    await server.every("POST", "/pause_generation", {"mode": "retract"})
+    for status, told in await server.every("POST", "/begin_weight_update", {"selector": "all"}):
+        assert (status, told["success"]) == (200, True)
+    await server.send(group, model, weight_version="step-1")
+    for status, told in await server.every("POST", "/end_weight_update", {}):
+        assert (status, told["success"]) == (200, True), told
+    assert await server.version() == {"step-1"}
+    for status, told in await server.every("POST", "/update_weight_version", {"new_version": "step-1b"}):
+        assert (status, told["new_version"]) == (200, "step-1b")
+    await server.every("POST", "/continue_generation", {})
+    assert await server.version() == {"step-1b"}
+    for engine in range(len(server.engines)):
+        assert await server.greedy(engine) == expected(model)
+    for status, told in await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group}):
+        assert (status, told["success"]) == (200, True)
+    status, told = await server.ask("POST", "/destroy_weights_update_group", {"group_name": server.group})
+    assert (status, told["success"]) == (400, False)
+
+
+async def test_an_update_without_a_session(server: Server) -> None:
+    """SGLang 0.5.23 refuses it; a fleet opens the update by itself, and commits it when generation continues."""
+    group = await server.form()
+    model = other(server.tiny[0], seed=3)
+    await server.every("POST", "/pause_generation", {})
+    if server.real:
+        body = described(next(buckets(model))) | {"group_name": server.group}
+        status, told = await server.ask("POST", "/update_weights_from_distributed", body)
+        assert (status, told["success"]) == (400, False)
+        assert "begin_weight_update" in told["message"]
+    else:
+        before = await server.version()
+        await server.send(group, model, weight_version="step-2")
+        assert "step-2" not in before | await server.version(), "published last, whatever a bucket says"
+        for status, told in await server.every("POST", "/continue_generation", {}):
+            assert (status, told["status"]) == (200, "ok")
+        assert await server.version() == {"step-2"}
+        assert await server.greedy(0) == expected(model)
+    await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
+
+
+async def test_half_of_an_update_is_not_served(server: Server) -> None:
+    """SGLang would generate with a mixture; a fleet refuses to continue, until all weights came again."""
+    if server.real:
+        pytest.skip("SGLang serves the mixture")
+    group = await server.form()
+    before = await server.version()
+    await server.every("POST", "/pause_generation", {})
+    bucket = next(buckets(other(server.tiny[0], seed=4)))
+    body = described(bucket) | {"group_name": server.group, "flush_cache": False, "weight_version": "half"}
+    told = asyncio.create_task(server.every("POST", "/update_weights_from_distributed", body))
+    await asyncio.to_thread(broadcast, group, [tensor for _, tensor in bucket])
+    assert [status for status, _ in await told] == [200, 200]
+    for status, refused in await server.every("POST", "/continue_generation", {}):
+        assert status == 400
+        assert refused["error"]["reason"] in ("QUORUM_NOT_MET", "WEIGHTS_INCOMPLETE", "WEIGHTS_DIRTY")
+    assert "half" not in before | await server.version()
+    assert (await server.ask("GET", "/ready"))[0] == 503
+
+
+async def test_a_group_of_another_size_than_the_fleet(server: Server) -> None:
+    """SGLang waits for members that never come; a fleet says both numbers at once."""
+    if server.real:
+        pytest.skip("SGLang waits")
+    body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 9, "backend": "gloo"}
+    status, told = await server.ask("POST", "/init_weights_update_group", body)
+    assert (status, told["success"]) == (400, False)
+    assert f"world_size is 9; one source and the ranks of 2 stages make {1 + sum(server.ranks)}" in told["message"]
+    assert told["error"]["field"] == "world_size"
+
+
+async def test_lists_of_different_lengths(server: Server) -> None:
+    body = {"names": ["a", "b"], "dtypes": ["float32"], "shapes": [[1], [1]], "group_name": "suite"}
+    status, _ = await server.ask("POST", "/update_weights_from_distributed", body)
+    assert status == 400
+    status, _ = await server.ask("POST", "/update_weights_from_distributed", {"names": ["a"]})
+    assert status == 400
+
+
+async def test_tensors_as_pickles(server: Server) -> None:
+    if server.real:
+        pytest.skip("it ends SGLang")
+    body = {"serialized_named_tensors": ["gASVAAAA"], "load_format": None}
+    status, told = await server.ask("POST", "/update_weights_from_tensor", body)
+    assert (status, told["success"], told["error"]["reason"]) == (400, False, "UNSUPPORTED")
+
+
+async def test_a_key_makes_a_repeat_exact(server: Server, tmp_path: Path) -> None:
+    if server.real:
+        pytest.skip("SGLang has no keys")
+    other(server.tiny[0], seed=5).save_pretrained(tmp_path / "saved")
+    body = {"model_path": str(tmp_path / "saved"), "weight_version": "keyed"}
+    key = {"Idempotency-Key": "the fifth"}
+    first = await server.ask("POST", "/update_weights_from_disk", body, **key)
+    second = await server.ask("POST", "/update_weights_from_disk", body, **key)
+    assert first == second
+    status, told = await server.ask("POST", "/update_weights_from_disk", body | {"weight_version": "other"}, **key)
+    assert (status, told["error"]["reason"]) == (400, "REQUEST_ID_REUSED")
+
+
+async def test_an_engine_that_is_not_there(server: Server) -> None:
+    if server.real:
+        pytest.skip("a server is one engine")
+    for method, path, body in (
+        ("POST", "/pause_generation", {}),
+        ("GET", "/model_info", None),
+        ("GET", "/health", None),
+    ):
+        status, told = await server.ask(method, path, body, at=f"{server.root}/engines/nobody")
+        assert (status, told["error"]["reason"]) == (404, "STAGE_NOT_FOUND")
+
+
+async def test_the_fleet_at_the_root_is_one_server(server: Server, tmp_path: Path) -> None:
+    if server.real:
+        pytest.skip("a server is one engine")
+    root = {"at": server.root}
+    model = other(server.tiny[0], seed=6)
+    model.save_pretrained(tmp_path / "saved")
+    body = {"model_path": str(tmp_path / "saved"), "weight_version": "at-the-root"}
+    assert (await server.ask("POST", "/update_weights_from_disk", body, **root))[0] == 200
+    assert (await server.ask("GET", "/get_weight_version", **root))[1]["weight_version"] == "at-the-root"
+    assert len((await server.ask("GET", "/v1/loads", **root))[1]["loads"]) == 2
+    digests = (await server.ask("POST", "/weights_checker", {}, **root))[1]["model_digest"]
+    assert len(digests) == 2
+    assert len(set(digests.values())) == 1
+    assert (await server.ask("GET", "/health", **root))[0] == 200
