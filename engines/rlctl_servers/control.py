@@ -33,13 +33,13 @@ class Control:
             raise Reason.ENGINE_FAILED.error(f"{self.http.product} refused {path}: {answer.message}")
         return answer.body
 
-    async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
-        """Let the server do something; the answer may be a refusal.
+    async def tell(self, path: str, body: dict[str, Any], *, call: Call, admin: bool = True) -> Answer:
+        """Let the server do something; the answer may be a refusal. ``admin``: which key it is told with.
 
         Raises ENGINE_WEDGED (UNKNOWN) when it does not answer, long past the call's deadline; UNREACHABLE, LINK_LOST.
         """
         try:
-            return await self.http.call(path, body, timeout_s=_remaining(call) + WEDGED_S)
+            return await self.http.call(path, body, timeout_s=_remaining(call) + WEDGED_S, admin=admin)
         except TimeoutError:
             raise self.wedged(path) from None
 
@@ -51,9 +51,10 @@ class Control:
         call: Call,
         reason: Reason = Reason.ENGINE_FAILED,
         outcome: Outcome.ValueType = OUTCOME_REJECTED,
+        admin: bool = True,
     ) -> Answer:
         """As :meth:`tell`, and a refusal raises ``reason`` with ``outcome``."""
-        answer = await self.tell(path, body, call=call)
+        answer = await self.tell(path, body, call=call, admin=admin)
         if not answer.ok:
             raise reason.error(f"{self.http.product}: {answer.message}", outcome=outcome)
         return answer

@@ -18,6 +18,7 @@ from rlctl.engine import Call, Engine, EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_SKIPPED
+from rlctl_servers.adapters import Adapters
 from rlctl_servers.checkpoints import Checkpoints
 from rlctl_servers.control import Control
 from rlctl_servers.generation import Requests
@@ -54,11 +55,19 @@ class Ending(Protocol):
         """End requests: how many, and the ids that were not found."""
 
 
+class Updates(Protocol):
+    """Updates of the base weights."""
+
+    @property
+    def open(self) -> bool:
+        """Whether one is open."""
+
+
 class ServerEngine(Engine):
     """One engine server, with all of its ranks.
 
-    A subclass sets ``_server`` and ``_control`` when it is made; ``_facts``, ``_stamps``, ``_requests`` and ``_ending``
-    when it starts, and ``_ready`` last.
+    A subclass sets ``_server`` and ``_control`` when it is made; ``_facts``, ``_stamps``, ``_requests``,
+    ``_ending``, ``_updates`` and ``_adapters`` when it starts, and ``_ready`` last.
     """
 
     _server: Server
@@ -67,6 +76,8 @@ class ServerEngine(Engine):
     _stamps: Stamps
     _requests: Requests
     _ending: Ending
+    _updates: Updates
+    _adapters: Adapters
 
     def __init__(
         self,
@@ -178,6 +189,40 @@ class ServerEngine(Engine):
                 if asyncio.get_running_loop().time() > call.deadline:
                     raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
                 await asyncio.sleep(IDLE_S)
+
+    # Adapters.
+
+    async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
+        """Read an adapter into the open adapter update."""
+        self._check("LoadAdapter")
+        call.accept()
+        return await self._adapters.load(request, call)
+
+    async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
+        """Forget an adapter."""
+        self._check("UnloadAdapter")
+        self._refuse_during_update()
+        call.accept()
+        return await self._adapters.drop(request, call)
+
+    async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
+        """The adapters that serve."""
+        self._check("ListAdapters")
+        return self._adapters.listed
+
+    async def _prepare_adapter(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        self._check("LoadAdapter")
+        if self._updates.open:
+            raise Reason.UPDATE_IN_PROGRESS.error("an update of the base weights is open")
+        return await self._adapters.prepare(request, call)
+
+    def _refuse_beside_adapter(self) -> None:
+        if self._adapters.open:
+            raise Reason.UPDATE_IN_PROGRESS.error("an update of an adapter is open")
+
+    def _refuse_during_update(self) -> None:
+        if self._updates.open or self._adapters.open:
+            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
 
     # Checkpoints and reads.
 

@@ -10,28 +10,22 @@ from typing import ClassVar
 from rlctl_servers.control import Control
 from rlctl_servers.engine import ServerEngine
 from rlctl_servers.generation import Requests
+from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.stamps import Stamps
 
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import (
-    EVIDENCE_ENGINE,
-    OUTCOME_APPLIED,
-    OUTCOME_SKIPPED,
-    OUTCOME_UNKNOWN,
-    PAUSE_MODE_UNSPECIFIED,
-)
+from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_UNSPECIFIED
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.weights.tensors import to_proto
 from rlctl_sglang import facts as facts_
 from rlctl_sglang import memory
-from rlctl_sglang.adapters import Adapters, LoraLimits
+from rlctl_sglang.adapters import Adapters
 from rlctl_sglang.checking import Checker
 from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
-from rlctl_sglang.lora_table import LoraTable
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.probing import Prober
 from rlctl_sglang.process import PRODUCT
@@ -52,6 +46,7 @@ class SGLangEngine(ServerEngine):
     name: ClassVar[str] = "sglang"
     _server: Server
     _facts: facts_.Facts
+    _updates: Updates
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
@@ -97,8 +92,7 @@ class SGLangEngine(ServerEngine):
             stopped=lambda: self._state.stopped,
         )
         self._requests = self._ending = Requests(native)
-        lora = LoraLimits.of(facts.info)
-        self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, lora)
+        self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
         # Others' requests would be answered while a probe makes the server go on.
         prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
@@ -185,12 +179,8 @@ class SGLangEngine(ServerEngine):
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
         if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
-            self._check("LoadAdapter")
-            if self._updates.open:
-                raise Reason.UPDATE_IN_PROGRESS.error("an update of the base weights is open")
-            return await self._adapters.prepare(request, call)
-        if self._adapters.open:
-            raise Reason.UPDATE_IN_PROGRESS.error("an update of an adapter is open")
+            return await self._prepare_adapter(request, call)
+        self._refuse_beside_adapter()
         self._updates.refuse(request, call)
         if not self._state.stopped:
             await self._settle(call, abort=request.abort_all_requests)
@@ -296,32 +286,8 @@ class SGLangEngine(ServerEngine):
         self._check("CheckWeights")
         call.accept()
         if request.adapter:
-            report = self._adapters.check(request)
-            return [
-                RankResult(coordinates=worker, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_ENGINE, check=report)
-                for worker in self._workers
-            ]
+            return self._adapters.check(request, self._workers)
         return await self._checker.check(request, call)
-
-    # Adapters.
-
-    async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
-        """Read an adapter into the open adapter update."""
-        self._check("LoadAdapter")
-        call.accept()
-        return await self._adapters.load(request, call)
-
-    async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
-        """Forget an adapter."""
-        self._check("UnloadAdapter")
-        self._refuse_during_update()
-        call.accept()
-        return await self._adapters.unload(request, call)
-
-    async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
-        """The adapters that serve."""
-        self._check("ListAdapters")
-        return self._adapters.listed
 
     # Reads.
 
@@ -348,10 +314,6 @@ class SGLangEngine(ServerEngine):
     def _order(self) -> Sequence[str]:
         """Names of the tensors, in the order in which they can be sent with the least memory."""
         return list(self._checkpoints.reference) if self._readback is None else self._readback.order
-
-    def _refuse_during_update(self) -> None:
-        if self._updates.open or self._adapters.open:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
 
     async def _loads(self, call: Call) -> verbs_pb2.Loads:
         return facts_.loads(await self._control.ask("/v1/loads", call=call, admin=False))

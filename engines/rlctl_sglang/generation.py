@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rlctl_servers.http import Http
+from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.requests import refused
 from rlctl_servers.stamps import Stamps
 
@@ -22,7 +23,6 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     TokenLogprob,
 )
-from rlctl_sglang.lora_table import LoraTable
 from rlctl_sglang.requests import Limits, bodies
 
 ABORT_CALL_S = 10.0

@@ -13,11 +13,12 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, touched
+from rlctl_servers.opened import opened
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -68,27 +69,6 @@ class OpenUpdate:
     dirty: bool = False
     report: WeightsReport = field(default_factory=WeightsReport)
     loading_s: float = 0.0
-
-
-class HasUpdateId(Protocol):
-    """An update that is open."""
-
-    update_id: str
-
-
-Open = TypeVar("Open", bound=HasUpdateId)
-
-
-def opened(update: Open | None, call: Call) -> Open:
-    """The open update, when the call belongs to it. Raises UPDATE_NOT_FOUND, UPDATE_FENCED."""
-    if update is None:
-        raise Reason.UPDATE_NOT_FOUND.error(f"update {call.update_id or '(none)'} is not open at this engine")
-    if update.update_id != call.update_id:
-        raise Reason.UPDATE_FENCED.error(
-            f"update {update.update_id} is open, the command belongs to {call.update_id or 'none'}",
-            field="header.fence.update_id",
-        )
-    return update
 
 
 class Updates:

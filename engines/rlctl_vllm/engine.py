@@ -13,6 +13,7 @@ from rlctl_servers.control import Control
 from rlctl_servers.engine import IDLE_S, Ending, ServerEngine
 from rlctl_servers.generation import Requests
 from rlctl_servers.http import Http
+from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.stamps import Stamps
 
 from rlctl.engine import Call, EngineConfig, EngineInfo
@@ -35,6 +36,7 @@ from rlctl.weights.interfaces import address_of
 from rlctl.weights.tensors import to_proto
 from rlctl_vllm import facts as facts_
 from rlctl_vllm import memory
+from rlctl_vllm.adapters import Adapters
 from rlctl_vllm.generation import TokensInOut
 from rlctl_vllm.options import PRODUCT, parse_options
 from rlctl_vllm.probing import Prober
@@ -54,6 +56,8 @@ class VLLMEngine(ServerEngine):
     name: ClassVar[str] = "vllm"
     _server: Server
     _facts: facts_.Facts
+    _adapters: Adapters
+    _updates: Updates
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
@@ -82,7 +86,9 @@ class VLLMEngine(ServerEngine):
         self._stamps = Stamps(facts.label)
         self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout)
         limits = facts.limits(self._checkpoints.config)
-        self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps))
+        table = LoraTable()
+        self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps, table))
+        self._adapters = Adapters(self._control, self._checkpoints, self._requests, table, facts.lora)
         self._readable = bool(digest)
         # Others' requests would be answered while a probe makes the server go on.
         self._prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
@@ -94,6 +100,12 @@ class VLLMEngine(ServerEngine):
             model_digest=digest,
             fenced=self._server.launched,
         )
+
+    async def stop(self) -> None:
+        """End the server if it was launched, and whatever waits for it."""
+        await super().stop()
+        if self._ready:
+            self._adapters.close()
 
     @property
     def http(self) -> Http:
@@ -164,8 +176,7 @@ class VLLMEngine(ServerEngine):
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Give regions back."""
         self._check("ReleaseMemory")
-        if self._updates.open:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+        self._refuse_during_update()
         call.accept()
         report = await memory.release(
             self._control, self._state, request.tags, self._facts.memory_tags, await self._active(call), call
@@ -201,6 +212,9 @@ class VLLMEngine(ServerEngine):
         call.accept()
         if common_pb2.MEMORY_TAG_WEIGHTS in self._state.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
+        if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
+            return await self._prepare_adapter(request, call)
+        self._refuse_beside_adapter()
         if not self._state.stopped:
             await self._settle(call, abort=request.abort_all_requests)
         return await self._updates.prepare(request, call)
@@ -256,30 +270,39 @@ class VLLMEngine(ServerEngine):
         """Close the update; vLLM's weight version comes last."""
         self._check("CommitUpdate")
         call.accept()
+        if self._adapters.open:
+            return await self._adapters.commit(call)
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
         report = await self._updates.commit(request, label, call)
         self._stamps.label = label
+        if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
+            await self._adapters.drop_all()
         return report
 
     async def abort_update(self, request: verbs_pb2.AbortUpdateRequest, call: Call) -> None:
         """Drop the update."""
         self._check("AbortUpdate")
         call.accept()
+        if self._adapters.open:
+            await self._adapters.abort(call)
+            return
         await self._updates.abort(call)
 
     async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Broadcast what is held, between two steps of generation: vLLM generates nothing meanwhile."""
         workers = self._extension("SendWeights")
-        if self._updates.open:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+        self._refuse_during_update()
         (report,) = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
         return report
 
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest what the rank holds, as it computes with it, or compute a probe."""
+        """Digest what the rank holds, as it computes with it, or an adapter, or compute a probe."""
+        if request.adapter:
+            self._check("ListAdapters")
+            return self._adapters.check(request, self._layout)
         if request.action == verbs_pb2.CHECK_ACTION_PROBE and self._prober is not None:
             self._check("")
             if self._updates.open:
@@ -292,7 +315,7 @@ class VLLMEngine(ServerEngine):
             raise Reason.UNSUPPORTED.error(
                 f"vLLM's weights are not driven to {name}", field="action", outcome=OUTCOME_SKIPPED
             )
-        for field in ("per_tensor", "skip_tensors", "adapter", "shadow"):
+        for field in ("per_tensor", "skip_tensors", "shadow"):
             if getattr(request, field):
                 raise Reason.UNSUPPORTED.error("vLLM's weights are digested whole", field=field)
         call.accept()

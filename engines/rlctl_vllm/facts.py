@@ -34,6 +34,9 @@ _IN_WORKERS = (
 )
 """Verbs that the extension carries out."""
 
+_LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
+
 _CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
 
 
@@ -66,6 +69,12 @@ class Facts:
         return frozenset(TAGS) if self._of("model_config", "enable_sleep_mode") else frozenset()
 
     @property
+    def lora(self) -> Mapping[str, Any] | None:
+        """What it was started for of adapters."""
+        found: Mapping[str, Any] | None = self.config.get("lora_config")
+        return found
+
+    @property
     def digest(self) -> str:
         """Model digest of what it held when it was asked; "" where that cannot be read back."""
         return str(self.ranks[0]["digest"]) if len(self.ranks) == 1 else ""
@@ -88,6 +97,11 @@ class Facts:
         for size in sizes:
             product *= int(self._of("parallel_config", size) or 1)
         return product
+
+    @property
+    def fronts(self) -> int:
+        """Number of its API servers, each of which may be the one that is asked."""
+        return int(self._of("parallel_config", "_api_process_count") or 1)
 
     @property
     def dtype(self) -> str:
@@ -199,6 +213,12 @@ async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[st
         unsupported["SendWeights"] = unsupported["CheckWeights"] = (
             "this vLLM's weights cannot be read back: several ranks, or layers that give no weights"
         )
+    if facts.lora is None:
+        unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without --enable-lora")
+    elif not routes.issuperset(_LORA):
+        unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
+    elif facts.fronts > 1:
+        unsupported |= dict.fromkeys(_ADAPTERS, "each of this vLLM's API servers has adapters of its own")
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "vLLM was started without --enable-sleep-mode: it would release nothing"

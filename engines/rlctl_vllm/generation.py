@@ -8,6 +8,7 @@ from typing import Any
 
 from rlctl_servers import requests
 from rlctl_servers.http import Http
+from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.requests import logprob_start, refuse_prompt
 from rlctl_servers.stamps import Stamps
 
@@ -42,13 +43,16 @@ class TokensInOut:
 
     product = "vLLM"
 
-    def __init__(self, http: Http, limits: Limits, stamps: Stamps) -> None:
+    def __init__(self, http: Http, limits: Limits, stamps: Stamps, adapters: LoraTable) -> None:
+        self.adapters = adapters
         self.http = http
         self.stamps = stamps
         self._limits = limits
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[_Reading]:
-        """The samples of a request. Raises as :func:`rlctl_vllm.requests.bodies` does."""
+        """The samples of a request. Raises ADAPTER_NOT_FOUND, and as :func:`rlctl_vllm.requests.bodies` does."""
+        if request.adapter:
+            self.adapters.find(request.adapter, "adapter")
         refuse_prompt(request, self._limits)
         ids = list(request.input_ids.ids)
         if request.WhichOneof("prompt") == "text":
@@ -102,6 +106,7 @@ class _Reading:
         self._last = 0
         self._ended: GenerateResponse | None = None
         self._words: dict[str, Any] = {}
+        self._adapter_version = ""
 
     @property
     def tokens(self) -> int:
@@ -110,6 +115,14 @@ class _Reading:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """vLLM's stream of it, or its one answer."""
+        with self._dialect.adapters.using(self._request.adapter) as held:
+            if held is not None:
+                self._body["model"], self._adapter_version = held.name, held.info.version
+            async with aclosing(self._events()) as events:
+                async for told in events:
+                    yield told
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
         http = self._dialect.http
         try:
             if self._body["stream"]:
@@ -167,6 +180,8 @@ class _Reading:
         if finish is not None:
             sample.finish_reason.CopyFrom(self._finish(str(finish), choice.get("stop_reason")))
             self._dialect.stamps.spans(sample, choice.get("weight_versions") or ())
+            for span in sample.versions:
+                span.adapter_version = self._adapter_version
         return sample
 
     def _logprobs(self, ids: Sequence[int], told: Mapping[str, Any] | None) -> list[TokenLogprob]:

@@ -54,7 +54,7 @@ class VLLMProcess(ServerProcess):
             link = packages / package.name
             if not link.exists():
                 link.symlink_to(package, target_is_directory=True)
-        return _environment(self._config, packages)
+        return _environment(self._config, self._options, packages)
 
     async def ready(self) -> bool:
         """Whether it serves. Nobody else can be behind its socket."""
@@ -91,7 +91,7 @@ def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str
     return named | dict(options.arguments)
 
 
-def _environment(config: EngineConfig, packages: Path) -> dict[str, str]:
+def _environment(config: EngineConfig, options: Options, packages: Path) -> dict[str, str]:
     device, _, number = config.device.partition(":")
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # its admin calls
@@ -101,8 +101,11 @@ def _environment(config: EngineConfig, packages: Path) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")])),
     }
+    if options.arguments.get("enable_lora") == "true":
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":
-        variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB}
+        room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", KV_CACHE_GIB)
+        variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": room}
         if config.tp_size > 1:
             # By itself it gives every rank a NUMA node, and refuses to start when there are too few.
             variables["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(config.tp_size)

@@ -46,14 +46,12 @@ def scores_only(request: GenerateRequest) -> bool:
 
 
 def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
-    """One body for each sample, under these ids; ``ids``: the prompt.
+    """One body for each sample, under these ids, its adapter left out; ``ids``: the prompt.
 
     With log probabilities of the prompt, which vLLM does not stream, they ask for one answer.
 
     Raises FIELD_REQUIRED, FIELD_INVALID, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
-    if request.adapter:
-        raise Reason.UNSUPPORTED.error("adapters are not driven through this engine yet", field="adapter")
     requests.check_ids(ids, limits, "text" if request.WhichOneof("prompt") == "text" else "input_ids.ids")
     stream = requests.logprob_start(request, len(ids)) < 0
     body: dict[str, Any] = {

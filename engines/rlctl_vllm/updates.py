@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, touched
+from rlctl_servers.opened import opened
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -153,7 +154,7 @@ class Updates:
 
     async def from_disk(self, request: UpdateWeightsFromDiskRequest, call: Call) -> WeightsReport:
         """Load a checkpoint that was found to fit."""
-        update = self._open(call)
+        update = opened(self._update, call)
         refuse_draft(request.options.selector, "options.selector")
         if update.taken:
             raise Reason.ILLEGAL_STATE.error("this update has taken tensors in; vLLM loads checkpoints on their own")
@@ -168,7 +169,7 @@ class Updates:
 
     async def commit(self, request: CommitUpdateRequest, label: str, call: Call) -> list[RankResult] | WeightsReport:
         """Close the update; vLLM's own label for the version comes last. Refuses when a tensor was not written."""
-        update = self._open(call)
+        update = opened(self._update, call)
         reports: list[WeightsReport] | None = None
         if self._workers is not None and not update.loaded:
             try:
@@ -189,13 +190,13 @@ class Updates:
     async def abort(self, call: Call) -> None:
         """Close the update; what it wrote stays. Confirms when none is open."""
         if self._update is not None:
-            self._open(call)
+            opened(self._update, call)
             await self._close(call)
             self._update = None
             await let_go(self._control, self._state, call)
 
     async def _take(self, verb: str, request: Message, call: Call) -> list[RankResult]:
-        update = self._open(call)
+        update = opened(self._update, call)
         assert self._workers is not None
         if update.loaded:
             raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
@@ -240,16 +241,6 @@ class Updates:
         update.report.bytes_received += sum(meta.nbytes for meta in stored.metas.values())
         update.report.load.CopyFrom(duration(update.loading_s))
         self.checkpoint = request.model_path
-
-    def _open(self, call: Call) -> OpenUpdate:
-        if self._update is None:
-            raise Reason.UPDATE_NOT_FOUND.error(f"update {call.update_id or '(none)'} is not open at this engine")
-        if self._update.update_id != call.update_id:
-            raise Reason.UPDATE_FENCED.error(
-                f"update {self._update.update_id} is open, the command belongs to {call.update_id or 'none'}",
-                field="header.fence.update_id",
-            )
-        return self._update
 
     def _each(self, reports: Sequence[WeightsReport]) -> list[RankResult]:
         return [

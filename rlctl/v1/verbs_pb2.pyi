@@ -910,7 +910,9 @@ class UpdateWeightsFromTensorRequest(_message.Message):
 
     @_builtins.property
     def engine_payloads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The engine's own serialised payload, one per rank, passed through unread (SGLang)."""
+        """An engine's own serialised payload, one per rank. No engine takes it (UNSUPPORTED): SGLang's is a pickle, which runs what it
+        says and ends the server when it does not fit. Give segments.
+        """
 
     def __init__(
         self,

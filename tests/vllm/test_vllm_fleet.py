@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import adapter_steps
 import pytest
+from loras import lora, merged_says, save
 from server_stage import changed, greedy
 
 import rlctl
@@ -30,7 +30,7 @@ def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
     engines = [
         EngineSpec("actor-0", str(tiny[1]), engine="torch", options=options),
-        EngineSpec("actor-1", str(tiny[1]), engine="vllm", options=options),
+        EngineSpec("actor-1", str(tiny[1]), engine="vllm", options={**options, "enable_lora": "true"}),
     ]
     with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
@@ -107,24 +107,23 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
     assert "--enable-sleep-mode" in refused.value.message
 
 
-def test_a_server_that_is_killed_comes_back_with_weights_that_no_disk_has(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
-    """The stage server starts it again, and the torch engine's weights heal it, without the trainer."""
+def test_a_server_that_is_killed_comes_back_with_weights_that_no_disk_has(
+    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """The stage server starts it again, and the torch engine's weights heal it, without the trainer; so do adapters."""
     model = changed(tiny[0], seed=77)
     publisher = fleet.publisher("actor", trainer="survivor")
     result = publisher.update(model, version="survives")
     publisher.close()
-    before = stage_of(fleet.status(), "actor-1").incarnation
-    (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
-    os.kill(rank.server_info.pid, signal.SIGKILL)
-    for event in fleet.watch():
-        stages = [s for s in event.fleet.stages if s.registration.slot == "actor-1"]
-        if any(stage.incarnation > before and stage.routable for stage in stages):
-            break
-    after = stage_of(fleet.status(), "actor-1")
+    tensors = lora(tiny[0], 1)
+    fleet.load_adapter("math", save(tmp_path / "math", tensors), version="m")
+    adapter_steps.come_back_with(fleet, "actor-1", "math")
+    after = next(stage for stage in fleet.status().stages if stage.registration.slot == "actor-1")
     assert after.report.weight_version == result.version
     assert after.report.model_digest == rlctl.model_digest(model)
     both_generate_like(fleet, model, result.version)
-
-
-def stage_of(status: Any, slot: str) -> Any:
-    return next(stage for stage in status.stages if stage.registration.slot == slot)
+    said: dict[str, list[int]] = {}
+    while len(said) < 2:
+        response = fleet.generate(encode("3+"), max_new_tokens=8, temperature=0.0, ignore_eos=True, adapter="math")
+        said[response.slot] = list(response.samples[0].output_ids)
+    assert said["actor-0"] == said["actor-1"] == merged_says(model, "3+", tensors)

@@ -45,7 +45,7 @@ def serving(driver: Driver) -> Iterator[None]:
         (prompt([], 2), Reason.FIELD_REQUIRED, "input_ids.ids"),
         (rollout.GenerateRequest(), Reason.FIELD_REQUIRED, "text"),
         (rollout.GenerateRequest(text="1" * 600), Reason.PROMPT_TOO_LONG, ""),
-        (prompt([1], 2, adapter="a"), Reason.UNSUPPORTED, "adapter"),
+        (prompt([1], 2, adapter="a"), Reason.ADAPTER_NOT_FOUND, "adapter"),
         (prompt([1], 2, top_logprobs_num=17), Reason.FIELD_INVALID, "top_logprobs_num"),
         (prompt([1], 2, logprob_start_len=3), Reason.FIELD_INVALID, "logprob_start_len"),
         (prompt([1], 2, logprob_start_len=-2), Reason.FIELD_INVALID, "logprob_start_len"),

@@ -1,10 +1,11 @@
-"""Which adapter a sample gets, what SGLang calls it, and which parts of fused layers an adapter may have."""
+"""Which adapter a sample gets, what the server calls it, and which parts of fused layers an adapter may have."""
 
 from __future__ import annotations
 
 import pytest
-from rlctl_sglang.adapters import LAYERS, LoraLimits, _refuse_parts
-from rlctl_sglang.lora_table import Held, LoraTable
+from rlctl_servers.adapters import LAYERS
+from rlctl_servers.lora_table import Held, LoraTable
+from rlctl_sglang.adapters import _refuse_parts, limits_of
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import Adapter
@@ -72,7 +73,7 @@ ALL_OF_ONE = [f"model.layers.1.{word}" for word in ("q_proj", "k_proj", "v_proj"
 
 
 def test_what_the_server_was_started_for() -> None:
-    limits = LoraLimits.of({"max_lora_rank": 8, "lora_target_modules": ["q_proj", "lm_head"], "max_loaded_loras": 3})
+    limits = limits_of({"max_lora_rank": 8, "lora_target_modules": ["q_proj", "lm_head"], "max_loaded_loras": 3})
     assert (limits.rank, set(limits.targets), limits.most) == (8, {"q_proj"}, 3)
-    every = LoraLimits.of({"max_lora_rank": 8, "lora_target_modules": ["all"], "lora_paths": ["a"]})
+    every = limits_of({"max_lora_rank": 8, "lora_target_modules": ["all"], "lora_paths": ["a"]})
     assert (set(every.targets), every.most) == (set(LAYERS), 0)

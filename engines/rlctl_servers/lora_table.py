@@ -1,4 +1,4 @@
-"""Which adapters may be generated with, and what SGLang calls them. Pure."""
+"""Which adapters may be generated with, and what the server calls them. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlctl.v1.verbs_pb2 import Adapter
 
 @dataclass(frozen=True)
 class Held:
-    """An adapter that SGLang has loaded.
+    """An adapter that the server has loaded.
 
     Attributes:
-        name: SGLang's, used for this load only.
+        name: the server's, used for this load only.
         info: rlctl's name, its version and digest.
         tensors: how many it has.
         nbytes: their size in bytes.
@@ -34,8 +34,9 @@ class LoraTable:
     """The adapters that serve. Changed by the admin verbs; may be read from any thread.
 
     SGLang takes a name for one adapter for ever: of another adapter under that name it says that it is loaded already,
-    and a request for one that was unloaded makes it read the files again, whatever they hold by then. So every load
-    gets a name of its own, and a switch to another version is a change of this table.
+    and a request for one that was unloaded makes it read the files again, whatever they hold by then. vLLM finds cached
+    prefixes by the name. So every load gets a name of its own, and a switch to another version is a change of this
+    table.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class LoraTable:
         self._users: Counter[str] = Counter()
 
     def new_name(self, info: Adapter) -> str:
-        """A name for SGLang that was never used."""
+        """A name for the server that was never used."""
         return f"{info.name}@{info.version}#{next(self._numbers)}"
 
     def put(self, held: Held) -> Held | None:
@@ -90,6 +91,6 @@ class LoraTable:
                 self._users[held.name] -= 1
 
     def users(self, held_name: str) -> int:
-        """Samples under way with the adapter that SGLang calls so."""
+        """Samples under way with the adapter that the server calls so."""
         with self._lock:
             return self._users[held_name]

@@ -1,0 +1,322 @@
+"""LoRA adapters over a server's own LoRA, from disk: loaded beside what serves, put in its place by the commit.
+
+Servers look at little of what they are to load: SGLang skips tensors of layers that the model does not have, and reads
+the rank, alpha and the targets only of PEFT's settings; vLLM loads what is there of an adapter that lacks matrices. So
+everything is checked here first, as for rlctl's own engine. What the ranks hold of an adapter cannot be read: an
+adapter's digest is that of the files, which were the same before and after the server had read them.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rlctl.engine import Call
+from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import EVIDENCE_ENGINE, OUTCOME_APPLIED, OUTCOME_SKIPPED, WorkerCoordinates
+from rlctl.v1.results_pb2 import RankResult
+from rlctl.v1.verbs_pb2 import (
+    APPLY_MODE_STAGED,
+    CHECK_ACTION_CHECKSUM,
+    Adapter,
+    AdapterConfig,
+    AdapterList,
+    CheckReport,
+    CheckWeightsRequest,
+    LoadAdapterRequest,
+    PrepareUpdateRequest,
+    UnloadAdapterRequest,
+    WeightsReport,
+)
+from rlctl.weights import lora
+from rlctl.weights.checkpoint import Checkpoint, compare
+from rlctl.weights.loading import refuse_draft
+from rlctl.weights.tensors import TensorMeta
+from rlctl_servers.checkpoints import Checkpoints, digest_of
+from rlctl_servers.generation import Requests
+from rlctl_servers.lora_table import Held, LoraTable
+from rlctl_servers.opened import opened
+
+LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""Last words of the linear layers that servers add to in every model; embeddings, heads and experts are not tried."""
+
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class LoraLimits:
+    """What the server was started for.
+
+    Attributes:
+        rank: largest rank.
+        targets: last words of the layers that can be added to.
+        most: how many adapters it holds before it forgets one that serves; 0: any number.
+    """
+
+    rank: int
+    targets: Collection[str]
+    most: int
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """An adapter on disk that was found to fit.
+
+    Attributes:
+        path: its directory.
+        config: what it says about itself.
+        digest: of its tensors.
+    """
+
+    path: str
+    config: AdapterConfig
+    digest: str
+
+
+@dataclass
+class OpenAdapter:
+    """The adapter update that is open; ``staged`` is what the server has loaded for it."""
+
+    update_id: str
+    info: Adapter
+    staged: Held | None = None
+
+
+class Adapters(abc.ABC):
+    """The adapters of one server; one verb at a time."""
+
+    def __init__(
+        self, product: str, checkpoints: Checkpoints, requests: Requests, table: LoraTable, limits: LoraLimits
+    ) -> None:
+        self._product = product
+        self._checkpoints = checkpoints
+        self._requests = requests
+        self._table = table
+        self._limits = limits
+        self._update: OpenAdapter | None = None
+        self._left: list[str] = []
+        """What the server still holds, and nobody may ask for."""
+
+    @property
+    @abc.abstractmethod
+    def stuck(self) -> bool:
+        """Whether requests cannot be ended now, nor what they use be unloaded."""
+
+    @abc.abstractmethod
+    async def read(self, name: str, fitting: Fitting, request: LoadAdapterRequest, call: Call) -> None:
+        """Let the server read what fits, under a name."""
+
+    @abc.abstractmethod
+    async def unload(self, name: str) -> bool:
+        """Let the server forget a name that nobody uses; whether it has none of that name now."""
+
+    @abc.abstractmethod
+    def refuse(self, config: AdapterConfig, modules: Collection[str]) -> None:
+        """Raise why this kind of server computes something else, or nothing, with an adapter to these modules."""
+
+    @property
+    def open(self) -> bool:
+        """Whether an adapter update is open."""
+        return self._update is not None
+
+    @property
+    def listed(self) -> AdapterList:
+        """Those that serve, by name."""
+        return AdapterList(adapters=[held.info for _, held in sorted(self._table.by_name.items())])
+
+    async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
+        """Open an update; the same one again starts anew. Refused while requests use the adapter that is replaced,
+        unless they are to be ended: servers go on with the old one for as long as they run.
+        """
+        if not call.update_id:
+            raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
+        if not request.adapter.name:
+            raise Reason.FIELD_REQUIRED.error("an adapter update names its adapter", field="adapter.name")
+        if request.apply == APPLY_MODE_STAGED:
+            raise Reason.FIELD_CONFLICT.error("an adapter is put in its place by the commit in any case", field="apply")
+        refuse_draft(request.selector, "selector")
+        if request.HasField("adapter_config"):
+            raise Reason.UNSUPPORTED.error(
+                f"{self._product} is told to read adapters from disk only",
+                field="adapter_config",
+                next_step="Save it where the servers can read it, and call LoadAdapter.",
+            )
+        if self._update is not None and self._update.update_id != call.update_id:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+        await self._free(request.adapter.name, call, abort=request.abort_all_requests)
+        self._drop_staged()
+        info = Adapter()
+        info.CopyFrom(request.adapter)
+        self._update = OpenAdapter(call.update_id, info)
+        return WeightsReport()
+
+    async def load(self, request: LoadAdapterRequest, call: Call) -> AdapterList:
+        """Let the server load an adapter that was found to fit, beside what serves.
+
+        Raises PATH_NOT_ALLOWED, CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH, FIELD_INVALID, UNSUPPORTED.
+        """
+        update = opened(self._update, call)
+        if update.info.name != request.name:
+            raise Reason.FIELD_CONFLICT.error(f"the open update is of adapter {update.info.name!r}", field="name")
+        path = self._checkpoints.resolve(request.path, field="path")
+        self._drop_staged()
+        await self._sweep()
+        config, stored = await asyncio.to_thread(lora.open_adapter, path)
+        try:
+            self._refuse_unfit(config, stored, path)
+            digest = await asyncio.to_thread(digest_of, stored)
+            name = self._table.new_name(update.info)
+            # Whatever becomes of the load, the server may have it.
+            self._left.append(name)
+            await self.read(name, Fitting(path, config, digest), request, call)
+            stored.check_unchanged()
+        finally:
+            stored.close()
+        again, stored = await asyncio.to_thread(lora.open_adapter, path)
+        stored.close()
+        if again != config:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} was changed while it was read", field="path")
+        update.info.lora_rank, update.info.digest = config.lora_rank, digest
+        update.info.path, update.info.pinned = request.path, request.pinned
+        nbytes = sum(meta.nbytes for meta in stored.metas.values())
+        update.staged = Held(name, update.info, len(stored.metas), nbytes)
+        self._left.remove(name)
+        return AdapterList(adapters=[update.info])
+
+    async def commit(self, call: Call) -> WeightsReport:
+        """Let what is staged take the place of the adapter of its name. Raises WEIGHTS_INCOMPLETE."""
+        update = opened(self._update, call)
+        if update.staged is None:
+            raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was read in this update")
+        staged, self._update = update.staged, None
+        before = self._table.put(staged)
+        if before is not None:
+            await self._forget(before)
+        return WeightsReport(tensors=staged.tensors, bytes_received=staged.nbytes)
+
+    async def abort(self, call: Call) -> None:
+        """Drop the update and what it has staged."""
+        opened(self._update, call)
+        self._drop_staged()
+        self._update = None
+        await self._sweep()
+
+    async def drop(self, request: UnloadAdapterRequest, call: Call) -> AdapterList:
+        """Forget an adapter. Raises ADAPTER_NOT_FOUND, ACTIVE_REQUESTS."""
+        self._table.find(request.name, "name")
+        await self._free(request.name, call, abort=request.abort_requests)
+        await self._forget(self._table.drop(request.name))
+        return self.listed
+
+    async def drop_all(self) -> None:
+        """Forget every adapter, with the base weights that they were made for; what uses them ends."""
+        for name in list(self._table.by_name):
+            await self._forget(self._table.drop(name))
+
+    def check(self, request: CheckWeightsRequest, ranks: Collection[WorkerCoordinates]) -> list[RankResult]:
+        """The digest of an adapter, which the server speaks for all ranks of: as the open update has staged it, or as
+        it serves.
+
+        Raises UNSUPPORTED, FIELD_CONFLICT, ADAPTER_NOT_FOUND, WEIGHTS_INCOMPLETE, DIGEST_MISMATCH.
+        """
+        if (request.action or CHECK_ACTION_CHECKSUM) != CHECK_ACTION_CHECKSUM:
+            raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
+        if request.shadow:
+            raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
+        if request.per_tensor or request.fingerprints:
+            raise Reason.UNSUPPORTED.error("an adapter is digested as a whole", outcome=OUTCOME_SKIPPED)
+        if self._update is not None and self._update.info.name == request.adapter:
+            held = self._update.staged
+            if held is None:
+                raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was read in this update")
+        else:
+            held = self._table.find(request.adapter, "adapter")
+        if request.expected_digest and request.expected_digest != held.info.digest:
+            raise Reason.DIGEST_MISMATCH.error(
+                f"the adapter's digest is {held.info.digest}, {request.expected_digest} was expected",
+                field="expected_digest",
+                metadata={"expected": request.expected_digest, "found": held.info.digest},
+            )
+        report = CheckReport(action=CHECK_ACTION_CHECKSUM, tensor_count=held.tensors, model_digest=held.info.digest)
+        return [
+            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_ENGINE, check=report)
+            for rank in ranks
+        ]
+
+    def _refuse_unfit(self, config: AdapterConfig, stored: Checkpoint, path: str) -> None:
+        """Raise why the server must not hear of an adapter."""
+        limits = self._limits
+        if config.lora_rank > limits.rank:
+            raise Reason.UNSUPPORTED.error(
+                f"it has rank {config.lora_rank}, and the server was started with --max-lora-rank {limits.rank}",
+                field="path",
+            )
+        held = len(self._table.by_name) + len(self._left)
+        if limits.most and held >= limits.most:
+            raise Reason.UNSUPPORTED.error(
+                f"{self._product} holds {held} adapters and would forget one that serves; see --max-loaded-loras",
+                field="name",
+                next_step="Unload one, or start the server with room for one more: a new version comes beside the old.",
+            )
+        expected = lora.expected(config, self._layers, field="path")
+        if beyond := sorted({module.rpartition(".")[2] for module in expected} - set(limits.targets)):
+            raise Reason.UNSUPPORTED.error(
+                f"it adds to {', '.join(beyond)}, which the server was not started for: --lora-target-modules",
+                field="path",
+            )
+        self.refuse(config, expected)
+        compare(stored.metas, {meta.name: meta for pair in expected.values() for meta in pair}, what=f"adapter {path}")
+
+    @property
+    def _layers(self) -> dict[str, tuple[int, int]]:
+        """Sizes of the layers that adapters can add to, by module."""
+        found = {}
+        for name, meta in self._checkpoints.reference.items():
+            module = name.removesuffix(".weight")
+            if module != name and module.rpartition(".")[2] in LAYERS and _is_plain(module, meta):
+                found[module] = (meta.shape[0], meta.shape[1])
+        return found
+
+    async def _free(self, name: str, call: Call, *, abort: bool) -> None:
+        """Refuse while requests use the adapter that serves under a name, or end them."""
+        using = self._requests.using(name) if name in self._table.by_name else []
+        if not using:
+            return
+        count = {"count": str(len(using))}
+        if not abort:
+            raise Reason.ACTIVE_REQUESTS.error(f"{len(using)} requests run with adapter {name!r}", metadata=count)
+        if self.stuck:
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"{len(using)} requests with adapter {name!r} are held back by a pause",
+                metadata=count,
+                next_step="Continue generation first.",
+            )
+        await self._requests.abort(using, all_of_them=False)
+        while self._requests.using(name):
+            if asyncio.get_running_loop().time() > call.deadline:
+                raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
+            await asyncio.sleep(LOOK_S)
+
+    async def _forget(self, held: Held) -> None:
+        """Of what no new request gets: end those that have it, and unload it once the server can."""
+        self._left.append(held.name)
+        if self._table.users(held.name):
+            await self._requests.abort(self._requests.using(held.info.name), all_of_them=False)
+        await self._sweep()
+
+    def _drop_staged(self) -> None:
+        if self._update is not None and self._update.staged is not None:
+            self._left.append(self._update.staged.name)
+            self._update.staged = None
+
+    async def _sweep(self) -> None:
+        """Unload what nobody may ask for any more; what cannot be unloaded now is tried at the next occasion."""
+        for name in list(self._left):
+            if not self.stuck and not self._table.users(name) and await self.unload(name):
+                self._left.remove(name)
+
+
+def _is_plain(module: str, meta: TensorMeta) -> bool:
+    return len(meta.shape) == 2 and ".experts." not in module

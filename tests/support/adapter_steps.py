@@ -1,0 +1,169 @@
+"""What every engine that stands before a server does with LoRA adapters; outputs are the merged model's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loras import CONFIG, lora, merged_says, save
+from server_stage import changed
+
+import rlctl
+from rlctl.client.fleet import Fleet
+from rlctl.demo.tiny import encode
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
+from rlctl.v1 import verbs_pb2 as v
+
+PROMPT = "12+34="
+
+
+def generated(fleet: Fleet, adapter: str, count: int = 8) -> tuple[list[int], set[str]]:
+    """Tokens, and versions of the adapter."""
+    response = fleet.generate(encode(PROMPT), max_new_tokens=count, temperature=0.0, ignore_eos=True, adapter=adapter)
+    sample = response.samples[0]
+    return list(sample.output_ids), {span.adapter_version for span in sample.versions}
+
+
+def listed(fleet: Fleet) -> set[tuple[str, str]]:
+    """Names and versions that the server is said to hold: one answer for all ranks."""
+    (stage,) = fleet.list_adapters().stage_results
+    alone = len(stage.rank_results) == 1
+    assert {r.evidence for r in stage.rank_results} == {common.EVIDENCE_RANK if alone else common.EVIDENCE_ENGINE}
+    return {(adapter.name, adapter.version) for adapter in stage.rank_results[0].adapters.adapters}
+
+
+def are_loaded_switched_and_unloaded(fleet: Fleet, model: Any, directory: Path) -> None:
+    base = merged_says(model, PROMPT, {})
+    assert generated(fleet, "") == (base, {""})
+    one, two, other = (lora(model, seed) for seed in (1, 2, 3))
+    fleet.load_adapter("math", save(directory / "one", one), version="1")
+    operation = fleet.load_adapter("prose", save(directory / "other", other), version="o")
+    assert {(a.name, a.version, a.lora_rank) for a in operation.adapters} == {("math", "1", 2), ("prose", "o", 2)}
+    assert listed(fleet) == {("math", "1"), ("prose", "o")}
+    wanted = merged_says(model, PROMPT, one)
+    assert wanted != base
+    assert generated(fleet, "math") == (wanted, {"1"})
+    assert generated(fleet, "prose") == (merged_says(model, PROMPT, other), {"o"})
+    # The same name, other tensors: none of the KV entries of the first version is used for the second.
+    fleet.load_adapter("math", save(directory / "two", two), version="2")
+    assert generated(fleet, "math") == (merged_says(model, PROMPT, two), {"2"})
+    assert generated(fleet, "") == (base, {""})
+    # Files that change, or go, under an adapter that serves change nothing.
+    save(directory / "two", one)
+    shutil.rmtree(directory / "other")
+    for _ in range(2):
+        assert generated(fleet, "math") == (merged_says(model, PROMPT, two), {"2"})
+        assert generated(fleet, "prose") == (merged_says(model, PROMPT, other), {"o"})
+    fleet.unload_adapter("prose")
+    assert listed(fleet) == {("math", "2")}
+    with pytest.raises(RlctlError) as unknown:
+        generated(fleet, "prose")
+    assert unknown.value.reason is Reason.ADAPTER_NOT_FOUND
+    fleet.unload_adapter("math")
+
+
+def are_refused(fleet: Fleet, model: Any, directory: Path, cases: Iterable[tuple[Reason, str]]) -> None:
+    """None of these paths, nor a trainer's tensors, takes the place of "math" or makes the server unroutable."""
+    held = lora(model, 4)
+    fleet.load_adapter("math", save(directory / "held", held), version="held")
+    tensors = lora(model, 5)
+    short = save(directory / "short", dict(list(tensors.items())[1:]))
+    for reason, path in (
+        *cases,
+        (Reason.CHECKPOINT_MISMATCH, short),
+        (Reason.CHECKPOINT_NOT_FOUND, str(directory / "nowhere")),
+        (Reason.PATH_NOT_ALLOWED, "/etc"),
+    ):
+        with pytest.raises(RlctlError) as refused:
+            fleet.load_adapter("math", path, version="bad")
+        assert refused.value.reason is reason, (path, refused.value)
+    with closing(fleet.publisher("actor", path="ipc")) as publisher, pytest.raises(RlctlError) as refused:
+        publisher.update(tensors.items(), version="sent", adapter="math", adapter_config=CONFIG)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert generated(fleet, "math") == (merged_says(model, PROMPT, held), {"held"}), "as it was"
+    assert all(stage.routable for stage in fleet.status().stages)
+    fleet.unload_adapter("math")
+
+
+def held_back(fleet: Fleet, adapter: str) -> Iterator[rollout.GenerateResponse]:
+    """A request with an adapter that a pause holds back; one that was over when the pause came is sent again."""
+    for _ in range(20):
+        stream = fleet.generate_stream(
+            encode(PROMPT), max_new_tokens=480, temperature=0.0, ignore_eos=True, adapter=adapter
+        )
+        next(stream)
+        fleet.pause_generation("in_place")
+        (stage,) = fleet.call(v.GetLoadsRequest()).stage_results
+        if any(rank.loads.running + rank.loads.waiting for rank in stage.rank_results):
+            return stream
+        list(stream)
+        fleet.continue_generation()
+    raise AssertionError("every request was over before the pause came")
+
+
+def end_requests_only_when_asked_to(fleet: Fleet, model: Any, directory: Path, *, while_paused: bool) -> None:
+    """``while_paused``: also those that a pause holds back."""
+    path, new = save(directory / "busy", lora(model, 6)), lora(model, 7)
+    save(directory / "new", new)
+    fleet.load_adapter("busy", path, version="1")
+    stream = held_back(fleet, "busy")
+
+    def replace(*, abort: bool) -> None:
+        fleet.load_adapter("busy", str(directory / "new"), version="2", abort_requests=abort)
+
+    calls = [lambda: replace(abort=False), lambda: fleet.unload_adapter("busy")]
+    for call in calls if while_paused else [*calls, lambda: replace(abort=True)]:
+        with pytest.raises(RlctlError) as busy:
+            call()
+        assert busy.value.reason is Reason.ACTIVE_REQUESTS, busy.value
+    if not while_paused:
+        fleet.continue_generation()
+    replace(abort=True)
+    (last,) = list(stream)[-1].samples
+    assert last.finish_reason.type == rollout.FINISH_TYPE_ABORT
+    fleet.continue_generation()
+    assert generated(fleet, "busy") == (merged_says(model, PROMPT, new), {"2"})
+    fleet.unload_adapter("busy")
+
+
+def are_kept_or_dropped(fleet: Fleet, model: Any, directory: Path) -> None:
+    """As an update of the base says."""
+    tensors = lora(model, 8)
+    fleet.load_adapter("kept", save(directory / "kept", tensors), version="k")
+    shutil.rmtree(directory / "kept")
+    base = changed(model, seed=9)
+    with closing(fleet.publisher("actor", path="ipc")) as publisher:
+        updated = publisher.update(base, version="base")
+        assert {stage.verified for stage in updated.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+        assert generated(fleet, "kept") == (merged_says(base, PROMPT, tensors), {"k"})
+        base = changed(model, seed=10)
+        base.save_pretrained(directory / "saved")
+        digest = rlctl.model_digest(base)
+        fleet.update_weights_from_disk(str(directory / "saved"), version="disk", expected_digest=digest)
+        assert generated(fleet, "kept") == (merged_says(base, PROMPT, tensors), {"k"})
+        dropped = publisher.update(model, version="without", adapters="drop")
+    assert list(dropped.operation.dropped_adapters)
+    assert listed(fleet) == set()
+    with pytest.raises(RlctlError) as unknown:
+        generated(fleet, "kept")
+    assert unknown.value.reason is Reason.ADAPTER_NOT_FOUND
+
+
+def come_back_with(fleet: Fleet, slot: str, name: str) -> None:
+    """Kill the server of a slot, and wait until it serves again with the adapter of a name."""
+    (rank, *_) = fleet.call(v.GetServerInfoRequest(), slots=[slot]).stage_results[0].rank_results
+    before = next(s.incarnation for s in fleet.status().stages if s.registration.slot == slot)
+    os.kill(rank.server_info.pid, signal.SIGKILL)
+    for event in fleet.watch():
+        stages = [s for s in event.fleet.stages if s.registration.slot == slot and s.incarnation > before]
+        settled = [s.report for s in stages if s.routable]
+        if any(name in {a.name for a in report.adapters} and not report.update_id for report in settled):
+            return
