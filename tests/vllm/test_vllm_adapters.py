@@ -15,7 +15,7 @@ from loras import CONFIG, lora, merged_says, save
 
 from rlctl.client.fleet import Fleet
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -25,7 +25,7 @@ def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
     # With room for one, vLLM reads an adapter again whenever another one was asked for.
     options = {"enable_lora": "true", "max_lora_rank": "8", "allowed_roots": str(tmp_path_factory.getbasetemp())}
     spec = EngineSpec("actor", str(tiny[1]), engine="vllm", options=options)
-    with LocalFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 
