@@ -49,7 +49,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
 log = logging.getLogger(__name__)
@@ -179,6 +179,12 @@ class Coordinator:
             self.updates.refuse_outsider(targets, update_id)
 
         async def work(run: Run) -> None:
+            deadline = self._clock.now() + timeout_s
+            ends_serving = isinstance(request, PauseGenerationRequest) or spoils(request)
+            async with self.roster.leaving(targets if ends_serving else ()):
+                await carry_out(run, deadline)
+
+        async def carry_out(run: Run, deadline: float) -> None:
             match request:
                 case InitWeightsUpdateGroupRequest():
                     await self.updates.join_group(request, targets, run, timeout_s)
@@ -187,7 +193,6 @@ class Coordinator:
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:
-                    deadline = self._clock.now() + timeout_s
                     await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
@@ -196,7 +201,7 @@ class Coordinator:
                         targets,
                         operation_id=run.operation.operation_id,
                         step="1",
-                        deadline=self._clock.now() + timeout_s,
+                        deadline=deadline,
                         on_result=run.add,
                     )
 
@@ -412,8 +417,15 @@ class Coordinator:
 
     async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
         """Follow the fleet."""
-        async for event in self.roster.watch(request.model):
+        check(request)
+        async for event in self.roster.watch(request.model, request.watch_id):
             yield event
+
+    async def confirm_fleet(self, request: rpc.ConfirmFleetRequest) -> rpc.ConfirmFleetResponse:
+        """A watch has taken in what it was told."""
+        check(request)
+        self.roster.followers.confirm(request.watch_id, request.revision)
+        return rpc.ConfirmFleetResponse(header=self.roster.header())
 
     async def set_stage_enabled(self, request: rpc.SetStageEnabledRequest) -> Fleet:
         """Set the operator's flag."""
@@ -421,6 +433,8 @@ class Coordinator:
         slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         if not request.header.validate_only:
             await self.roster.change(slots, lambda record: setattr(record, "enabled", request.enabled))
+            if not request.enabled:
+                await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()
 
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:

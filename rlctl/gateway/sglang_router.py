@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,8 @@ from rlctl.errors import Reason
 START_S = 30.0
 CALL_S = 10.0
 LOOK_S = 0.02
+ADD_S = 10.0
+"""For a worker to be added. It is asked for again after that."""
 
 
 class SglangRouter:
@@ -46,6 +48,7 @@ class SglangRouter:
         self._arguments = list(arguments)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked: dict[str, float] = {}
         self.url = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     def __enter__(self) -> Self:
@@ -65,6 +68,11 @@ class SglangRouter:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def start(self) -> None:
         """Start it and wait until it answers. Raises UNSUPPORTED where it is not installed, ENGINE_FAILED."""
         launch = [
@@ -75,6 +83,7 @@ class SglangRouter:
         with contextlib.ExitStack() as stack:
             output: Any = stack.enter_context(self._log.open("ab")) if self._log else subprocess.DEVNULL
             self._process = subprocess.Popen(launch, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        self._asked.clear()
         until = time.monotonic() + START_S
         while True:
             try:
@@ -109,24 +118,32 @@ class SglangRouter:
         return {worker["url"]: worker["id"] for worker in self._call("GET", "/workers")["workers"]}
 
     def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
-        """Make these, and no others, its workers; those that leave go first. Returns when it has them so.
-
-        It adds a worker only when that one answers /health. Raises OSError, DEADLINE_EXCEEDED.
-        """
-        wanted = set(urls)
+        """Make these, and no others, its workers. Returns when it has them so. Raises OSError, DEADLINE_EXCEEDED."""
+        wanted = frozenset(urls)
         until = time.monotonic() + timeout_s
-        asked: set[str] = set()
-        while (known := self.workers()).keys() != wanted:
+        while (found := self.towards(wanted)) != (wanted, frozenset()):
             if time.monotonic() >= until:
                 raise Reason.DEADLINE_EXCEEDED.error(
-                    f"sglang-router has {sorted(known)} and not {sorted(wanted)} after {timeout_s:g} s"
+                    f"sglang-router has {sorted(found[0])} and not {sorted(wanted)} after {timeout_s:g} s"
                 )
+            time.sleep(LOOK_S)
+
+    def towards(self, wanted: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """One step towards these workers and no others: (those that it had, those that it is about to add).
+
+        It adds a worker some time after it was told, when that one has answered /health, and removes one at once. It is
+        not left without any, as it would refuse everything: the last one goes when another one is in. Raises OSError.
+        """
+        known = self.workers()
+        now = time.monotonic()
+        self._asked = {url: at for url, at in self._asked.items() if url not in known and now - at < ADD_S}
+        for url in wanted - known.keys() - self._asked.keys():
+            self._call("POST", "/workers", {"url": url})
+            self._asked[url] = now
+        if not wanted or known.keys() & wanted:
             for url in known.keys() - wanted:
                 self._call("DELETE", f"/workers/{known[url]}")
-            for url in wanted - known.keys() - asked:
-                self._call("POST", "/workers", {"url": url})
-                asked.add(url)
-            time.sleep(LOOK_S)
+        return frozenset(known), frozenset(self._asked)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
