@@ -190,6 +190,7 @@ class _Supervisor:
             processes={process.name: process.pid for process in fleet.processes},
             engines={slot: run.phase.value for slot, run in fleet.runs.items()},
             gateways=fleet.gateways.addresses,
+            routers=fleet.gateways.routers,
             deployment={**self._wanted.data, "engines": [spec.data for spec in fleet.engines]},
         )
         if fresh != self._state:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from dataclasses import replace
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.confirmed import ConfirmedView
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.generation.routes import routes
-from rlctl.gateway.generation.running import PREFERRED
-from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.gateway.generation.running import ANY, PREFERRED, SLOT
+from rlctl.gateway.sglang_router import START_S, SglangRouter
+from rlctl.gateway.table import ENGINE
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +31,8 @@ CHECK_S = 5.0
 """While it is: the router may have ended, or taken a worker out by itself."""
 AGAIN_S = 1.0
 PREFIX = "/routed"
-WAITING = "-"
-"""Stands where a slot's name stands, and is none: whoever serves first is asked."""
 _AT = f"{PREFIX}/{{{PREFERRED}}}"
+_ENGINE = f"{PREFIX}/{{{SLOT}}}"
 
 
 async def _health(call: Call) -> Reply:
@@ -46,12 +48,18 @@ async def _info(call: Call) -> Reply:
     return Reply({"model_path": name, "served_model_name": name, "is_generation": True, "status": "ready"})
 
 
-ROUTES = (
+_ROUTES = (
     *routes(_AT),
     Route("GET", f"{_AT}/health", _health, Scope.OPEN),
     Route("GET", f"{_AT}/model_info", _info, Scope.OPEN),
     Route("GET", f"{_AT}/server_info", _info, Scope.OPEN),
 )
+
+
+def routed(dialect: Iterable[Route]) -> list[Route]:
+    """What the router's workers answer; and, for clients that read its list, what the dialect has for engines."""
+    engines = [route for route in dialect if route.path.startswith(ENGINE)]
+    return [*_ROUTES, *(replace(route, path=_ENGINE + route.path.removeprefix(ENGINE)) for route in engines)]
 
 
 class Keeper:
@@ -64,11 +72,17 @@ class Keeper:
         self._view = ConfirmedView(fleet.connection, model, "sglang-router")
         self._url = gateway_url
         self._task: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the router. Raises as :meth:`SglangRouter.start`."""
+        """Start the router, and return when it has its workers. Raises as :meth:`SglangRouter.start`."""
         await asyncio.to_thread(self._router.start)
         self._task = asyncio.create_task(self._keep())
+        try:
+            async with asyncio.timeout(START_S):
+                await self._settled.wait()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(f"sglang-router has not its workers after {START_S:g} s") from None
 
     async def stop(self) -> None:
         """End it."""
@@ -79,7 +93,7 @@ class Keeper:
         await asyncio.to_thread(self._router.stop)
 
     def _wanted(self) -> frozenset[str]:
-        slots = [stage.registration.slot for stage in self._view.routable] or [WAITING]
+        slots = [stage.registration.slot for stage in self._view.routable] or [ANY]
         return frozenset(f"{self._url}{PREFIX}/{slot}" for slot in slots)
 
     async def _keep(self) -> None:
@@ -95,6 +109,7 @@ class Keeper:
                 if known | coming <= wanted:
                     await self._view.confirm(told)
                 if known == wanted and not coming:
+                    self._settled.set()
                     again_s = CHECK_S
             except (OSError, RlctlError) as error:
                 log.warning("sglang-router does not take its workers: %s", error)

@@ -21,7 +21,7 @@ from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.identity import RequestIds
-from rlctl.gateway.routed import ROUTES, Keeper
+from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.transport.addresses import join, refuse_insecure, split
 
@@ -126,7 +126,7 @@ class GatewayServer:
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._without_route], client_max_size=self.dialect.body_bytes)
         there: set[tuple[str, str]] = set()
-        for route in (*self.dialect.routes, *(ROUTES if self.config.router is not None else ())):
+        for route in (*self.dialect.routes, *(routed(self.dialect.routes) if self.config.router is not None else ())):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
                 if (method, route.path) not in there:

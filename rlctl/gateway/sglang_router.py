@@ -17,7 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlctl.errors import Reason
+from rlctl.process import dying_with_parent
 
+STDERR = 2
+"""Of this process: its log, where it is a server."""
 START_S = 30.0
 CALL_S = 10.0
 LOOK_S = 0.02
@@ -41,7 +44,10 @@ class SglangRouter:
         arguments: Sequence[str] = (),
         log: Path | None = None,
     ) -> None:
-        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output."""
+        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output; None: stderr.
+
+        It ends with this process, and with the thread that has started it.
+        """
         self._policy = policy
         self._host = host
         self._port = port or _free_port(host)
@@ -81,8 +87,10 @@ class SglangRouter:
             *("--log-level", "warn", *self._arguments),
         ]
         with contextlib.ExitStack() as stack:
-            output: Any = stack.enter_context(self._log.open("ab")) if self._log else subprocess.DEVNULL
-            self._process = subprocess.Popen(launch, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            output: Any = stack.enter_context(self._log.open("ab")) if self._log else STDERR
+            self._process = subprocess.Popen(
+                dying_with_parent(launch), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         self._asked.clear()
         until = time.monotonic() + START_S
         while True:
@@ -159,13 +167,18 @@ class SglangRouter:
             raise
 
 
-def program() -> str:
-    """The program, beside this interpreter or on the path. Raises UNSUPPORTED where it is not installed."""
+def installed() -> str:
+    """The program, beside this interpreter or on the path; "" where it is not installed."""
     beside = Path(sys.executable).parent / "sglang-router"
-    found = str(beside) if beside.exists() else shutil.which("sglang-router")
-    if found is None:
+    return str(beside) if beside.exists() else shutil.which("sglang-router") or ""
+
+
+def program() -> str:
+    """The same. Raises UNSUPPORTED where it is not installed."""
+    found = installed()
+    if not found:
         raise Reason.UNSUPPORTED.error(
-            "sglang-router is not installed", field="router.backend", next_step="pip install sglang-router"
+            "sglang-router is not installed", field="router.backend", next_step="pip install 'rlctl[router]'"
         )
     return found
 

@@ -15,7 +15,7 @@ import pytest
 from rlctl.engine import Call
 from rlctl.errors import RlctlError
 from rlctl.gateway import sglang_router
-from rlctl.gateway.routed import WAITING
+from rlctl.gateway.generation.running import ANY
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.testing import fake_engine
@@ -133,7 +133,7 @@ async def test_a_stage_is_out_before_it_changes_and_in_when_it_serves(
     assert {(slot, method) for slot, method, _ in listed} == {
         (slot, method) for slot in ("a", "b") for method in ("pause_generation", "prepare_update")
     }
-    assert all(workers == {WAITING} for _, _, workers in listed), listed
+    assert all(workers == {ANY} for _, _, workers in listed), listed
     await until(router, {"a", "b"})
 
 
@@ -163,7 +163,7 @@ async def test_while_nobody_serves_no_stage_is_listed_and_requests_wait(
 ) -> None:
     await until(router, {"a", "b"})
     await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
-    assert await slots(router) == {WAITING}
+    assert await slots(router) == {ANY}
     waiting = asyncio.create_task(ask(router))
     done, _ = await asyncio.wait({waiting}, timeout=0.5)
     assert not done
@@ -179,6 +179,25 @@ async def test_a_caller_that_leaves_ends_its_request_through_both(fleet: InProce
     await eventually(lambda: any(engine._running for engine in engines))
     long.cancel()
     await eventually(lambda: not any(engine._running for engine in engines))
+
+
+async def test_whoever_reads_its_list_can_abort_at_each(fleet: InProcessFleet, router: SglangRouter) -> None:
+    """As slime does: the workers of the router, and each one's /abort_request and /v1/loads."""
+    await until(router, {"a", "b"})
+    engines: list[Any] = [stage._engine for stage in fleet.stages.values()]
+    long = [
+        asyncio.create_task(ask(router, {"text": "x", "sampling_params": {"max_new_tokens": 100_000}})) for _ in "ab"
+    ]
+    await eventually(lambda: all(engine._running for engine in engines))
+    async with aiohttp.ClientSession() as http:
+        for url in await asyncio.to_thread(router.workers):
+            async with http.post(f"{url}/abort_request", json={"abort_all": True}) as answer:
+                assert answer.status == 200
+            async with http.get(f"{url}/v1/loads?include=core") as answer:
+                loads = (await answer.json())["loads"]
+                assert [load["num_running_reqs"] for load in loads] == [0]
+    for status, reply in await asyncio.gather(*long):
+        assert (status, reply["meta_info"]["finish_reason"]["type"]) == (200, "abort")
 
 
 async def test_it_ends_with_the_gateway(fleet: InProcessFleet, tmp_path: Path) -> None:
