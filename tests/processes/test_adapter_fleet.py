@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import of_each
 from loras import CONFIG, lora, merged_says, save
 
 from rlctl.client.fleet import Fleet
@@ -32,9 +33,7 @@ def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
 def generated(fleet: Fleet, adapter: str) -> list[tuple[list[int], set[str]]]:
     """Tokens and adapter versions, from each stage."""
     settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, "adapter": adapter}
-    responses = fleet.generate_batch([encode(PROMPT)] * 2, **settings)
-    assert {response.slot for response in responses} == {"actor-0", "actor-1"}
-    samples = [response.samples[0] for response in responses]
+    samples = [response.samples[0] for response in of_each(fleet, encode(PROMPT), **settings)]
     return [(list(s.output_ids), {span.adapter_version for span in s.versions}) for s in samples]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from answers import of_each
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -69,12 +70,10 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def all_generate_like(fleet: Fleet, model: Any) -> None:
-    prompts = [encode(text) for text in ("1+2=", "7+", "9")]
-    for prompt in prompts:
-        responses = fleet.generate_batch([prompt] * 2, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-        assert {response.slot for response in responses} == {"actor-0", "actor-1"}
-        for response in responses:
-            assert list(response.samples[0].output_ids) == greedy(model, prompt, 8)
+    for prompt in (encode(text) for text in ("1+2=", "7+", "9")):
+        expected = greedy(model, prompt, 8)
+        for response in of_each(fleet, prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True):
+            assert list(response.samples[0].output_ids) == expected
 
 
 def test_an_update_reaches_every_rank_of_every_layout(

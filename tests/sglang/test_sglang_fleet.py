@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import of_each
 from server_stage import changed, greedy
 
 import rlctl
@@ -39,13 +40,10 @@ def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPath
 
 def all_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
     prompt = encode("1+2=")
-    wanted = greedy(model, prompt, 8)
-    seen: set[str] = set()
-    while len(seen) < 2:  # a stage that was just admitted may not be known to the client yet
-        response = fleet.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-        assert list(response.samples[0].output_ids) == wanted
+    expected = greedy(model, prompt, 8)
+    for response in of_each(fleet, prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True):
+        assert list(response.samples[0].output_ids) == expected
         assert {span.version.label for span in response.samples[0].versions} == {version.label}
-        seen.add(response.slot)
 
 
 def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path]) -> None:

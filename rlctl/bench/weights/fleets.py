@@ -15,7 +15,8 @@ from rlctl.bench.weights import member
 from rlctl.bench.weights.peers import Peers
 from rlctl.bench.weights.shapes import ONE_LAYER, QWEN3_0_6B, Shape, Synthetic, save
 from rlctl.client.fleet import Fleet
-from rlctl.client.publisher import Publisher, UpdateResult
+from rlctl.client.published import UpdateResult
+from rlctl.client.publisher import Publisher
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.launch.launcher import Launched
 
