@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,9 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
 def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[..., Path]:
     """Writes a file for two fake engines: ``fleet_of_fakes(pace=0.01)``."""
 
-    def write(engines: int = 2, gateways: str = "", router: str = "", **overrides: object) -> Path:
+    def write(
+        engines: int = 2, gateways: str = "", router: str = "", also: Sequence[str] = (), **overrides: object
+    ) -> Path:
         file = tmp_path / "fakes.yaml"
         group = {"worker_type": "regular", "num_gpus": engines, "overrides": overrides}
         model = {"name": "actor", "engine": "fake", "model_path": checkpoint("one"), "server_groups": [group]}
@@ -91,7 +93,8 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
             fleet["gateways"] = gateways
         if router:
             fleet["router"] = {"backend": router}
-        file.write_text(json.dumps({"fleet": fleet, "models": [model]}))  # JSON is YAML
+        others = [{**model, "name": name, "server_groups": [{**group, "num_gpus": 1}]} for name in also]
+        file.write_text(json.dumps({"fleet": fleet, "models": [model, *others]}))  # JSON is YAML
         return file
 
     return write
@@ -138,6 +141,12 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
     again = rlctl_command("up", str(fleet_of_fakes(pace=0.002)))
     assert "0 engines changed" in again.stderr
     assert known("fakes").processes == now.processes
+    added = rlctl_command("up", str(fleet_of_fakes(pace=0.002, also=["critic"])))
+    assert "1 engine changed" in added.stderr, added.stderr
+    after = known("fakes").processes
+    assert {name: after[name] for name in now.processes} == now.processes, "another model disturbs nobody"
+    with connect(first.endpoint) as fleet:
+        assert fleet.generate("x", model="critic", max_new_tokens=2).slot == "critic-0"
 
 
 def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(
