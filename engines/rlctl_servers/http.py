@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,11 +93,8 @@ class Http:
         Raises as :meth:`call` does, without a limit on the time; and ENGINE_FAILED with what the server answered
         instead of events, its status in the metadata.
         """
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         try:
-            async with self._session().post(
-                self.url + path, data=_written(body), headers=self._headers(admin=False), timeout=limit
-            ) as response:
+            async with await self._posted(path, _written(body)) as response:
                 if response.status != 200:
                     answer = Answer(response.status, _parse(await response.read()))
                     raise Reason.ENGINE_FAILED.error(answer.message, metadata={"status": str(answer.status)})
@@ -112,6 +110,20 @@ class Http:
         raise Reason.LINK_LOST.error(
             f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
         )
+
+    async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
+        """The beginning of an answer. What could not be written is written again: under load the server may have closed
+        the connection that was to be used again, and this process not have seen it yet.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        headers = self._headers(admin=False)
+        try:
+            return await self._session().post(self.url + path, data=data, headers=headers, timeout=limit)
+        except aiohttp.ClientOSError as error:
+            if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
+                raise
+            await asyncio.sleep(0)  # the loop sees those that were closed
+            return await self._session().post(self.url + path, data=data, headers=headers, timeout=limit)
 
     async def close(self) -> None:
         """Give the connections back, those of other loops too."""

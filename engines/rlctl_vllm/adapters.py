@@ -45,11 +45,14 @@ class Adapters(adapters.Adapters):
         requests: Requests,
         table: LoraTable,
         config: Mapping[str, Any] | None,
+        place: Path | None,
     ) -> None:
-        """``config``: vLLM's ``lora_config``; None where it was started for none."""
+        """``config``: vLLM's ``lora_config``; None where it was started for none. ``place``: directory for copies that
+        goes with the server; None for a server that may outlive this process, and read them still.
+        """
         super().__init__(PRODUCT, checkpoints, requests, table, limits_of(config or {}))
         self._control = control
-        self._copies = tempfile.TemporaryDirectory(prefix="rlctl-vllm-lora-")
+        self._copies = tempfile.TemporaryDirectory(dir=place, prefix="rlctl-adapters-")
         self._paths: dict[str, Path] = {}
         self._useless: dict[Path, float] = {}
         """Copies whose name vLLM has no more, and since when."""
