@@ -253,9 +253,12 @@ class VLLMEngine(ServerEngine):
 
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
-    ) -> list[RankResult]:
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
         """Copy tensors out of shared segments."""
         self._check("UpdateWeightsFromTensor")
+        if self._adapters.open:
+            call.accept()
+            return await self._adapters.take(request, call)
         call.accept()
         return await self._updates.from_tensor(request, call)
 

@@ -34,13 +34,9 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
-    UPDATE_KIND_FULL,
-    UPDATE_KIND_PARTIAL,
-    UPDATE_KIND_UNSPECIFIED,
     AbortUpdateRequest,
     CommitUpdateRequest,
     PrepareUpdateRequest,
-    UpdateKind,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -105,9 +101,6 @@ class Updates:
         """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
-        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
-            name = UpdateKind.Name(request.kind)
-            raise Reason.UNSUPPORTED.error(f"vLLM takes no updates of kind {name}", field="kind")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
             raise Reason.UNSUPPORTED.error("vLLM keeps no shadow copy of its weights", field="apply")
         refuse_draft(request.selector, "selector")

@@ -43,12 +43,14 @@ class Server:
     product = "test"
 
     def __init__(self, *, ended_at_once: bool = False) -> None:
+        self.begun = asyncio.Event()
         self.reached = asyncio.Event()
         self.aborting = asyncio.Event()
         self.ended_at_once = ended_at_once
         self.ended: list[str] = []
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[Stream]:
+        self.begun.set()
         return [Stream(self, rid) for rid in engine_rids]
 
     def ends(self, *, heard: bool) -> bool:
@@ -75,8 +77,7 @@ async def test_what_reaches_the_server_while_it_ends_all_the_others_is_ended_too
     server, heard = Server(), asyncio.Event()
     requests = Requests(server)
     running = asyncio.create_task(generated(requests, heard))
-    while not requests.active:
-        await asyncio.sleep(0)
+    await server.begun.wait()
     aborting = asyncio.create_task(requests.abort([], all_of_them=True))
     await asyncio.wait_for(heard.wait(), 5)
     server.aborting.set()
@@ -90,8 +91,7 @@ async def test_what_the_server_has_ended_is_not_ended_again() -> None:
     server, heard = Server(ended_at_once=True), asyncio.Event()
     requests = Requests(server)
     running = asyncio.create_task(generated(requests, heard))
-    while not requests.active:
-        await asyncio.sleep(0)
+    await server.begun.wait()
     server.aborting.set()
     assert await requests.abort([], all_of_them=True) == (1, [])
     assert len(await asyncio.wait_for(running, 5)) == 1
