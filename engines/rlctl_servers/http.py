@@ -69,13 +69,20 @@ class Http:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     async def call(
-        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float, admin: bool = True, key: str = ""
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        admin: bool = True,
+        key: str = "",
+        method: str = "",
     ) -> Answer:
-        """POST a body, or GET without one.
+        """POST a body, or GET without one, unless there is another ``method``.
 
         Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: it broke off), TimeoutError.
         """
-        method = "GET" if body is None else "POST"
+        method = method or ("GET" if body is None else "POST")
         limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
         headers = self._headers(admin=admin, key=key)
         try:

@@ -105,7 +105,7 @@ def are_sent_by_a_trainer(fleet: Fleet, model: Any) -> None:
         for case in ({"config": CONFIG, "weights": short}, wide):
             with pytest.raises(RlctlError) as refused:
                 publisher.update(case["weights"], version="bad", adapter="sent", adapter_config=case["config"])
-            assert refused.value.reason is Reason.QUORUM_NOT_MET
+            assert refused.value.reason in (Reason.WEIGHTS_INCOMPLETE, Reason.UNSUPPORTED), refused.value
             assert "64" in str(refused.value) or "tensors" in str(refused.value), refused.value
     with closing(fleet.publisher("actor", path="broadcast")) as publisher, pytest.raises(RlctlError) as refused:
         publisher.update(tensors.items(), version="bad", adapter="sent", adapter_config=CONFIG)

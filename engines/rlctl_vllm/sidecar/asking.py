@@ -43,6 +43,9 @@ WORDS = Words(
 
 def read(body: Any) -> Asking:
     """A parsed body, its ``sampling`` and ``fields`` vLLM's. Raises as :func:`rlctl.sglang_api.asking.read`."""
+    if isinstance(body, dict):
+        # sglang-router adds it, "unknown" where the caller has named none; there is one model here.
+        body = {name: value for name, value in body.items() if name != "model"}
     given = asking.read(body, WORDS)
     return dataclasses.replace(given, prompts=[_in_its_words(asked) for asked in given.prompts])
 
