@@ -23,14 +23,14 @@ WORDS = Words(
             (
                 *("input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path"),
                 *("token_ids_logprob", "session_id", "session_params", "routed_dp_rank", "custom_logit_processor"),
-                *("routing_key", "extra_key", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+                *("routing_key", "extra_key", "bootstrap_host", "bootstrap_port", "bootstrap_room", "model"),
             ),
             (None,),
         ),
         **dict.fromkeys(
             (
                 *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_entropy"),
-                *("return_sampling_mask", "background"),
+                *("return_sampling_mask", "background", "return_bytes"),
             ),
             (None, False),
         ),
@@ -43,9 +43,6 @@ WORDS = Words(
 
 def read(body: Any) -> Asking:
     """A parsed body, its ``sampling`` and ``fields`` vLLM's. Raises as :func:`rlctl.sglang_api.asking.read`."""
-    if isinstance(body, dict):
-        # sglang-router adds it, "unknown" where the caller has named none; there is one model here.
-        body = {name: value for name, value in body.items() if name != "model"}
     given = asking.read(body, WORDS)
     return dataclasses.replace(given, prompts=[_in_its_words(asked) for asked in given.prompts])
 
