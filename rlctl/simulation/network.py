@@ -40,7 +40,8 @@ class End:
         self.peer: End
         self.ended = False
         self._broken = False
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._inbox: deque[Any] = deque()
+        self._waiting: asyncio.Future[None] | None = None
         self._arrives = 0.0
         self._held: deque[Any] = deque()
 
@@ -71,13 +72,19 @@ class End:
         if message is None:
             self.end()
         elif not self.ended:
-            self._inbox.put_nowait(message)
+            self._put(message)
 
     def end(self) -> None:
         """There comes nothing any more."""
         if not self.ended:
             self.ended = True
-            self._inbox.put_nowait(None)
+            self._put(None)
+
+    def _put(self, message: Any) -> None:
+        self._inbox.append(message)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def release(self, late_s: float) -> None:
         """A partition is over, and this connection notices it so much later."""
@@ -88,7 +95,14 @@ class End:
 
     async def receive(self) -> AsyncIterator[Any]:
         """Messages until the connection ends."""
-        while (message := await self._inbox.get()) is not None:
+        inbox = self._inbox
+        while True:
+            while not inbox:
+                self._waiting = self.node.loop.create_future()
+                await self._waiting
+            message = inbox.popleft()
+            if message is None:
+                return
             yield message
 
     async def close(self) -> None:
