@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlctl.simulation.fleet import Simulation
     from rlctl.simulation.holding import Holding
     from rlctl.simulation.hosts import StageHost
+    from rlctl.simulation.journal import SimJournal
 
 WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
 
@@ -74,9 +75,10 @@ class Observer:
         self._applied: set[tuple[str, int, str]] = set()
         self._outcomes: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}
-        self._rolling: dict[tuple[str, str, int], int] = {}
+        self._rolling: dict[tuple[str, str, int], SimJournal | None] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
-        epoch of the coordinator that carries it out."""
+        journal of the coordinator that carries it out.
+        """
 
     def note(self, what: str) -> None:
         """Add to the history."""
@@ -108,7 +110,9 @@ class Observer:
         elif change.kind == "update":
             record = UpdateRecord.FromString(change.body)
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
-                self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self.epoch
+                self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = (
+                    self._sim.store.holder
+                )
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
@@ -121,7 +125,10 @@ class Observer:
                 self.broken("I5", f"epoch {epoch} follows {self.epoch}")
             self.epoch = epoch
             # What a coordinator before this one admitted beside the latest version is served no longer than its leases.
-            self._sim.timer.later(self._sim.lease_s + 1.0, self._rolled, lambda entry: self._rolling[entry] < epoch)
+            holder = self._sim.store.holder
+            self._sim.timer.later(
+                self._sim.lease_s + 1.0, self._rolled, lambda entry: self._rolling[entry] is not holder
+            )
 
     def _rolled(self, done: Callable[[tuple[str, str, int]], bool]) -> None:
         """Updates roll no more."""
