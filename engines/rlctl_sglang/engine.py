@@ -117,6 +117,7 @@ class SGLangEngine(ServerEngine):
             self._source.close()
         if self._ready:
             self._updates.close()
+            self._adapters.close()
         await super().stop()
 
     async def interrupt(self, update_id: str) -> None:
@@ -225,6 +226,9 @@ class SGLangEngine(ServerEngine):
     ) -> verbs_pb2.WeightsReport:
         """Take segments in that lie in memory here."""
         self._check("UpdateWeightsFromTensor")
+        if self._adapters.open:
+            call.accept()
+            return await self._adapters.take(request, call)
         self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_tensor(request, call)

@@ -13,7 +13,15 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Journal, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
-from rlctl.v1.common_pb2 import ErrorDetail, ResponseHeader, StageState, Target, WeightVersion
+from rlctl.v1.common_pb2 import (
+    TRANSPORT_TORCH_GLOO,
+    TRANSPORT_TORCH_NCCL,
+    ErrorDetail,
+    ResponseHeader,
+    StageState,
+    Target,
+    WeightVersion,
+)
 from rlctl.v1.fleet_pb2 import (
     FLEET_EVENT_KIND_CHANGED,
     FLEET_EVENT_KIND_SNAPSHOT,
@@ -478,6 +486,12 @@ def model_put(record: ModelRecord) -> Put:
 def names(slots: Sequence[Slot]) -> list[str]:
     """Their names."""
     return [slot.name for slot in slots]
+
+
+def adapter_over_group(slot: Slot) -> bool:
+    """Whether an adapter's tensors can reach a stage, or leave it, over a group."""
+    by = slot.capabilities.adapter_transports
+    return not by or TRANSPORT_TORCH_GLOO in by or TRANSPORT_TORCH_NCCL in by
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:

@@ -39,6 +39,10 @@ def test_adapters_are_loaded_switched_and_unloaded(fleet: Fleet, tiny: tuple[Any
     adapter_steps.are_loaded_switched_and_unloaded(fleet, tiny[0], tmp_path)
 
 
+def test_a_trainer_sends_them(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    adapter_steps.are_sent_by_a_trainer(fleet, tiny[0])
+
+
 def test_what_does_not_fit_changes_nothing(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     tensors = lora(tiny[0], 5)
     wide = {name: t.repeat(*((4, 1) if "lora_A" in name else (1, 4))) for name, t in tensors.items()}

@@ -184,8 +184,10 @@ def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dic
     assert driver.tell(v.GetModelInfoRequest()).weight_version == version
 
 
-@pytest.mark.parametrize("load_format", ["", "flattened_bucket"])
-def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format: str) -> None:
+@pytest.mark.parametrize("load_format", ["", "flattened_bucket", "their_loader.load"])
+def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], loader: Path, load_format: str) -> None:
+    """Plain, packed, and through a loader that the server was started with."""
+    assert list(driver.info.capabilities.load_formats) == ["flattened_bucket", "their_loader.load"]
     model = changed(tiny[0], seed=len(load_format) + 50)
     driver.prepare("memory")
     with Segments(driver) as segments:
@@ -200,6 +202,11 @@ def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format
     assert generating.result()[-1].samples[0].versions[0].version == version
     assert generating.tokens == greedy(model, encode("3+"), 12)
     assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "what was handed over is gone"
+    if load_format == "their_loader.load":
+        loaded = (loader / "loaded").read_text().split()
+        assert sorted(loaded) == sorted(name for name, _ in model.named_parameters())
+    else:
+        assert not (loader / "loaded").exists()
 
 
 @pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
