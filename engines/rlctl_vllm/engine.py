@@ -78,7 +78,7 @@ class VLLMEngine(ServerEngine):
         self._facts = facts = await facts_.ask(self._control, self.verbs(), ranks, call)
         if not self._server.launched:
             models = await self._control.ask("/v1/models", call=call, admin=False)
-            self._checkpoints.refuse_other(str(models["data"][0].get("root", "")))
+            self._checkpoints.attached(str(models["data"][0].get("root", "")))
         digest = await asyncio.to_thread(self._proven, facts.digest)
         layout = facts.layout(self._config)
         self._layout: Sequence[WorkerCoordinates] = layout.workers

@@ -13,7 +13,7 @@ from loras import lora, merged_says, save
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -31,7 +31,7 @@ OPTIONS = {
 def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     options = {**OPTIONS, "allowed_roots": str(tmp_path_factory.getbasetemp())}
     spec = EngineSpec("actor", str(tiny[1]), engine="sglang", tp_size=2, options=options)
-    with LocalFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from answers import of_each
 from server_stage import changed, greedy
 
 import rlctl
@@ -18,7 +19,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
@@ -34,19 +35,16 @@ LONG = 250
 def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
     engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 
 def all_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
     prompt = encode("1+2=")
-    wanted = greedy(model, prompt, 8)
-    seen: set[str] = set()
-    while len(seen) < 2:  # a stage that was just admitted may not be known to the client yet
-        response = fleet.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-        assert list(response.samples[0].output_ids) == wanted
+    expected = greedy(model, prompt, 8)
+    for response in of_each(fleet, prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True):
+        assert list(response.samples[0].output_ids) == expected
         assert {span.version.label for span in response.samples[0].versions} == {version.label}
-        seen.add(response.slot)
 
 
 def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path]) -> None:

@@ -18,7 +18,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
@@ -34,7 +34,7 @@ def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
         EngineSpec("actor-0", str(tiny[1]), engine="torch", options=options),
         EngineSpec("actor-1", str(tiny[1]), engine="vllm", options={**options, "enable_lora": "true"}),
     ]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 
