@@ -84,6 +84,7 @@ class Coordinator:
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
+        self._raising = asyncio.Lock()
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
@@ -121,7 +122,7 @@ class Coordinator:
         """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
         for _, body in self._journal.read("fleet"):
             self.roster.epoch = FleetRecord.FromString(body).fleet_epoch
-        await self._take_over(self.roster.epoch + 1)
+        await self._take_over(self.roster.epoch)
         self.roster.load()
         self._peers.outlive_predecessor()
         await self.operations.load()
@@ -131,11 +132,16 @@ class Coordinator:
         self.updates.start()
         log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
 
-    async def _take_over(self, epoch: int) -> None:
-        """Raise the epoch, durably; links that stand were made under the old one and are made again."""
-        await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=epoch).SerializeToString())])
-        self.roster.epoch = epoch
-        await self._peers.disconnect()
+    async def _take_over(self, seen: int) -> None:
+        """Raise the epoch above one that was seen, durably; links that stand were made under the old one and are made
+        again.
+        """
+        async with self._raising:
+            if seen < self.roster.epoch:
+                return
+            await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=seen + 1).SerializeToString())])
+            self.roster.epoch = seen + 1
+            await self._peers.disconnect()
 
     async def end_of_reign(self) -> NoReturn:
         """Wait until the journal is another's, then raise JOURNAL_FAILED: this coordinator commands no more."""
@@ -412,8 +418,7 @@ class Coordinator:
         Whoever held it before is fenced: this coordinator's epoch becomes higher than any that the stage has seen.
         """
         attached = await self._ask_who(address)
-        if attached.report.fleet_epoch >= self.roster.epoch:
-            await self._take_over(attached.report.fleet_epoch + 1)
+        await self._take_over(attached.report.fleet_epoch)
         registration = attached.registration
         registration.address = address
         check(rpc.RegisterStageRequest(registration=registration))
