@@ -23,6 +23,14 @@ TAIL = 40
 TERM_S = 2.0
 
 
+_WATCH = """
+import os, signal, sys
+os.read(0, 1)  # nothing is written: it returns when the stage server has ended, however
+os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+"""Processes of the server's own do not all end with the first of them: vLLM's, while it starts, do not."""
+
+
 class ServerProcess(abc.ABC):
     """A launched server. Its own processes end when the first of them does.
 
@@ -37,6 +45,7 @@ class ServerProcess(abc.ABC):
         self._python = python
         self._start_s = start_s
         self._popen: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._reader: threading.Thread | None = None
         self._ended = threading.Event()
@@ -134,6 +143,8 @@ class ServerProcess(abc.ABC):
             pass_fds=self.inherited(),
             process_group=0,
         )
+        watch = [sys.executable, "-IS", "-c", _WATCH, str(self._popen.pid)]
+        self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
         name = self.product.lower()
         self._reader = threading.Thread(target=self._read, args=(name, on_end), name=f"{name}-log", daemon=True)
         self._reader.start()
@@ -149,11 +160,21 @@ class ServerProcess(abc.ABC):
             print(f"{name}: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
         popen.wait()
         popen.stdout.close()
+        self._unwatch()
         self.ended()
         told = self._ended.is_set()
         self._ended.set()
         if not told:
             on_end(self.failure())
+
+    def _unwatch(self) -> None:
+        """The server has ended: its process group's number may be another's soon."""
+        watcher = self._watcher
+        if watcher is not None:
+            assert watcher.stdin is not None
+            watcher.kill()
+            watcher.wait()
+            watcher.stdin.close()
 
     def _signal(self, number: int) -> None:
         if self._popen is None:

@@ -169,7 +169,10 @@ class Facts:
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,
-            adapter_transports=[each for each in transports if each in ADAPTERS_BY],
+            # The stage server reads segments in the host's memory, not in a GPU's.
+            adapter_transports=[
+                each for each in transports if each in ADAPTERS_BY and (self.cpu or each == common_pb2.TRANSPORT_DISK)
+            ],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
             memory_tags=sorted(self.memory_tags),

@@ -22,8 +22,8 @@ from rlctl.coordinator.from_peer import FromPeer, alike, refuse_failed
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import HEAL_MARK
 from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.planning import in_progress
-from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_over_group, unsupported
+from rlctl.coordinator.planning import GROUPS, in_progress
+from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_travels, unsupported
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected
 from rlctl.coordinator.versions import adoptable, lacking
@@ -260,9 +260,9 @@ class Healer:
 
     def _holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
         """Another stage that serves the adapter, and can send it."""
-        if not adapter_over_group(slot):
+        if not adapter_travels(slot, *GROUPS):
             return None
-        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_over_group(p)), None)
+        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
 
     def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
         """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""

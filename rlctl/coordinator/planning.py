@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.groups import GroupBook
-from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_over_group, unsupported
+from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_travels, unsupported
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
 from rlctl.times import duration, seconds
@@ -45,6 +45,7 @@ LEASE_TTL_S = 30.0
 MOST_SOURCES = 1024
 
 _BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl"}
+GROUPS = tuple(_BACKENDS)
 _WRITES = {
     TRANSPORT_DISK: "UpdateWeightsFromDisk",
     TRANSPORT_SHARED_MEMORY: "UpdateWeightsFromTensor",
@@ -219,20 +220,20 @@ class Planner:
                 "other; offer gloo or shared memory",
                 field="transports",
             )
-        by_group = _transport(request, slot) in _BACKENDS
-        if request.kind == UPDATE_KIND_ADAPTER and by_group and not adapter_over_group(slot):
-            engine = slot.record.registration.engine
-            return Reason.UNSUPPORTED.error(
-                f"{slot.name}: engine {engine!r} takes no adapter over a group",
-                field="path",
-                next_step="Send it from a process on the same host, or save it and call LoadAdapter.",
-            )
-        writes = _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed")
+        transport = _transport(request, slot)
+        writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
         missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
             missing = unsupported(slot, writes)
         if missing is not None:
             return Reason.UNSUPPORTED.error(f"{slot.name} holds weights of {request.model}: {missing.message}")
+        if request.kind == UPDATE_KIND_ADAPTER and not adapter_travels(slot, transport):
+            engine, way = slot.record.registration.engine, "over a group" if transport in GROUPS else "out of memory"
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name}: engine {engine!r} takes no adapter {way}",
+                field="path",
+                next_step="Send it from a process on the same host, or save it and call LoadAdapter.",
+            )
         gone = slot.dead_ranks()
         if gone:
             return Reason.RANK_LOST.error(f"{slot.name}: rank {', '.join(map(str, gone))} is gone")

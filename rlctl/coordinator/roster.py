@@ -14,12 +14,11 @@ from rlctl.ports import Clock, Journal, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
-    TRANSPORT_TORCH_GLOO,
-    TRANSPORT_TORCH_NCCL,
     ErrorDetail,
     ResponseHeader,
     StageState,
     Target,
+    Transport,
     WeightVersion,
 )
 from rlctl.v1.fleet_pb2 import (
@@ -488,10 +487,10 @@ def names(slots: Sequence[Slot]) -> list[str]:
     return [slot.name for slot in slots]
 
 
-def adapter_over_group(slot: Slot) -> bool:
-    """Whether an adapter's tensors can reach a stage, or leave it, over a group."""
+def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:
+    """Whether an adapter's tensors can reach a stage, or leave it, by one of these."""
     by = slot.capabilities.adapter_transports
-    return not by or TRANSPORT_TORCH_GLOO in by or TRANSPORT_TORCH_NCCL in by
+    return not by or not set(transports).isdisjoint(by)
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:

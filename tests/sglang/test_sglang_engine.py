@@ -277,6 +277,7 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
     driver.prepare("as it was")
     driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="as it was")
     driver.commit("as it was", "as-it-was", 9)
+    driver.tell(v.FlushCacheRequest())
     for name, admin in (("api", False), ("admin", True)):
         (tmp_path / name).write_text(http._keys[admin])
     keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
