@@ -255,11 +255,12 @@ class Peers:
         )
         receiving = asyncio.create_task(commander.run())
         granting: asyncio.Task[None] | None = None
+        epoch = self._roster.epoch
         try:
             async with asyncio.timeout(ATTACH_S):
                 attached = await commander.attach(
                     Attach(
-                        fleet_epoch=self._roster.epoch,
+                        fleet_epoch=epoch,
                         slot=slot.name,
                         incarnation=slot.record.incarnation,
                         contract_version=CONTRACT_VERSION,
@@ -268,6 +269,8 @@ class Peers:
             if attached.registration.boot_id != registration.boot_id:
                 raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
             self._refuse_succeeded()
+            if epoch != self._roster.epoch:
+                raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
             slot.commander = commander
             connected()
             self._unanswered.ask(slot, commander)

@@ -75,9 +75,13 @@ class Observer:
         self._applied: set[tuple[str, int, str]] = set()
         self._outcomes: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}
-        self._rolling: dict[tuple[str, str, int], SimJournal | None] = {}
+        self._reign: tuple[SimJournal | None, int] = (None, 0)
+        """The journal of the coordinator whose writes count, and the epoch that it began with: adopting stages, it may
+        raise it.
+        """
+        self._rolling: dict[tuple[str, str, int], int] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
-        journal of the coordinator that carries it out.
+        epoch that the coordinator began with that carries it out.
         """
 
     def note(self, what: str) -> None:
@@ -110,9 +114,7 @@ class Observer:
         elif change.kind == "update":
             record = UpdateRecord.FromString(change.body)
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
-                self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = (
-                    self._sim.store.holder
-                )
+                self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self._reign[1]
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
@@ -124,11 +126,11 @@ class Observer:
             if epoch <= self.epoch:
                 self.broken("I5", f"epoch {epoch} follows {self.epoch}")
             self.epoch = epoch
-            # What a coordinator before this one admitted beside the latest version is served no longer than its leases.
-            holder = self._sim.store.holder
-            self._sim.timer.later(
-                self._sim.lease_s + 1.0, self._rolled, lambda entry: self._rolling[entry] is not holder
-            )
+            if self._reign[0] is not self._sim.store.holder:
+                self._reign = self._sim.store.holder, epoch
+                # What one before it admitted beside the latest version is served no longer than its leases.
+                over = self._sim.lease_s + 1.0
+                self._sim.timer.later(over, self._rolled, lambda entry: self._rolling[entry] < epoch)
 
     def _rolled(self, done: Callable[[tuple[str, str, int]], bool]) -> None:
         """Updates roll no more."""

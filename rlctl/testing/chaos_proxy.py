@@ -145,4 +145,5 @@ class ChaosProxy:
                     break
                 writer.write(data)
                 await writer.drain()
-        writer.write_eof()
+        if not writer.transport.is_closing():  # it may have been reset meanwhile, which uvloop does not take as OSError
+            writer.write_eof()

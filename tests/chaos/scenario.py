@@ -137,10 +137,22 @@ def _settled(fleet: ChaosFleet) -> None:
     until(fleet, condition, SETTLE_S, "settled")
 
 
+def _restart_lost(fleet: ChaosFleet) -> None:
+    """What `rlctl up` does with an engine that has lost a rank: one whose rank 0 was stopped for longer than its links
+    bear, say. Nothing but a restart brings it back.
+    """
+    with fleet.connect() as client:
+        stages = client.status().stages
+    for stage in stages:
+        if not all(rank.alive for rank in stage.report.ranks):
+            fleet.restart(stage.registration.slot)
+
+
 def _updated(fleet: ChaosFleet, kind: str, history: History, label: str, deadline_s: float) -> None:
     """One more update, without faults: it is OK, and then every stage serves it. A heal may be in its way at first."""
     labels: Sequence[str] = [label, f"again-{label}"]
     for name in labels:
+        _restart_lost(fleet)
         (update,) = Trainer(kind, fleet.address, history, [name], deadline_s).wait(deadline_s + 30)
         if update.state == OK and not update.excluded:
             break

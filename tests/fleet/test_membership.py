@@ -12,12 +12,14 @@ import grpc.aio
 import pytest
 from updating import abort, begin, refusal
 
+from rlctl.control.commander import Commander
 from rlctl.errors import Reason
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.control_pb2 import Attach, Attached
 from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_CHANGED, FLEET_EVENT_KIND_SNAPSHOT, StageLayout, StageRegistration
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
@@ -159,6 +161,28 @@ async def test_stages_that_are_adopted_at_once_never_lower_the_epoch(make_fleet:
         assert successor.server.coordinator.roster.epoch == 7
         await successor.channel.close()
         await successor.server.stop()
+
+
+async def test_a_link_that_is_made_while_the_epoch_is_raised_is_made_again(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = fleet.server.coordinator
+    attach, raised = Commander.attach, asyncio.Event()
+
+    async def overtaken(self: Commander, request: Attach) -> Attached:
+        attached = await attach(self, request)
+        if not raised.is_set():
+            raised.set()
+            await coordinator._take_over(coordinator.roster.epoch)
+        return attached
+
+    monkeypatch.setattr(Commander, "attach", overtaken)
+    await coordinator._peers.disconnect()
+    await raised.wait()
+    held = [fleet.stages[slot]._stage.facts for slot in "ab"]
+    await fleet.until(lambda _: all(facts.fleet_epoch == coordinator.roster.epoch for facts in held))
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    assert (await fleet.stub.PauseGeneration(v.PauseGenerationRequest())).state == OPERATION_STATE_OK
 
 
 async def test_every_rank_says_which_process_it_is(fleet: InProcessFleet) -> None:
