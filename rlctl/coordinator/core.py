@@ -18,6 +18,7 @@ from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
 from rlctl.coordinator.updates import Updates
+from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason
 from rlctl.ports import Clock, Dialer, Journal, Put
 from rlctl.times import seconds
@@ -41,9 +42,11 @@ from rlctl.v1.update_pb2 import (
     RetryWeightUpdateRequest,
 )
 from rlctl.v1.verbs_pb2 import (
+    ContinueGenerationRequest,
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
     PauseGenerationRequest,
+    ResumeMemoryRequest,
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
@@ -83,6 +86,7 @@ class Coordinator:
         self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
+        self._waking = Waking(self.roster, self._fanout, clock)
         self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
 
     async def start(self) -> None:
@@ -179,6 +183,7 @@ class Coordinator:
             self.updates.refuse_outsider(targets, update_id)
 
         async def work(run: Run) -> None:
+            deadline = self._clock.now() + timeout_s
             match request:
                 case InitWeightsUpdateGroupRequest():
                     await self.updates.join_group(request, targets, run, timeout_s)
@@ -187,8 +192,12 @@ class Coordinator:
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:
-                    deadline = self._clock.now() + timeout_s
+                    await self._waking.forget(targets)
                     await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
+                case ContinueGenerationRequest() if not update_id:
+                    await self._waking.go_on(request, targets, run, deadline)
+                case ResumeMemoryRequest() if not update_id:
+                    await self._waking.resume(request, targets, run, deadline)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(
@@ -196,7 +205,7 @@ class Coordinator:
                         targets,
                         operation_id=run.operation.operation_id,
                         step="1",
-                        deadline=self._clock.now() + timeout_s,
+                        deadline=deadline,
                         on_result=run.add,
                     )
 

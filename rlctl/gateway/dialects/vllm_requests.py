@@ -66,7 +66,7 @@ async def pause(call: Call) -> list[Message]:
 async def resume(call: Call) -> list[Message]:
     """Go on; an open update is committed first."""
     del call
-    return [ContinueGenerationRequest()]
+    return [ContinueGenerationRequest(when_resident=True)]
 
 
 async def sleep(call: Call) -> list[Message]:
