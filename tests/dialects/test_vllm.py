@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SLOTS = ("actor-0", "actor-1")
 PROMPT = encode("1+2=")
+PACKED_BYTES = 1 << 14
+"""Less than a chunk: it takes several broadcasts."""
 
 
 @pytest.fixture
@@ -88,7 +90,8 @@ async def test_servers_and_their_worlds(http: aiohttp.ClientSession) -> None:
     async with aiohttp.ClientSession() as outside, outside.get(f"{servers[0]}/get_server_info") as response:
         assert (await response.json())["tp_size"] == 2
     status, told = await ask(http, "/server_info", method="GET")
-    assert {info["engine"] for info in told.values()} == {"torch"}
+    assert {info["engine"] for info in told["servers"].values()} == {"torch"}
+    assert told["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
     assert (await ask(http, "/load", method="GET"))[1] == {"server_load": 0}
 
 
@@ -184,10 +187,9 @@ async def test_four_phases_at_every_server(
             200,
         ]
         for chunk in chunks_of(tensors, 2):
-            info = {**announced(chunk, "dtype_names"), "packed": packed}
+            info = {**announced(chunk, "dtype_names"), "packed": packed, "packed_buffer_size_bytes": PACKED_BYTES}
             call = each(http, "/update_weights", {"update_info": info})
-            send = source.send_packed if packed else source.send
-            [answers] = await send(chunk, call)
+            [answers] = await (source.send_packed(chunk, PACKED_BYTES, call) if packed else source.send(chunk, call))
             assert [status for status, _ in answers] == [200, 200], answers
         assert label not in {stage.report.weight_version.label for stage in (await client.status()).stages}
         answers = await each(http, "/finish_weight_update", {"weight_version": label})

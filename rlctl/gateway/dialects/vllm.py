@@ -291,14 +291,21 @@ async def load(call: Call) -> Reply:
 
 
 async def server_info(call: Call) -> Reply:
-    """How the engine was started; at the root by address."""
+    """How the engine was started; at the root every one by its address. ``vllm_config`` has what trainers look for."""
     operation = await call.fleet.call(await engines.aimed(call, GetServerInfoRequest()))
     told = {
         result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
         for result in operation.stage_results
     }
-    slots = engines.slots_of(call)
-    return Reply(told[slots[0]] if slots else {engines.url_of(call, slot): info for slot, info in told.items()})
+    stages = await engines.asked(call)
+    config = {
+        "model_config": {"model": stages[0].registration.checkpoint if stages else ""},
+        "parallel_config": {"world_size": sum(len(stage.registration.layout.workers) for stage in stages)},
+        "weight_transfer_config": {"backend": await vllm_requests.backend(call)},
+    }
+    if engines.slots_of(call):
+        return Reply({**told[engines.slots_of(call)[0]], "vllm_config": config})
+    return Reply({"servers": {engines.url_of(call, slot): info for slot, info in told.items()}, "vllm_config": config})
 
 
 async def abort(call: Call) -> Reply:
