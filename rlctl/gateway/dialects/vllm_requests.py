@@ -94,16 +94,19 @@ async def wake_up(call: Call) -> list[Message]:
 
 
 async def reset_prefix_cache(call: Call) -> list[Message]:
-    """Drop KV entries of no running request."""
+    """Drop KV entries: of no running request, or of those too, which are computed anew."""
     fields = await call.fields()
     fields.accept("reset_external")  # every tier is emptied
-    if _flag(call, "reset_running_requests", fields.take("reset_running_requests", bool, False)):
-        raise Reason.UNSUPPORTED.error(
-            "running requests are not reset by a flush",
-            field="reset_running_requests",
-            next_step="Pause with mode=keep&clear_cache=true: they are computed anew when generation goes on.",
-        )
-    return [FlushCacheRequest()]
+    steps: list[Message] = [FlushCacheRequest()]
+    if not _flag(call, "reset_running_requests", fields.take("reset_running_requests", bool, False)):
+        return steps
+    reports = [stage.report for stage in await engines.asked(call)]
+    if any(report.released for report in reports):
+        return steps  # there are none
+    steps.insert(0, PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    if not any(report.paused for report in reports):
+        steps.append(ContinueGenerationRequest())
+    return steps
 
 
 async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
