@@ -295,6 +295,21 @@ async def test_who_leaves_while_a_group_gathers_joins_nothing(fleet: InProcessFl
     await form(fleet)
 
 
+async def test_requests_that_were_frozen_by_name_are_computed_anew(fleet: InProcessFleet) -> None:
+    """vLLM's pauses keep requests, and its trainers' writes flush: neither may leave the weights a mixture."""
+    await form(fleet)
+    frozen = engines(fleet)[0]
+    frozen._running["frozen"] = asyncio.Event()
+    await pause(fleet, "IN_PLACE")
+    assert (await write(fleet, "w1", options=v.UpdateOptions())).state == OPERATION_STATE_OK
+    ended = await end(fleet)
+    assert ended.state == OPERATION_STATE_OK, ended.error
+    assert states(fleet) == [PAUSED, PAUSED], "it is still paused by name"
+    assert frozen._paused == common.PAUSE_MODE_RETRACT
+    frozen._running.clear()
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+
+
 async def test_half_of_an_update_is_never_served(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implicit, "LEASE_S", 0.05)
     await form(fleet)
