@@ -179,8 +179,11 @@ class Coordinator:
     async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
         update_id = _header(request).fence.update_id
         targets, excluded = self._targets(verb, request)
-        if verb.waits:
+        joined = "" if update_id else self.updates.implicit.flushed_in(request, targets)
+        if verb.waits and not joined:
             self.updates.refuse_outsider(targets, update_id)
+        told = type(request).FromString(request.SerializeToString())
+        _header(told).fence.update_id = update_id or joined
 
         async def work(run: Run) -> None:
             deadline = self._clock.now() + timeout_s
@@ -201,7 +204,7 @@ class Coordinator:
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(
-                        request,
+                        told,
                         targets,
                         operation_id=run.operation.operation_id,
                         step="1",
@@ -215,7 +218,7 @@ class Coordinator:
             targets=targets,
             excluded=excluded,
             work=work,
-            exclusive=verb.waits and not update_id,
+            exclusive=verb.waits and not (update_id or joined),
             model=_header(request).target.model,
             update_id=update_id,
         )

@@ -5,8 +5,8 @@
 
 Every request is one of ``RemoteInferenceClient``'s; the calls are in the order of SkyRL's dispatcher and FSDP worker:
 pause, start, one packed broadcast, finish, reset the prefix cache, resume; or, co-located, between two halves of waking
-up. What takes the place of vLLM's ``NCCLWeightTransferEngine`` on the trainer's side is a torch group over gloo: the
-patch beside this script.
+up. What takes the place of vLLM's ``NCCLWeightTransferEngine`` on the trainer's side is ``rlctl.compat.vllm``'s, as in
+the patch beside this script.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import typing_extensions
 from transformers import AutoModelForCausalLM
 
 import rlctl
+from rlctl.compat.vllm import NCCLWeightTransferEngine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny_trainer import described, free_port, join_as_source
+from tiny_trainer import described, free_port
 
 # skyrl 0.3.0 has pydantic look at typing.TypedDict, which it can from Python 3.12 on only.
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
@@ -37,8 +38,6 @@ typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # type: ignore[import-not-found]  # noqa: E402
     RemoteInferenceClient,
 )
-
-GROUP = "weight_transfer"
 
 
 @dataclass
@@ -61,19 +60,17 @@ class InitInfo:
         return {"master_address": "127.0.0.1", **vars(self)}
 
 
-def send_packed(group: Any, model: Any) -> None:
-    """What vLLM's ``trainer_send_weights`` sends of a model smaller than its buffer: all bytes at once."""
-    parts = [parameter.data.contiguous().reshape(-1).view(torch.uint8) for parameter in model.parameters()]
-    torch.distributed.broadcast(torch.cat(parts), 0, group=group)
-
-
 async def write(client: RemoteInferenceClient, group: Any, model: Any) -> None:
     """``broadcast_to_inference_engines``."""
     told = described([(name, parameter.data) for name, parameter in model.named_parameters()])
     info = {**told, "dtype_names": told.pop("dtypes"), "packed": True}
     await client.start_weight_update(is_checkpoint_format=True)
     writing = asyncio.create_task(client.update_weights_nccl(info))
-    await asyncio.to_thread(send_packed, group, model)
+    await asyncio.to_thread(
+        NCCLWeightTransferEngine.trainer_send_weights,
+        iterator=model.named_parameters(),
+        trainer_args={"group": group, "packed": True},
+    )
     await writing
     await client.finish_weight_update()
     await client.reset_prefix_cache(reset_running_requests=True)
@@ -103,7 +100,7 @@ async def run(arguments: argparse.Namespace) -> None:
     world_size, _ = await client.get_world_size()
     info = InitInfo(free_port(), 1 + world_size)
     joining = asyncio.create_task(client.init_weight_update_communicator(info))
-    group = await asyncio.to_thread(join_as_source, GROUP, info.master_port, info.world_size)
+    group = await asyncio.to_thread(NCCLWeightTransferEngine.trainer_init, info.to_api_payload())
     await joining
     prompts = {
         "prompt_token_ids": [[1, 5, 6], [1, 7]],
