@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rlctl.client.fleet import Fleet, connect, publisher
     from rlctl.client.pending import AsyncPending, Pending
     from rlctl.client.probe import Probe
-    from rlctl.client.publisher import AsyncPublisher, Publisher, UpdateResult, model_digest, rolling
+    from rlctl.client.published import UpdateResult
+    from rlctl.client.publisher import AsyncPublisher, Publisher, model_digest, rolling
     from rlctl.embed import EmbeddedFleet, embedded
     from rlctl.errors import OperationFailed, Reason, RlctlError
     from rlctl.rollout.admission import max_staleness
@@ -39,7 +40,7 @@ _HOMES = {
     "RlctlError": "rlctl.errors",
     "RolloutFailed": "rlctl.rollout.sample",
     "RolloutSample": "rlctl.rollout.sample",
-    "UpdateResult": "rlctl.client.publisher",
+    "UpdateResult": "rlctl.client.published",
     "aio": "rlctl.client.aio",
     "connect": "rlctl.client.fleet",
     "embedded": "rlctl.embed",

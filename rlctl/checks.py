@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-import uuid
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -26,6 +26,8 @@ MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PROMPTS = 256
 BACKENDS = ("gloo", "nccl")
 MOST_ADAPTER_NAME = 256
+MOST_WATCH_ID = 128
+_UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 M = TypeVar("M", bound=Message)
 _RULES: dict[type[Message], Callable[..., None]] = {}
@@ -65,11 +67,7 @@ def timeout_s(value: Duration, field: str) -> float:
 
 def request_id(value: str, field: str) -> None:
     """A request_id must be a UUIDv7: its time tells whether it is older than what is remembered."""
-    try:
-        version = uuid.UUID(value).version
-    except ValueError:
-        version = None
-    if version != 7 or str(uuid.UUID(value)) != value:  # in the one spelling by which it is remembered
+    if not _UUID7.fullmatch(value):  # in the one spelling by which it is remembered
         raise Reason.FIELD_INVALID.error(
             f"{field} {value!r} is not a UUIDv7 as RFC 9562 writes it, in lower case",
             field=field,
@@ -323,9 +321,13 @@ def _unload_adapter(request: verbs_pb2.UnloadAdapterRequest) -> None:
 
 
 def _adapter_name(name: str, field: str) -> None:
+    _name(name, field, MOST_ADAPTER_NAME)
+
+
+def _name(name: str, field: str, most: int) -> None:
     _required(name, field)
-    if len(name) > MOST_ADAPTER_NAME or not name.isprintable():
-        raise _invalid(f"{field} is no printable name of at most {MOST_ADAPTER_NAME} characters", field)
+    if len(name) > most or not name.isprintable():
+        raise _invalid(f"{field} is no printable name of at most {most} characters", field)
 
 
 @_rule(update_pb2.BeginWeightUpdateRequest)
@@ -396,6 +398,17 @@ def _abort_update(request: update_pb2.AbortWeightUpdateRequest) -> None:
 @_rule(update_pb2.RenewLeaseRequest)
 def _renew(request: update_pb2.RenewLeaseRequest) -> None:
     _required(request.update_id, "update_id")
+
+
+@_rule(coordinator_pb2.WatchFleetRequest)
+def _watch(request: coordinator_pb2.WatchFleetRequest) -> None:
+    if request.watch_id:
+        _name(request.watch_id, "watch_id", MOST_WATCH_ID)
+
+
+@_rule(coordinator_pb2.ConfirmFleetRequest)
+def _confirm(request: coordinator_pb2.ConfirmFleetRequest) -> None:
+    _name(request.watch_id, "watch_id", MOST_WATCH_ID)
 
 
 @_rule(coordinator_pb2.SetStageEnabledRequest)

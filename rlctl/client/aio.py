@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
@@ -11,40 +11,18 @@ from rlctl.client.admin import AsyncAdmin
 from rlctl.client.connection import Connection
 from rlctl.client.dispatch import Lines
 from rlctl.client.engine import AsyncEngine
-from rlctl.client.generation import Generator, build_request
+from rlctl.client.generation import GENERATE_S, Generator, Sampling, build_request
 from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
 from rlctl.transport.auth import load_token
-from rlctl.v1.fleet_pb2 import Model, Stage
+from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
 if TYPE_CHECKING:
     from rlctl.client.publisher import AsyncPublisher
 
 CONNECT_S = 10.0
-GENERATE_S = 600.0
-
-
-class Sampling(TypedDict, total=False):
-    """The fields of SamplingParams (rollout.proto), where their meaning and defaults stand."""
-
-    max_new_tokens: int
-    min_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    no_stop_trim: bool
-    n: int
-    seed: int
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
 
 
 class Generating(Sampling, total=False):
@@ -129,7 +107,7 @@ class AsyncFleet(AsyncAdmin):
         """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""
         for stage in (await self.status()).stages:
             if stage.registration.slot == slot:
-                return AsyncEngine(self, slot, stage.registration.model)
+                return AsyncEngine(self, self._generator, slot, stage.registration.model)
         raise Reason.STAGE_NOT_FOUND.error(f"there is no stage {slot!r}", field="slot")
 
     async def models(self, timeout_s: float = CONNECT_S) -> list[Model]:
@@ -140,15 +118,6 @@ class AsyncFleet(AsyncAdmin):
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
         return self._lines.view.models
-
-    async def stages(self) -> AsyncIterator[list[Stage]]:
-        """The stages, in slot order, now and whenever the coordinator tells something new of the fleet."""
-        view, seen = self._lines.view, 0
-        while True:
-            while view.news == seen:
-                await view.changed()
-            seen = view.news
-            yield view.stages
 
     # Generation.
 

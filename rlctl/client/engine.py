@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlctl.client.admin import AsyncAdmin
 from rlctl.client.enums import number
+from rlctl.client.generation import GENERATE_S, Generator, build_request
+from rlctl.client.published import UpdateResult
 from rlctl.errors import Reason
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import Operation, RankResult
@@ -19,9 +22,6 @@ from rlctl.v1.rollout_pb2 import GenerateResponse
 
 if TYPE_CHECKING:
     import torch
-
-    from rlctl.client.aio import AsyncFleet
-    from rlctl.client.publisher import UpdateResult
 
 PAUSE = "retract"
 
@@ -34,9 +34,10 @@ class AsyncEngine:
         model: the model that it serves.
     """
 
-    def __init__(self, fleet: AsyncFleet, slot: str, model: str) -> None:
+    def __init__(self, fleet: AsyncAdmin, generator: Generator, slot: str, model: str) -> None:
         """Use :meth:`rlctl.client.aio.AsyncFleet.engine`."""
         self._fleet = fleet
+        self._generator = generator
         self.slot = slot
         self.model = model
 
@@ -65,8 +66,9 @@ class AsyncEngine:
         given = input_ids if prompt is None else prompt
         if given is None:
             raise Reason.FIELD_REQUIRED.error("there is neither prompt nor input_ids", field="prompt")
-        return await self._fleet.generate(
+        request = build_request(
             given,
+            sampling_params or {},
             adapter=lora_path,
             rid=rid,
             return_logprob=return_logprob,
@@ -74,9 +76,8 @@ class AsyncEngine:
             top_logprobs_num=top_logprobs_num,
             engine_fields=engine_fields,
             return_engine_meta=True,
-            slot=self.slot,
-            **(sampling_params or {}),
         )
+        return await self._generator.generate(request, GENERATE_S, slot=self.slot)
 
     async def abort_request(self, rid: str = "", abort_all: bool = False) -> Operation:
         """End a request, or all."""
@@ -236,7 +237,9 @@ class AsyncEngine:
             raise Reason.UNSUPPORTED.error(
                 "how tensors travel is rlctl's choice; full tensors are given", field="load_format"
             )
-        publisher = self._fleet.publisher(self.model, path=path)
+        from rlctl.client.publisher import AsyncPublisher  # loads torch
+
+        publisher = AsyncPublisher(self._fleet, self.model, path=path)
         try:
             return await publisher.update(
                 named_tensors,

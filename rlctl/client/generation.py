@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import grpc.aio
 
@@ -15,8 +15,32 @@ from rlctl.rollout.router import REFUSALS, Router, Wanted
 from rlctl.transport.status import from_grpc
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingParams, TokenIds
 
+GENERATE_S = 600.0
+"""How long a request may take when nobody says."""
+
 ELSEWHERE = (*REFUSALS, Reason.UNREACHABLE)
 """After these the request is sent again; an engine that failed may do so at the same request everywhere."""
+
+
+class Sampling(TypedDict, total=False):
+    """The fields of SamplingParams (rollout.proto), where their meaning and defaults stand."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    no_stop_trim: bool
+    n: int
+    seed: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
 
 
 class Generator:

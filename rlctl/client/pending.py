@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from rlctl.client.published import UpdateResult
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
 from rlctl.weights.ordering import Ordering
-
-if TYPE_CHECKING:
-    from rlctl.client.publisher import UpdateResult
 
 
 class Progress:

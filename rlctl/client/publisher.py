@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +25,13 @@ from rlctl.client.leading import Leading
 from rlctl.client.part import Part
 from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.probe import Probe
+from rlctl.client.published import UpdateResult
 from rlctl.client.trainer import Lead, Members, share
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader, WeightVersion
-from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.update_pb2 import (
     DATA_PATH_BROADCAST,
     DATA_PATH_IPC,
@@ -59,32 +58,6 @@ _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc"
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """A published update.
-
-    Attributes:
-        version: label and sequence that the fleet serves now; of the base weights, when an adapter was updated.
-        operation: the operation with a result for every rank of every target.
-        model_digest: hex digest of the full weights that every verified target holds; "" when none was verified, and
-            for an adapter, whose digest stands in the operation.
-        bytes_sent: bytes that left this source.
-        tensors_sent: tensors that left it; of a delta those that differ from its base.
-        transfer_s: from the first tensor to the last byte sent, seconds.
-        pause_s: from the first target's pause to the last one's resume, as the coordinator saw it, seconds.
-        total_s: the whole call, seconds.
-    """
-
-    version: WeightVersion
-    operation: Operation
-    model_digest: str
-    bytes_sent: int
-    tensors_sent: int
-    transfer_s: float
-    pause_s: float
-    total_s: float
 
 
 class AsyncPublisher:

@@ -8,12 +8,12 @@ import dataclasses
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import grpc.aio
 
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
-from rlctl.client.generation import build_request
+from rlctl.client.generation import GENERATE_S, Sampling, build_request
 from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unsupported
 from rlctl.rollout.admission import Admission, parse
 from rlctl.rollout.policies import policy as policy_of
@@ -23,8 +23,6 @@ from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.transport.channel import bearer
 from rlctl.transport.status import from_grpc
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, Sample
-
-TIMEOUT_S = 600.0
 
 STOP_S = 2.0
 """How long a sample that is stopped may take to end at its engine, which then says what else belongs to it."""
@@ -37,10 +35,9 @@ Resume = Literal["continue", "return"]
 Metadata = tuple[tuple[str, str], ...]
 
 
-class Asking(TypedDict, total=False):
-    """What the methods of :class:`AsyncRollout` take beside prompts, and the fields of SamplingParams."""
+class Asking(Sampling, total=False):
+    """What the methods of :class:`AsyncRollout` take beside prompts. ``n`` samples of each."""
 
-    n: int
     session_id: str
     adapter: str
     min_version: int
@@ -48,21 +45,6 @@ class Asking(TypedDict, total=False):
     top_logprobs_num: int
     engine_fields: Mapping[str, Any]
     timeout_s: float
-    max_new_tokens: int
-    min_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    no_stop_trim: bool
-    seed: int
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
 
 
 Told = Callable[[Progress, Sample], None]
@@ -167,7 +149,7 @@ class AsyncRollout:
 
     async def generate_batch(self, prompts: Sequence[Prompt], **asking: Unpack[Asking]) -> list[list[RolloutSample]]:
         """:meth:`generate` for every prompt, side by side; the samples of each, in the prompts' order."""
-        timeout_s = asking.get("timeout_s", TIMEOUT_S)
+        timeout_s = asking.get("timeout_s", GENERATE_S)
         jobs = self._jobs(prompts, asking)
         samples = await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs))
         self._refuse_failed(samples)
@@ -175,7 +157,7 @@ class AsyncRollout:
         return [samples[start : start + n] for start in range(0, len(samples), n or 1)]
 
     async def resume(
-        self, samples: Sequence[RolloutSample], *, timeout_s: float = TIMEOUT_S, min_version: int = 0
+        self, samples: Sequence[RolloutSample], *, timeout_s: float = GENERATE_S, min_version: int = 0
     ) -> list[RolloutSample]:
         """Go on with samples that were cut, from the tokens that they have; finished ones are returned as they are.
 
@@ -198,7 +180,7 @@ class AsyncRollout:
 
         Raises as :meth:`generate`; RolloutFailed when fewer than ``count`` could be finished.
         """
-        timeout_s = asking.get("timeout_s", TIMEOUT_S)
+        timeout_s = asking.get("timeout_s", GENERATE_S)
         fresh = [prompt for prompt in prompts if not isinstance(prompt, RolloutSample)]
         cut = [sample for sample in prompts if isinstance(sample, RolloutSample)]
         jobs = [self._again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
@@ -234,7 +216,7 @@ class AsyncRollout:
         self,
         sample: RolloutSample,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = GENERATE_S,
         token: str | None = None,
         place: Place = ANYWHERE,
         told: Told | None = None,

@@ -12,10 +12,15 @@ from google.protobuf.message import Message
 from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
+from rlctl.coordinator.attempts import Attempts
 from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.from_disk import FromDisk
+from rlctl.coordinator.groups import GroupBook
+from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
+from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.waking import Waking
@@ -52,7 +57,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
 log = logging.getLogger(__name__)
@@ -82,18 +87,46 @@ class Coordinator:
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
+        self._raising = asyncio.Lock()
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self._waking = Waking(self.roster, self._fanout, clock)
-        self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
+        groups = GroupBook()
+        planner = Planner(self.roster, groups, clock)
+        attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
+        self.updates = Updates(
+            self.roster,
+            self._peers,
+            self._fanout,
+            self.operations,
+            journal,
+            clock,
+            groups=groups,
+            planner=planner,
+            attempts=attempts,
+            heal=heal,
+        )
+        self._disk = FromDisk(self.updates, self.roster, planner, clock)
+        self.implicit = Implicit(
+            self.updates,
+            self._disk,
+            roster=self.roster,
+            peers=self._peers,
+            operations=self.operations,
+            fanout=self._fanout,
+            planner=planner,
+            attempts=attempts,
+            journal=journal,
+            clock=clock,
+        )
 
     async def start(self) -> None:
         """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
         for _, body in self._journal.read("fleet"):
             self.roster.epoch = FleetRecord.FromString(body).fleet_epoch
-        await self._take_over(self.roster.epoch + 1)
+        await self._take_over(self.roster.epoch)
         self.roster.load()
         self._peers.outlive_predecessor()
         await self.operations.load()
@@ -103,11 +136,16 @@ class Coordinator:
         self.updates.start()
         log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
 
-    async def _take_over(self, epoch: int) -> None:
-        """Raise the epoch, durably; links that stand were made under the old one and are made again."""
-        await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=epoch).SerializeToString())])
-        self.roster.epoch = epoch
-        await self._peers.disconnect()
+    async def _take_over(self, seen: int) -> None:
+        """Raise the epoch above one that was seen, durably; links that stand were made under the old one and are made
+        again.
+        """
+        async with self._raising:
+            if seen < self.roster.epoch:
+                return
+            await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=seen + 1).SerializeToString())])
+            self.roster.epoch = seen + 1
+            await self._peers.disconnect()
 
     async def end_of_reign(self) -> NoReturn:
         """Wait until the journal is another's, then raise JOURNAL_FAILED: this coordinator commands no more."""
@@ -129,21 +167,21 @@ class Coordinator:
         if not verb.implemented:
             raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
         timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
-        if self.updates.implicit.takes(request):
-            joined = await self.updates.implicit.run(request, timeout_s)
+        if self.implicit.takes(request):
+            joined = await self.implicit.run(request, timeout_s)
             return await self._joined(joined, wait=not getattr(request, "is_async", False))
         if isinstance(request, UpdateWeightsFromDiskRequest) and not _header(request).validate_only:
             known = self.operations.known(_header(request).request_id, request) is not None
-            run = await self.updates.from_disk(request, timeout_s)
+            run = await self._disk.update(request, timeout_s)
             return await self._answer(run, replayed=known, wait=not request.is_async)
         if isinstance(request, LoadAdapterRequest) and not _header(request).validate_only:
             known = self.operations.known(_header(request).request_id, request) is not None
-            return await self._answer(await self.updates.load_adapter(request, timeout_s), replayed=known)
+            return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=known)
         if not verb.mutates(request) or _header(request).validate_only:
             return await self._ask(verb, request, timeout_s)
         known_run = self.operations.known(_header(request).request_id, request)
         if known_run is None and not _header(request).fence.update_id:
-            await self.updates.implicit.settle(request, self._targets(verb, request)[0])
+            await self.implicit.settle(request, self._targets(verb, request)[0])
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)
 
@@ -179,14 +217,21 @@ class Coordinator:
     async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
         update_id = _header(request).fence.update_id
         targets, excluded = self._targets(verb, request)
-        joined = "" if update_id else self.updates.implicit.flushed_in(request, targets)
+        joined = "" if update_id else self.implicit.flushed_in(request, targets)
         if verb.waits and not joined:
             self.updates.refuse_outsider(targets, update_id)
-        told = type(request).FromString(request.SerializeToString())
-        _header(told).fence.update_id = update_id or joined
+        told = request
+        if joined:
+            told = type(request).FromString(request.SerializeToString())
+            _header(told).fence.update_id = joined
 
         async def work(run: Run) -> None:
             deadline = self._clock.now() + timeout_s
+            ends_serving = isinstance(request, PauseGenerationRequest) or spoils(request)
+            async with self.roster.leaving(targets if ends_serving else ()):
+                await carry_out(run, deadline)
+
+        async def carry_out(run: Run, deadline: float) -> None:
             match request:
                 case InitWeightsUpdateGroupRequest():
                     await self.updates.join_group(request, targets, run, timeout_s)
@@ -255,7 +300,7 @@ class Coordinator:
 
     async def _joined(self, joined: Joined, *, wait: bool = True) -> Operation:
         answer = await self._answer(joined.run, replayed=joined.replayed, wait=wait)
-        self.updates.implicit.joining.answered(joined)
+        self.implicit.joining.answered(joined)
         return answer
 
     async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
@@ -273,7 +318,8 @@ class Coordinator:
         """Open an update."""
         check(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
-        return await self.updates.begin(request, timeout_s)
+        begins = self.implicit if request.implicit and not request.header.validate_only else self.updates
+        return await begins.begin(request, timeout_s)
 
     async def join_weight_update(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
         """Tell a further source of an open update."""
@@ -289,7 +335,7 @@ class Coordinator:
         """Commit an update."""
         check(request)
         if not request.update_id:
-            return await self._joined(await self.updates.implicit.commit(request))
+            return await self._joined(await self.implicit.commit(request))
         return await self._answer(await self.updates.commit(request))
 
     async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
@@ -386,8 +432,7 @@ class Coordinator:
         Whoever held it before is fenced: this coordinator's epoch becomes higher than any that the stage has seen.
         """
         attached = await self._ask_who(address)
-        if attached.report.fleet_epoch >= self.roster.epoch:
-            await self._take_over(attached.report.fleet_epoch + 1)
+        await self._take_over(attached.report.fleet_epoch)
         registration = attached.registration
         registration.address = address
         check(rpc.RegisterStageRequest(registration=registration))
@@ -424,8 +469,15 @@ class Coordinator:
 
     async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
         """Follow the fleet."""
-        async for event in self.roster.watch(request.model):
+        check(request)
+        async for event in self.roster.watch(request.model, request.watch_id):
             yield event
+
+    async def confirm_fleet(self, request: rpc.ConfirmFleetRequest) -> rpc.ConfirmFleetResponse:
+        """A watch has taken in what it was told."""
+        check(request)
+        self.roster.followers.confirm(request.watch_id, request.revision)
+        return rpc.ConfirmFleetResponse(header=self.roster.header())
 
     async def set_stage_enabled(self, request: rpc.SetStageEnabledRequest) -> Fleet:
         """Set the operator's flag."""
@@ -433,6 +485,8 @@ class Coordinator:
         slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         if not request.header.validate_only:
             await self.roster.change(slots, lambda record: setattr(record, "enabled", request.enabled))
+            if not request.enabled:
+                await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()
 
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:

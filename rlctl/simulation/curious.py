@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from rlctl.control.commander import Commander
 from rlctl.errors import RlctlError
 from rlctl.simulation.clients import Caller
-from rlctl.simulation.hosts import COORDINATOR, StageHost
+from rlctl.simulation.hosts import COORDINATOR, FOREIGN_TOKEN, StageHost
 from rlctl.simulation.world import SimClock
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
@@ -187,8 +187,10 @@ class Curious(Caller):
         update_id = shown.models[0].update_id
         if not update_id:
             return
-        await self._refused("CommitWeightUpdate", u.CommitWeightUpdateRequest(update_id=update_id, fencing_token=1))
-        await self._refused("RenewLease", u.RenewLeaseRequest(update_id=update_id, fencing_token=1))
+        foreign = u.CommitWeightUpdateRequest(update_id=update_id, fencing_token=FOREIGN_TOKEN)
+        with contextlib.suppress(RlctlError):  # whether it should have been refused depends on when it comes
+            await self.sim.network.call(self.node, COORDINATOR, "CommitWeightUpdate", foreign, CALL_S)
+        await self._refused("RenewLease", u.RenewLeaseRequest(update_id=update_id, fencing_token=FOREIGN_TOKEN))
         await self._refused("JoinWeightUpdate", u.JoinWeightUpdateRequest(update_id=update_id, source=99))
         inside = RequestHeader(fence=Fence(update_id=update_id))
         reset = v.CHECK_ACTION_RESET_TENSORS
@@ -200,7 +202,10 @@ class Curious(Caller):
             ("Verb", v.UpdateWeightsFromDistributedRequest(header=inside)),
             ("DeregisterStage", rpc.DeregisterStageRequest(slot=self._absent(model))),
             ("CommitWeightUpdate", u.CommitWeightUpdateRequest(update_id=await self._ended_operation())),
-            ("RetryWeightUpdate", u.RetryWeightUpdateRequest(update_id=update_id, failed_attempt=9, fencing_token=1)),
+            (
+                "RetryWeightUpdate",
+                u.RetryWeightUpdateRequest(update_id=update_id, failed_attempt=9, fencing_token=FOREIGN_TOKEN),
+            ),
         ]
         with contextlib.suppress(RlctlError):
             await self.sim.network.call(self.node, COORDINATOR, *chance.choice(steps), CALL_S)

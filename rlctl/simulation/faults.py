@@ -137,8 +137,10 @@ class Faults:
         raise Reason.ENGINE_FAILED.error(f"{verb} failed", outcome=outcome)
 
     def forgets(self, engine: SimEngine) -> bool:
-        """Whether a rank silently forgets a tensor."""
-        return bool(self._forget) and engine.node.random.random() < self._forget
+        """Whether a rank silently forgets a tensor: of a full update, which counts, or where stages are compared."""
+        if not self._forget or engine.node.random.random() >= self._forget:
+            return False
+        return engine.holding.full or (engine.digests and engine.holding.update_id in self._sim.compared)
 
     def damaged(self, engine: SimEngine, content: str) -> str:
         """What a rank really writes. It is damaged only where somebody has said which digest is right: without that

@@ -76,6 +76,7 @@ class Simulation:
         published: what each version of a model is made of, by model and sequence.
         adapters: what each adapter is made of, by model, name and version.
         digested: updates whose trainers say which digest is right.
+        compared: partial updates whose targets are compared with each other.
         kinds: what each slot's engine can verify.
         retained: ended operations that a coordinator remembers.
         nameless: every tensor that a trainer has sent that names no update.
@@ -88,6 +89,7 @@ class Simulation:
     published: dict[tuple[str, int], Tensors] = field(default_factory=dict)
     adapters: dict[tuple[str, str, str], Tensors] = field(default_factory=dict)
     digested: set[str] = field(default_factory=set)
+    compared: set[str] = field(default_factory=set)
     disks: dict[str, Tensors] = field(default_factory=dict)
     models: dict[str, list[str]] = field(default_factory=dict)
     stages: dict[str, StageHost] = field(default_factory=dict)

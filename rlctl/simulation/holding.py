@@ -58,6 +58,7 @@ class Holding:
         adapter: what the open update loads, if it loads an adapter.
         shadow: what the open update writes into, where that is not the weights.
         received: what has come in the open update, where it is to be digested; else None.
+        full: whether the open update is to write every tensor.
     """
 
     weights: Tensors
@@ -67,8 +68,8 @@ class Holding:
     adapter: verbs.Adapter | None = None
     shadow: Tensors | None = None
     received: Tensors | None = None
+    full: bool = True
     _names: tuple[str, ...] = NAMES
-    _full: bool = True
     _sealed: bool = False
     _written: set[str] = field(default_factory=set)
     _received: dict[str, int] = field(default_factory=dict)
@@ -81,13 +82,13 @@ class Holding:
     def prepare(self, request: verbs.PrepareUpdateRequest, update_id: str) -> None:
         """Open an update, or another attempt at it."""
         self.update_id, self._written, self._received, self._sealed = update_id, set(), {}, False
-        self._full = request.kind != verbs.UPDATE_KIND_PARTIAL
+        self.full = request.kind != verbs.UPDATE_KIND_PARTIAL
         self.received = {} if request.digest_received else None
         self._names, self.adapter, self.shadow = NAMES, None, None
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
             self.adapter, self.shadow, self._names = request.adapter, {}, ADAPTER_NAMES
         elif request.apply == verbs.APPLY_MODE_STAGED:
-            self.shadow = {} if self._full else dict(self.weights)
+            self.shadow = {} if self.full else dict(self.weights)
 
     def refuse_other(self, update_id: str) -> None:
         """Raise UPDATE_FENCED for a step of another update than the open one."""
@@ -113,7 +114,7 @@ class Holding:
 
     def _refuse_incomplete(self) -> None:
         missing = [name for name in self._names if name not in self._written]
-        if not self._written or (self._full and missing and "completeness" not in self.off):
+        if not self._written or (self.full and missing and "completeness" not in self.off):
             outcome = OUTCOME_DIRTY if self.written else OUTCOME_REJECTED
             raise Reason.WEIGHTS_INCOMPLETE.error(f"not written: {', '.join(missing)}", outcome=outcome)
 
@@ -122,7 +123,7 @@ class Holding:
         if self.shadow is None or self.adapter is not None:
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open")
         self._refuse_incomplete()
-        if self._full and "completeness" in self.off:
+        if self.full and "completeness" in self.off:
             self.shadow = {**self.weights, **self.shadow}
         self._sealed = True
         return len(self._written)

@@ -28,7 +28,7 @@ from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
-from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.core import Worker
 from rlctl.worker.follower import Follower
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from rlctl.simulation.fleet import Simulation
 
 COORDINATOR = "coordinator:1"
+FOREIGN_TOKEN = 1
+"""A fencing token that no update has."""
 REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
@@ -121,10 +123,24 @@ class CoordinatorHost:
             return await self.coordinator.adopt(request.registration.address)  # type: ignore[attr-defined]
         if method in _WATCHES:
             return await _watched(getattr(self.coordinator, _WATCHES[method])(request))
+        fenced = self._fenced(request)
         answer = await getattr(self.coordinator, _PLAIN[method])(request)
+        if fenced:
+            self.sim.observer.broken("I5", f"{method} was not refused: {request}")
         if isinstance(request, BeginWeightUpdateRequest) and not request.implicit:
             self.sim.observer.began(request.model, request.trainer.incarnation)
         return answer
+
+    def _fenced(self, request: Message) -> bool:
+        """Whether somebody decides an open update who is not its owner. What has become of one that has ended may be
+        asked by anybody.
+        """
+        assert self.coordinator is not None
+        return (
+            isinstance(request, CommitWeightUpdateRequest)
+            and request.fencing_token == FOREIGN_TOKEN
+            and self.coordinator.updates.is_open(request.update_id)
+        )
 
 
 class StageHost:

@@ -10,6 +10,7 @@ overtaken.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.simulation.world import Node, World
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
 
+LATENCY_S = 0.002
+"""What a message takes, on average."""
 CONNECT_S = 5.0
 KEEPALIVE_S = 15.0
 """A connection over which nothing comes for so long is broken by the transport."""
@@ -40,7 +43,8 @@ class End:
         self.peer: End
         self.ended = False
         self._broken = False
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._inbox: deque[Any] = deque()
+        self._waiting: asyncio.Future[None] | None = None
         self._arrives = 0.0
         self._held: deque[Any] = deque()
 
@@ -57,27 +61,35 @@ class End:
         """Send a message, or that there will be none any more (None)."""
         if self._broken:
             return
-        if self._held or self._network.parted(self.node, self.peer.node):
+        network = self._network
+        if self._held or (network.cut and network.parted(self.node, self.peer.node)):
             self._held.append(message)
         else:
             self._ship(message)
 
     def _ship(self, message: Any) -> None:
-        world = self._network.world
-        self._arrives = max(self._arrives + 1e-6, world.now + self._network.latency(self.node))
-        self.peer.node.later(self._arrives - world.now, self.peer._take, message)
+        network, peer = self._network, self.peer
+        world = network.world
+        self._arrives = max(self._arrives + 1e-6, world.now + network.latency(self.node))
+        world.schedule(self._arrives, peer.node.loop, (peer._take, (message,), None))
 
     def _take(self, message: Any) -> None:
         if message is None:
             self.end()
         elif not self.ended:
-            self._inbox.put_nowait(message)
+            self._put(message)
 
     def end(self) -> None:
         """There comes nothing any more."""
         if not self.ended:
             self.ended = True
-            self._inbox.put_nowait(None)
+            self._put(None)
+
+    def _put(self, message: Any) -> None:
+        self._inbox.append(message)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def release(self, late_s: float) -> None:
         """A partition is over, and this connection notices it so much later."""
@@ -88,7 +100,14 @@ class End:
 
     async def receive(self) -> AsyncIterator[Any]:
         """Messages until the connection ends."""
-        while (message := await self._inbox.get()) is not None:
+        inbox = self._inbox
+        while True:
+            while not inbox:
+                self._waiting = self.node.loop.create_future()
+                await self._waiting
+            message = inbox.popleft()
+            if message is None:
+                return
             yield message
 
     async def close(self) -> None:
@@ -130,7 +149,7 @@ class Network:
         self._serving: dict[str, tuple[Node, Serve]] = {}
         self._calls: dict[str, tuple[Node, Handler]] = {}
         self._connections: dict[End, None] = {}
-        self._partitions: list[Partition] = []
+        self.cut: list[Partition] = []
         self.slow = 0.0
         self.messages = 0
         self.tap: Callable[[Node, Message], None] = lambda *_: None
@@ -140,7 +159,7 @@ class Network:
         """Seconds for one message that a process sends."""
         self.messages += 1
         slow = self.slow * node.random.random() if self.slow else 0.0
-        return node.random.expovariate(1 / 0.002) + slow
+        return -math.log(1.0 - node.random.random()) * LATENCY_S + slow
 
     def listen(self, node: Node, address: str, serve: Serve) -> None:
         """Serve links at an address while the process lives."""
@@ -163,11 +182,11 @@ class Network:
 
     def parted(self, a: Node, b: Node) -> bool:
         """Whether nothing gets from one to the other."""
-        return bool(self._partitions) and any(partition.cuts(a.host, b.host) for partition in self._partitions)
+        return any(partition.cuts(a.host, b.host) for partition in self.cut)
 
     def part(self, partition: Partition, seconds: float, timer: Node) -> None:
         """Cut machines off from each other for a while."""
-        self._partitions.append(partition)
+        self.cut.append(partition)
 
         def look() -> None:
             for end in list(self._connections):
@@ -175,7 +194,7 @@ class Network:
                     end.reset()
 
         def heal() -> None:
-            self._partitions.remove(partition)
+            self.cut.remove(partition)
             for end in list(self._connections):
                 if not self.parted(end.node, end.peer.node):
                     late_s = end.node.random.uniform(0, min(seconds, BACKOFF_S))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlctl.simulation.fleet import Simulation
     from rlctl.simulation.holding import Holding
     from rlctl.simulation.hosts import StageHost
+    from rlctl.simulation.journal import SimJournal
 
 WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
 
@@ -74,8 +75,10 @@ class Observer:
         self._applied: set[tuple[str, int, str]] = set()
         self._outcomes: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}
-        self._rolling: set[tuple[str, str, int]] = set()
-        """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces."""
+        self._rolling: dict[tuple[str, str, int], SimJournal | None] = {}
+        """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
+        journal of the coordinator that carries it out.
+        """
 
     def note(self, what: str) -> None:
         """Add to the history."""
@@ -100,14 +103,16 @@ class Observer:
         """A record became durable."""
         if isinstance(change, Delete):
             if change.kind == "update":
-                self._rolling -= {entry for entry in self._rolling if entry[1] == change.key}
+                self._rolled(lambda entry: entry[1] == change.key)
             return
         if change.kind == "model":
             self._published(ModelRecord.FromString(change.body))
         elif change.kind == "update":
             record = UpdateRecord.FromString(change.body)
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
-                self._rolling.add((record.request.model, change.key, self.sequence(record.request.model)))
+                self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = (
+                    self._sim.store.holder
+                )
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
@@ -120,7 +125,15 @@ class Observer:
                 self.broken("I5", f"epoch {epoch} follows {self.epoch}")
             self.epoch = epoch
             # What a coordinator before this one admitted beside the latest version is served no longer than its leases.
-            self._sim.timer.later(self._sim.lease_s + 1.0, self._rolling.difference_update, set(self._rolling))
+            holder = self._sim.store.holder
+            self._sim.timer.later(
+                self._sim.lease_s + 1.0, self._rolled, lambda entry: self._rolling[entry] is not holder
+            )
+
+    def _rolled(self, done: Callable[[tuple[str, str, int]], bool]) -> None:
+        """Updates roll no more."""
+        for entry in [entry for entry in self._rolling if done(entry)]:
+            del self._rolling[entry]
 
     def _published(self, record: ModelRecord) -> None:
         before = self.latest.get(record.name)
@@ -129,7 +142,7 @@ class Observer:
         if before is None or record.latest != before.latest:
             self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
             replaced = self.sequence(record.name)
-            self._rolling -= {entry for entry in self._rolling if entry[0] == record.name and entry[2] != replaced}
+            self._rolled(lambda entry: entry[0] == record.name and entry[2] != replaced)
         self.latest[record.name] = record
         if record.checkpoint:
             self._sim.published.setdefault((record.name, record.latest.sequence), self._sim.disks[record.checkpoint])

@@ -102,6 +102,9 @@ class Trainer(Caller):
         gives_digest = chance.random() < 0.7 and len(sent) in (len(NAMES), len(ADAPTER_NAMES))
         if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
             sim.digested.add(plan.update_id)
+        in_batches = begin.rollout.max_unavailable and begin.apply != verbs_pb2.APPLY_MODE_STAGED
+        if begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_REPLICA) and not in_batches:
+            sim.compared.add(plan.update_id)  # a batch may be of one stage
         whole = sim.adapters.get((self.model, begin.adapter, tag)) or sim.published[self.model, plan.version.sequence]
         renewing = asyncio.ensure_future(self._renew(plan))
         try:

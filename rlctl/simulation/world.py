@@ -37,18 +37,16 @@ ROUND_S = 1e-7
 
 
 class Handle:
-    """A call that is due at some time, or now."""
+    """A call that is due at some time, or now, and may be cancelled until then."""
 
-    __slots__ = ("arguments", "context", "function", "loop")
+    __slots__ = ("arguments", "context", "function")
 
     def __init__(
         self,
-        loop: NodeLoop,
         function: Callable[..., object] | None,
         arguments: tuple[Any, ...],
         context: contextvars.Context | None,
     ) -> None:
-        self.loop = loop
         self.function = function
         self.arguments = arguments
         self.context = context
@@ -57,6 +55,14 @@ class Handle:
         """Let it not happen."""
         self.function = None
         self.arguments = ()
+
+
+_Call = tuple[Callable[..., object], tuple[Any, ...], contextvars.Context | None]
+"""One that nobody will cancel, as most are: the steps of tasks, and the messages."""
+
+_Due = Handle | _Call
+_Timer = tuple[float, int, "NodeLoop", _Due]
+"""When, its number, where, what."""
 
 
 class NodeLoop(asyncio.AbstractEventLoop):
@@ -69,10 +75,10 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self._world = world
         self._node = node
         self._offset = offset
-        self.ready: deque[Handle] = deque()
+        self.ready: deque[_Due] = deque()
         self.queued = False
         """Whether it is among the world's loops that have something to do, or has its turn."""
-        self.missed: list[tuple[float, int, Handle]] = []
+        self.missed: list[_Timer] = []
         """Timers that ran out while the process was stopped."""
 
     def time(self) -> float:
@@ -81,13 +87,16 @@ class NodeLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> Handle:
-        """Call in the next round."""
-        handle = Handle(self, callback, args, context)
-        self.ready.append(handle)
+    ) -> Handle | None:
+        """Call in the next round. With a context, which only tasks and futures pass, there is nothing to cancel."""
+        if context is None:
+            handle = Handle(callback, args, None)
+            self.put(handle)
+            return handle
+        self.ready.append((callback, args, context))
         if not self.queued:
             self.wake()
-        return handle
+        return None
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
@@ -95,16 +104,16 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
         """Call some seconds from now."""
-        handle = Handle(self, callback, args, context)
-        self._world.schedule(self._world.now + delay, handle)
+        handle = Handle(callback, args, context)
+        self._world.schedule(self._world.now + delay, self, handle)
         return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
         """Call at a time of this loop's clock."""
-        handle = Handle(self, callback, args, context)
-        self._world.schedule(when - self._offset, handle)
+        handle = Handle(callback, args, context)
+        self._world.schedule(when - self._offset, self, handle)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -119,13 +128,13 @@ class NodeLoop(asyncio.AbstractEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
         """A task of this loop."""
-        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        # Without a name it would be given a number, which takes as long as the rest.
+        task = asyncio.Task(coro, loop=self, name=name or self._node.name, context=context)
         self._world.keep(task)
         return task
 
-    def get_debug(self) -> bool:
-        """Never."""
-        return False
+    get_debug = staticmethod(bool)
+    """Never. Every future asks, and this is the quickest way to say False."""
 
     def is_running(self) -> bool:
         """Whether a round is under way."""
@@ -139,9 +148,9 @@ class NodeLoop(asyncio.AbstractEventLoop):
         """An exception that nobody caught."""
         self._node.defect(context)
 
-    def put(self, handle: Handle) -> None:
+    def put(self, due: _Due) -> None:
         """It is due."""
-        self.ready.append(handle)
+        self.ready.append(due)
         if not self.queued:
             self.wake()
 
@@ -151,14 +160,15 @@ class NodeLoop(asyncio.AbstractEventLoop):
             self.queued = True
             self._world.awake.append(self)
 
-    def ring(self, when: float, number: int, handle: Handle) -> None:
+    def ring(self, timer: _Timer) -> None:
         """A timer has run out."""
-        if handle.function is None or not self._node.alive:
+        due, node = timer[3], self._node
+        if not node.alive or (type(due) is Handle and due.function is None):
             return
-        if self._node.stopped:
-            self.missed.append((when, number, handle))
+        if node.stopped:
+            self.missed.append(timer)
         else:
-            self.put(handle)
+            self.put(due)
 
     def turn(self) -> None:
         """Run what is due, until there is nothing or it has gone on for long."""
@@ -167,18 +177,20 @@ class NodeLoop(asyncio.AbstractEventLoop):
         for _ in range(MOST_CALLS):
             if not ready or not node.alive:
                 break
-            handle = ready.popleft()
-            function, context = handle.function, handle.context
-            if function is None:
+            due = ready.popleft()
+            if isinstance(due, tuple):
+                function, arguments, context = due
+            elif due.function is not None:
+                function, arguments, context = due.function, due.arguments, due.context
+            else:
                 continue
             try:
                 if context is None:
-                    function(*handle.arguments)
+                    function(*arguments)
                 else:
-                    context.run(function, *handle.arguments)
+                    context.run(function, *arguments)
             except Exception as error:  # noqa: BLE001 - as any event loop: it is told, and the loop goes on
                 self.call_exception_handler({"message": f"in {function!r}", "exception": error})
-        asyncio._set_running_loop(None)
         self.queued = False
         if ready:
             self.wake()
@@ -206,7 +218,7 @@ class Node:
     def later(self, delay: float, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the process, some seconds from now; it never happens if the process is gone by then."""
         world = self.world
-        world.schedule(world.now + delay, Handle(self.loop, function, arguments, None))
+        world.schedule(world.now + delay, self.loop, (function, arguments, None))
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -254,7 +266,7 @@ class World:
         """Loops of running processes that have something to do now."""
         self._tasks: list[asyncio.Task[Any]] = []
         self._kept = KEPT
-        self._timers: list[tuple[float, int, Handle]] = []
+        self._timers: list[_Timer] = []
         self._scheduled = 0
         self._ids = 0
 
@@ -268,10 +280,10 @@ class World:
         self.nodes.append(node)
         return node
 
-    def schedule(self, when: float, handle: Handle) -> None:
+    def schedule(self, when: float, loop: NodeLoop, due: _Due) -> None:
         """Let something be due at a time."""
         self._scheduled += 1
-        heapq.heappush(self._timers, (when, self._scheduled, handle))
+        heapq.heappush(self._timers, (when, self._scheduled, loop, due))
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Hold a task until it has ended: nothing else may hold one of a process that was killed."""
@@ -294,13 +306,13 @@ class World:
             heapq.heappush(self._timers, timer)
         loop.missed.clear()
 
-    def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
-        """Let the processes run until a time, or until ``stop()``."""
+    def run(self, until: float) -> None:
+        """Let the processes run until a time."""
         timers, awake = self._timers, self.awake
-        while stop is None or not stop():
+        while True:
             while timers and timers[0][0] <= self.now:
-                when, number, handle = heapq.heappop(timers)
-                handle.loop.ring(when, number, handle)
+                timer = heapq.heappop(timers)
+                timer[2].ring(timer)
             if not awake:
                 if not timers or timers[0][0] > until:
                     break
@@ -310,8 +322,7 @@ class World:
             self.turns += 1
             self.now += ROUND_S
             loop.turn()
-        else:
-            return
+        asyncio._set_running_loop(None)
         self.now = max(self.now, until)
 
     def new_id(self) -> str:
@@ -338,6 +349,7 @@ class World:
                 task.cancel()
             for node in self.nodes:
                 node.loop.turn()
+        asyncio._set_running_loop(None)
         self._timers.clear()
         self.nodes.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 
@@ -14,7 +14,7 @@ from rlctl.checks import check
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
-from rlctl.stage.facts import Facts, spoils
+from rlctl.stage.facts import Facts
 from rlctl.stage.relay import Relay
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -37,14 +37,13 @@ from rlctl.v1.control_pb2 import (
 )
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
 from rlctl.v1.results_pb2 import RankResult, StageResult
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
 _OUT_OF_SERVICE = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_STALE, common_pb2.STAGE_STATE_DIRTY)
 
 
-@dataclass(frozen=True)
-class Serving:
+class Serving(NamedTuple):
     """What generation needs to know of the stage; immutable, read from another thread.
 
     Attributes:
@@ -65,10 +64,10 @@ class Serving:
     version: WeightVersion
     lease_until: float
     obstacle: RlctlError | None
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    held: frozenset[str] = frozenset()
-    awaited: frozenset[str] = frozenset()
-    spoiling: str = ""
+    adapters: Mapping[str, str]
+    held: frozenset[str]
+    awaited: frozenset[str]
+    spoiling: str
 
     def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise why nothing is generated now, or return."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rlctl.errors import Reason
 from rlctl.weights.exchange import Exchange
-from rlctl.weights.layout import Block, Slice, Spread
+from rlctl.weights.layout import Block, Shard, Slice, Spread
 from rlctl.weights.tensors import TensorMeta, as_bytes, dtype_name, parse_dtype
-
-if TYPE_CHECKING:
-    from rlctl.weights.shards import Shard
 
 Job = tuple[str, Block]
 """Rows of a full tensor, by its checkpoint name."""

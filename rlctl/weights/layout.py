@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlctl.errors import Reason
@@ -54,6 +54,21 @@ class Slice:
     def whole(self, full: tuple[int, ...]) -> bool:
         """Whether the part is all of a tensor of this shape."""
         return self.dim is None or self.length == full[self.dim]
+
+
+@dataclass
+class Shard:
+    """One tensor of the checkpoint, as a rank holds it.
+
+    Attributes:
+        meta: the full tensor: checkpoint name, the reference's dtype, full shape.
+        local: the memory that holds the part: a parameter, or a view into one (of a fused qkv, say).
+        slice: which part it is.
+    """
+
+    meta: TensorMeta
+    local: torch.Tensor
+    slice: Slice = field(default_factory=Slice)
 
 
 @dataclass(frozen=True)

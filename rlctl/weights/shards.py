@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -22,7 +22,7 @@ from rlctl.weights.checkpoint import StoredWeights, compare
 from rlctl.weights.digest import Stop, TensorHash, combine, tensor_digests, usable_cores
 from rlctl.weights.exchange import Exchange, GroupExchange, LocalExchange
 from rlctl.weights.gathering import Gathering, Job, parts_held
-from rlctl.weights.layout import Slice, owners
+from rlctl.weights.layout import Shard, Slice, owners
 from rlctl.weights.tensors import TensorMeta
 
 __all__ = [
@@ -38,21 +38,6 @@ __all__ = [
 
 DIGEST_BYTES = 32 << 20
 """How much of full tensors an owner gathers at a time. While that is hashed, as much again is gathered."""
-
-
-@dataclass
-class Shard:
-    """One tensor of the checkpoint, as a rank holds it.
-
-    Attributes:
-        meta: the full tensor: checkpoint name, the reference's dtype, full shape.
-        local: the memory that holds the part: a parameter, or a view into one (of a fused qkv, say).
-        slice: which part it is.
-    """
-
-    meta: TensorMeta
-    local: torch.Tensor
-    slice: Slice = field(default_factory=Slice)
 
 
 class ShardMap:

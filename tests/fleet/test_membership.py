@@ -144,6 +144,23 @@ async def test_an_adopting_coordinator_fences_the_one_before(fleet: InProcessFle
     await successor.server.stop()
 
 
+async def test_stages_that_are_adopted_at_once_never_lower_the_epoch(make_fleet: Callable, tmp_path: Path) -> None:
+    async with make_fleet(a=1, b=1, c=1) as fleet:
+        await fleet.server.stop()
+        for slot, epoch in {"a": 3, "b": 5, "c": 3}.items():  # each has another past
+            fleet.stages[slot]._stage.facts.fleet_epoch = epoch
+        successor = InProcessFleet(tmp_path / "another.db", [])
+        await successor.start_coordinator()
+        coordinator = successor.server.coordinator
+        await asyncio.gather(*(coordinator.adopt(fleet.stages[slot].address) for slot in "abc"))
+        assert coordinator.roster.epoch == 6
+        await successor.until(lambda stages: len(stages) == 3 and all(stage.routable for stage in stages))
+        await restart_coordinator(successor)
+        assert successor.server.coordinator.roster.epoch == 7
+        await successor.channel.close()
+        await successor.server.stop()
+
+
 async def test_every_rank_says_which_process_it_is(fleet: InProcessFleet) -> None:
     for slot in ("a", "b"):
         ranks = fleet.stage(slot).report.ranks

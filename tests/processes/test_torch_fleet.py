@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from answers import of_each
 
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher
 from rlctl.demo.tiny import EOS, encode, save
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.weights.rendezvous import GroupStore
@@ -33,7 +34,7 @@ LONG = 400
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 
@@ -69,12 +70,10 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def all_generate_like(fleet: Fleet, model: Any) -> None:
-    prompts = [encode(text) for text in ("1+2=", "7+", "9")]
-    for prompt in prompts:
-        responses = fleet.generate_batch([prompt] * 2, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-        assert {response.slot for response in responses} == {"actor-0", "actor-1"}
-        for response in responses:
-            assert list(response.samples[0].output_ids) == greedy(model, prompt, 8)
+    for prompt in (encode(text) for text in ("1+2=", "7+", "9")):
+        expected = greedy(model, prompt, 8)
+        for response in of_each(fleet, prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True):
+            assert list(response.samples[0].output_ids) == expected
 
 
 def test_an_update_reaches_every_rank_of_every_layout(
@@ -357,7 +356,7 @@ def test_text_in_and_out(fleet: Fleet) -> None:
 
 
 def test_a_trainer_in_another_process_may_take_over(
-    fleet: Fleet, torch_fleet: LocalFleet, tiny: tuple[Any, Path]
+    fleet: Fleet, torch_fleet: LaunchedFleet, tiny: tuple[Any, Path]
 ) -> None:
     script = f"""
 import rlctl
@@ -378,7 +377,7 @@ def test_a_trainer_in_float32_feeds_a_bfloat16_checkpoint(tiny: tuple[Any, Path]
     trained = changed(tiny[0], seed=30)
     rounded = copy.deepcopy(trained).bfloat16()
     engines = [EngineSpec("actor-0", str(tmp_path / "checkpoint"))]
-    with LocalFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
         publisher = fleet.publisher("actor")
         result = publisher.update(trained, version="cast")
         assert result.model_digest == rlctl.model_digest(rounded)

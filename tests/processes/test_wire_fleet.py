@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from answers import of_each
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -18,7 +19,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher
 from rlctl.demo.tiny import VOCABULARY, encode, save
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.weights.block_fp8 import BlockFp8, dequantise, quantise
 from rlctl.weights.checkpoint import open_checkpoint
@@ -70,7 +71,7 @@ def checkpoint(trainer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     engines = [EngineSpec("actor-0", str(checkpoint), tp_size=2), EngineSpec("actor-1", str(checkpoint))]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
         yield fleet
 
 
@@ -126,9 +127,7 @@ def test_a_bf16_trainer_feeds_fp8_experts_on_every_layout(
     with torch.no_grad():
         rows = torch.log_softmax(reference(input_ids=torch.tensor([prompt])).logits[0], -1)
     expected = [float(rows[i, prompt[i + 1]]) for i in range(len(prompt) - 1)]
-    responses = fleet.generate_batch([prompt] * 4, max_new_tokens=0, return_logprob=True, logprob_start_len=0)
-    assert {response.slot for response in responses} == {"actor-0", "actor-1"}
-    for response in responses:
+    for response in of_each(fleet, prompt, max_new_tokens=0, return_logprob=True, logprob_start_len=0):
         assert [token.logprob for token in response.input_logprobs[1:]] == pytest.approx(expected, abs=1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,10 @@ CAUGHT_BY = {
     "verification": 1043,
     "vetting": 1065,
 }
-"""A seed that shows a safeguard to be needed."""
+"""The seed from which on one is looked for that shows a safeguard to be needed: it moves with every change of what the
+state machines do or of how long they take for it."""
+
+RANGE = 200
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *FOUND])
@@ -53,8 +57,17 @@ def test_the_promises_hold(seed: int) -> None:
 
 @pytest.mark.parametrize("safeguard", sorted(CAUGHT_BY))
 def test_a_safeguard_that_is_turned_off_is_missed(safeguard: str) -> None:
-    assert run(CAUGHT_BY[safeguard]).violations == [], "the seed shows something else"
-    assert run(CAUGHT_BY[safeguard], frozenset({safeguard})).violations != []
+    assert run(caught_by(safeguard)).violations == [], "the seed shows something else"
+
+
+@functools.cache
+def caught_by(safeguard: str) -> int:
+    """The first seed under which a promise is broken without the safeguard."""
+    first = CAUGHT_BY[safeguard]
+    for seed in range(first, first + RANGE):
+        if run(seed, frozenset({safeguard})).violations:
+            return seed
+    raise AssertionError(f"{RANGE} seeds from {first} on do not miss {safeguard}")
 
 
 def test_a_seed_is_known_for_every_safeguard() -> None:
@@ -79,7 +92,7 @@ def test_a_seed_is_as_busy_as_it_should_be() -> None:
 
 def test_what_a_failure_does_not_need_is_left_out() -> None:
     off = frozenset({"completeness"})
-    failed = run(CAUGHT_BY["completeness"], off)
+    failed = run(caught_by("completeness"), off)
     dropped = shrink(failed, off, 40)
     assert len(dropped) > len(set(failed.steps)) // 2
     assert run(failed.seed, off, dropped=dropped).violations != []
@@ -87,7 +100,7 @@ def test_what_a_failure_does_not_need_is_left_out() -> None:
 
 def test_a_failing_seed_is_found_and_explained_whichever_process_runs_it() -> None:
     command = [sys.executable, "-m", "rlctl.simulation", "--break", "completeness", "--no-shrink", "--jobs", "2"]
-    first = CAUGHT_BY["completeness"]
+    first = caught_by("completeness")
     ended = subprocess.run(
         [*command, "--seed", str(first - 1), "--seeds", "4"], capture_output=True, text=True, check=False
     )
