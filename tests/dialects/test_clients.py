@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -40,7 +40,7 @@ async def run(*command: str, clients: Path, **environment: str) -> list[Any]:
 
 @pytest.mark.parametrize("colocated", [False, True])
 async def test_skyrls_client(
-    torch_fleet: LocalFleet, open_gateway: Any, tiny: tuple[Any, Path], colocated: bool
+    torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], colocated: bool
 ) -> None:
     clients = fetched("skyrl==0.3.0")
     async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
@@ -54,7 +54,7 @@ async def test_skyrls_client(
     assert [(step["lengths"], step["stop_reasons"]) for step in steps] == [([60, 60], ["length"] * 2)] * 2
 
 
-async def test_vllms_example(torch_fleet: LocalFleet, open_gateway: Any, tiny: tuple[Any, Path]) -> None:
+async def test_vllms_example(torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path]) -> None:
     """By OpenAI's own client, and the requests that vLLM's trainer example makes."""
     async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
         steps = await run(
