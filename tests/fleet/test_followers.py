@@ -14,7 +14,7 @@ from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
@@ -129,6 +129,25 @@ async def test_a_stage_is_off_the_list_before_it_changes(
             await eventually(lambda: kept.slots == {"a", "b"})
         else:
             assert not kept.slots
+
+
+async def test_a_stage_that_a_version_leaves_behind_is_off_the_list_before_it_is_published(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    async with listed(fleet) as kept:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "w")
+        await fleet.start_stage(StageSpec("late", checkpoint("one")))
+        await eventually(lambda: kept.slots == {"late"})
+        kept.confirms.clear()
+        committing = asyncio.create_task(commit(fleet, plan, digest("w")))
+        await eventually(lambda: not kept.slots)
+        (model,) = fleet.server.coordinator.roster.fleet().models
+        assert model.latest.sequence == 1, "it was published before the list was confirmed"
+        assert fleet.stage("late").report.lease_held
+        kept.confirms.set()
+        assert (await committing).state == OPERATION_STATE_OK
 
 
 async def test_only_what_changes_leaves_the_list(fleet: InProcessFleet) -> None:
