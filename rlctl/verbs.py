@@ -90,10 +90,10 @@ _ROWS = (
     _read("GetModelInfo", cli="model info", data="model_info"),
     _read("GetServerInfo", cli="server info", data="server_info"),
     _read("GetLoads", cli="loads", data="loads"),
-    Verb("PauseGeneration", RESIDENT, 60, cli="pause"),
+    Verb("PauseGeneration", RESIDENT | {"ASLEEP"}, 60, cli="pause"),
     Verb("ContinueGeneration", frozenset({"READY", "PAUSED"}), 60, cli="continue"),
     Verb("AbortRequests", JOINED, 30, ordered=False, waits=False, cli="abort", data="abort"),
-    Verb("FlushCache", SETTLED | {"UPDATING"}, 60, cli="cache flush", data="flush"),
+    Verb("FlushCache", SETTLED | {"UPDATING", "ASLEEP"}, 60, cli="cache flush", data="flush"),
     Verb("ReleaseMemory", SETTLED | {"ASLEEP"}, 60, cli="memory release", data="memory"),
     Verb("ResumeMemory", JOINED - {"UPDATING"}, 60, cli="memory resume", data="memory"),
     Verb(

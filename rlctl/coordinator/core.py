@@ -23,6 +23,7 @@ from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
 from rlctl.coordinator.updates import Updates
+from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason
 from rlctl.ports import Clock, Dialer, Journal, Put
 from rlctl.times import seconds
@@ -46,9 +47,11 @@ from rlctl.v1.update_pb2 import (
     RetryWeightUpdateRequest,
 )
 from rlctl.v1.verbs_pb2 import (
+    ContinueGenerationRequest,
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
     PauseGenerationRequest,
+    ResumeMemoryRequest,
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
@@ -89,6 +92,7 @@ class Coordinator:
         self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
+        self._waking = Waking(self.roster, self._fanout, clock)
         groups = GroupBook()
         planner = Planner(self.roster, groups, clock)
         attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
@@ -213,8 +217,13 @@ class Coordinator:
     async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
         update_id = _header(request).fence.update_id
         targets, excluded = self._targets(verb, request)
-        if verb.waits:
+        joined = "" if update_id else self.implicit.flushed_in(request, targets)
+        if verb.waits and not joined:
             self.updates.refuse_outsider(targets, update_id)
+        told = request
+        if joined:
+            told = type(request).FromString(request.SerializeToString())
+            _header(told).fence.update_id = joined
 
         async def work(run: Run) -> None:
             deadline = self._clock.now() + timeout_s
@@ -231,11 +240,16 @@ class Coordinator:
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:
+                    await self._waking.forget(targets)
                     await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
+                case ContinueGenerationRequest() if not update_id:
+                    await self._waking.go_on(request, targets, run, deadline)
+                case ResumeMemoryRequest() if not update_id:
+                    await self._waking.resume(request, targets, run, deadline)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
                     await self._fanout.run(
-                        request,
+                        told,
                         targets,
                         operation_id=run.operation.operation_id,
                         step="1",
@@ -249,7 +263,7 @@ class Coordinator:
             targets=targets,
             excluded=excluded,
             work=work,
-            exclusive=verb.waits and not update_id,
+            exclusive=verb.waits and not (update_id or joined),
             model=_header(request).target.model,
             update_id=update_id,
         )

@@ -324,9 +324,12 @@ class Finish:
         if options.HasField("flush_cache") and not options.flush_cache:
             return []
         steps = []
-        if options.pause == PAUSE_MODE_IN_PLACE:
-            # Frozen requests would go on with KV entries of the old weights, which nobody asked for: recompute them.
-            steps.append(self._session.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), slots))
+        frozen = [
+            slot for slot in slots if PAUSE_MODE_IN_PLACE in (options.pause, slot.report and slot.report.pause_mode)
+        ]
+        if frozen:
+            # Their requests would go on with KV entries of the old weights, which nobody asked for: recompute them.
+            steps.append(self._session.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), frozen))
         steps.append(self._session.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)]))
         return steps
 

@@ -47,6 +47,7 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
     ContinueGenerationRequest,
+    FlushCacheRequest,
     GetModelInfoRequest,
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
@@ -381,6 +382,16 @@ class Implicit:
                 error = from_detail(run.operation.error)
                 error.message = f"update {run.operation.operation_id} was not published: {error.message}"
                 raise error
+
+    def flushed_in(self, request: Message, targets: Iterable[Slot]) -> str:
+        """The open update that a flush is a step of: its client knows of none (verl flushes after its last write)."""
+        if not isinstance(request, FlushCacheRequest):
+            return ""
+        opened = [self._updates.implicit_of(model) for model in {slot.model for slot in targets}]
+        if len(opened) != 1 or opened[0] is None or opened[0].decided.is_set():
+            return ""
+        taking_part = {slot.name for slot in opened[0].session.targets}
+        return opened[0].session.update_id if all(slot.name in taking_part for slot in targets) else ""
 
     def _engines(self, model: str) -> list[str]:
         return [slot.name for slot in self._roster.slots.values() if slot.model == model]

@@ -109,8 +109,11 @@ class Joining:
         body = joined.body
         caller, key = CALLER.get(), body_hash(body)
         shared = self._shared.get(key)
-        if shared is None or (caller is not None and caller.left.is_set()):
+        if shared is None or not shared.run.done() or (caller is not None and caller.left.is_set()):
             return
+        refused = shared.run.cancelled() or shared.run.exception() is not None
+        if refused or shared.run.result() is not joined.run:
+            return  # its operation has been followed by another one of the same body
         shared.unanswered.discard(body.header.for_slot)  # type: ignore[attr-defined]
         if not shared.unanswered:
             del self._shared[key]

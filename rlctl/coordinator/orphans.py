@@ -2,8 +2,8 @@
 
 A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
 other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
-nobody let go on, because the coordinator died before it could say, is let go on. And one that was out of reach when an
-adapter was unloaded unloads it.
+nobody let go on, because the coordinator died before it could say, is let go on; so is one that was continued while its
+memory was released. And one that was out of reach when an adapter was unloaded unloads it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Orphans:
             abort.header.fence.update_id = report.update_id
             return abort
         paused_by = report.paused_by_update
-        if paused_by and report.state == STAGE_STATE_PAUSED and not model.update_id and not self._is_open(paused_by):
+        nobodys = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
+        if nobodys and report.state == STAGE_STATE_PAUSED and not model.update_id:
             # Generation goes on as it did before the update; what was paused by name stays so.
             return ContinueGenerationRequest()
         if not model.update_id and report.state in _UNLOADING and unsupported(slot, "UnloadAdapter") is None:

@@ -310,7 +310,7 @@ class Peers:
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
-        held = report.update_id or report.paused_by_update
+        held = report.update_id or report.paused_by_update or slot.record.continue_when_resident
         other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
         if first or adoptable(self._roster, slot) or held or stale or other_adapters:
             task = asyncio.create_task(self._take_in(slot))

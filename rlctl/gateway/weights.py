@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
 from rlctl.errors import Reason
@@ -31,6 +33,34 @@ def bucket(
         except (TypeError, ValueError):
             raise Reason.FIELD_INVALID.error(f"{shape} is no shape", field=fields.path(f"shapes[{number}]")) from None
     return made
+
+
+def packed(whole: TensorBucket, most: int) -> list[TensorBucket]:
+    """The buckets, each one broadcast, in which vLLM packs tensors: one ends with the tensor that takes it above
+    ``most`` bytes (``vllm/distributed/weight_transfer/packed_tensor.py``). Raises FIELD_INVALID for a dtype of no known
+    size, and a ``most`` below 1.
+    """
+    if most < 1:
+        raise Reason.FIELD_INVALID.error(f"{most} bytes hold nothing", field="packed_buffer_size_bytes")
+    buckets: list[TensorBucket] = []
+    size = most + 1
+    for name, kind, shape in zip(whole.names, whole.dtypes, whole.shapes, strict=True):
+        if size > most:
+            buckets.append(TensorBucket(format=whole.format))
+            size = 0
+        buckets[-1].names.append(name)
+        buckets[-1].dtypes.append(kind)
+        buckets[-1].shapes.append(shape)
+        size += math.prod(shape.dims) * itemsize(kind)
+    return buckets
+
+
+def itemsize(kind: str) -> int:
+    """Bytes of an element: dtypes' names say their bits ("torch.float8_e4m3fn"). Raises FIELD_INVALID."""
+    bits = re.fullmatch(r"torch\.[a-z]+(8|16|32|64|128)(_[a-z0-9]+)?", kind)
+    if bits is None and kind != "torch.bool":
+        raise Reason.FIELD_INVALID.error(f"{kind} is no dtype that is sent packed", field="dtypes")
+    return int(bits[1]) // 8 if bits else 1
 
 
 def dtype(name: str) -> str:

@@ -260,7 +260,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, DIRTY.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -275,7 +275,8 @@ class CoordinatorServiceServicer(object):
         Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
         first; if it does not succeed, nothing goes on.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
-        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called.
+        States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
+        ASLEEP goes on later, if when_resident asks for that.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -303,7 +304,7 @@ class CoordinatorServiceServicer(object):
 
         Effect: KV entries of no running request are dropped from every tier that the engine names.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -330,7 +331,7 @@ class CoordinatorServiceServicer(object):
         """Allocates memory regions again.
 
         Effect: the named regions are resident again; their content is not what it was. An open implicit update is
-        committed first, as by ContinueGeneration.
+        committed first, as by ContinueGeneration. A stage that was continued with when_resident goes on once all is there.
         Idempotency: with the same request_id, yes; a region that is resident is confirmed.
         States: ASLEEP, and every other state in which nothing is released (confirmed).
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.

@@ -93,12 +93,15 @@ class SlotRecord(_message.Message):
     ENABLED_FIELD_NUMBER: _builtins.int
     RETIRED_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
+    CONTINUE_WHEN_RESIDENT_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Present incarnation."""
     enabled: _builtins.bool
     """The operator's flag."""
     retired: _builtins.bool
     """Deregistered."""
+    continue_when_resident: _builtins.bool
+    """Somebody continued it while memory was released: generation goes on when the last region is resumed."""
     @_builtins.property
     def registration(self) -> _fleet_pb2.StageRegistration:
         """Registration of the present incarnation."""
@@ -115,10 +118,11 @@ class SlotRecord(_message.Message):
         enabled: _builtins.bool = ...,
         retired: _builtins.bool = ...,
         quarantine: _common_pb2.ErrorDetail | None = ...,
+        continue_when_resident: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retired", b"retired"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retired", b"retired"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

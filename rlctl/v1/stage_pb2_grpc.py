@@ -210,7 +210,7 @@ class StageServiceServicer(object):
 
         Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, DIRTY.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -252,7 +252,7 @@ class StageServiceServicer(object):
 
         Effect: KV entries of no running request are dropped from every tier that the engine names.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

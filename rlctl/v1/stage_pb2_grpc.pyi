@@ -63,7 +63,7 @@ class StageServiceStub:
 
     Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, DIRTY.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -93,7 +93,7 @@ class StageServiceStub:
 
     Effect: KV entries of no running request are dropped from every tier that the engine names.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -334,7 +334,7 @@ class StageServiceAsyncStub(StageServiceStub):
 
     Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, DIRTY.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -364,7 +364,7 @@ class StageServiceAsyncStub(StageServiceStub):
 
     Effect: KV entries of no running request are dropped from every tier that the engine names.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -620,7 +620,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, DIRTY.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -668,7 +668,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: KV entries of no running request are dropped from every tier that the engine names.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

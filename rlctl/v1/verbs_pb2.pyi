@@ -357,8 +357,13 @@ class ContinueGenerationRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     TORCH_EMPTY_CACHE_FIELD_NUMBER: _builtins.int
+    WHEN_RESIDENT_FIELD_NUMBER: _builtins.int
     torch_empty_cache: _builtins.bool
     """Give cached device memory back to the device first. Default true."""
+    when_resident: _builtins.bool
+    """Where only memory beside the weights is released: do not refuse (MEMORY_RELEASED), but go on as part of the ResumeMemory that
+    brings the last region back. Such a stage is SKIPPED until then; a pause by name in between takes it back.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -368,10 +373,11 @@ class ContinueGenerationRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         torch_empty_cache: _builtins.bool | None = ...,
+        when_resident: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache", "header", b"header", "torch_empty_cache", b"torch_empty_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache", "header", b"header", "torch_empty_cache", b"torch_empty_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache", "header", b"header", "torch_empty_cache", b"torch_empty_cache", "when_resident", b"when_resident"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__torch_empty_cache: _TypeAlias = _typing.Literal["torch_empty_cache"]  # noqa: Y015
     _WhichOneofArgType__torch_empty_cache: _TypeAlias = _typing.Literal["_torch_empty_cache", b"_torch_empty_cache"]  # noqa: Y015

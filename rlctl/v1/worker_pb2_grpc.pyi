@@ -62,7 +62,7 @@ class WorkerServiceStub:
 
     Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, DIRTY.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -92,7 +92,7 @@ class WorkerServiceStub:
 
     Effect: KV entries of no running request are dropped from every tier that the engine names.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -332,7 +332,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-    States: STALE, READY, PAUSED, DIRTY.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -362,7 +362,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     Effect: KV entries of no running request are dropped from every tier that the engine names.
     Idempotency: with the same request_id, yes.
-    States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+    States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 60 s.
@@ -617,7 +617,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
-        States: STALE, READY, PAUSED, DIRTY.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.
@@ -665,7 +665,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: KV entries of no running request are dropped from every tier that the engine names.
         Idempotency: with the same request_id, yes.
-        States: STALE, READY, PAUSED, DIRTY. Refused while requests run or are frozen in place.
+        States: STALE, READY, PAUSED, ASLEEP, DIRTY. Refused while requests run or are frozen in place.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 60 s.

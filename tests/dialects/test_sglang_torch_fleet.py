@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 INTEGRATIONS = Path(__file__).parents[2] / "examples" / "integrations"
 
 
-@pytest.mark.parametrize("trainer", ["slime", "miles"])
+@pytest.mark.parametrize("trainer", ["slime", "miles", "verl"])
 async def test_the_upstream_updates_end_in_equal_digests(server: Server, trainer: str) -> None:
     engines = [f"--engine={url}={ranks}" for url, ranks in zip(server.engines, server.ranks, strict=True)]
     script = await asyncio.create_subprocess_exec(

@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SLOTS = ("actor-0", "actor-1")
 PROMPT = encode("1+2=")
+PACKED_BYTES = 1 << 14
+"""Less than a chunk: it takes several broadcasts."""
+PACKED = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "packed": True}
 
 
 @pytest.fixture
@@ -88,7 +91,8 @@ async def test_servers_and_their_worlds(http: aiohttp.ClientSession) -> None:
     async with aiohttp.ClientSession() as outside, outside.get(f"{servers[0]}/get_server_info") as response:
         assert (await response.json())["tp_size"] == 2
     status, told = await ask(http, "/server_info", method="GET")
-    assert {info["engine"] for info in told.values()} == {"torch"}
+    assert {info["engine"] for info in told["servers"].values()} == {"torch"}
+    assert told["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
     assert (await ask(http, "/load", method="GET"))[1] == {"server_load": 0}
 
 
@@ -143,10 +147,21 @@ async def test_sleep_releases_and_wake_up_goes_on(http: aiohttp.ClientSession, c
     assert len((await generated(http))["choices"][0]["token_ids"]) == 4
 
 
-async def test_the_prefix_cache_is_reset(http: aiohttp.ClientSession) -> None:
+async def test_the_prefix_cache_is_reset(http: aiohttp.ClientSession, client: AsyncFleet) -> None:
     assert all(body["success"] for body in await mapped(http, "/reset_prefix_cache", {"reset_running_requests": False}))
-    status, told = await ask(http, "/reset_prefix_cache", {"reset_running_requests": True})
-    assert (status, told["error"]["field"]) == (501, "reset_running_requests")
+    running = asyncio.create_task(generated(http, 200))
+    while (await ask(http, "/load", method="GET"))[1] == {"server_load": 0}:
+        pass
+    told = await mapped(http, "/reset_prefix_cache", {"reset_running_requests": False})
+    assert not all(body["success"] for body in told), "one is running"
+    for paused_before in (False, True):
+        if paused_before:
+            await mapped(http, "/pause", params={"mode": "keep", "clear_cache": "false"})
+        told = await mapped(http, "/reset_prefix_cache", {"reset_running_requests": True})
+        assert all(body["success"] for body in told)
+        assert await paused(client) == [paused_before] * 2, "as it was before"
+    await mapped(http, "/resume")
+    assert len((await running)["choices"][0]["token_ids"]) == 200
 
 
 # Weights.
@@ -184,10 +199,9 @@ async def test_four_phases_at_every_server(
             200,
         ]
         for chunk in chunks_of(tensors, 2):
-            info = {**announced(chunk, "dtype_names"), "packed": packed}
+            info = {**announced(chunk, "dtype_names"), "packed": packed, "packed_buffer_size_bytes": PACKED_BYTES}
             call = each(http, "/update_weights", {"update_info": info})
-            send = source.send_packed if packed else source.send
-            [answers] = await send(chunk, call)
+            [answers] = await (source.send_packed(chunk, PACKED_BYTES, call) if packed else source.send(chunk, call))
             assert [status for status, _ in answers] == [200, 200], answers
         assert label not in {stage.report.weight_version.label for stage in (await client.status()).stages}
         answers = await each(http, "/finish_weight_update", {"weight_version": label})
@@ -198,6 +212,22 @@ async def test_four_phases_at_every_server(
         told = await generated(http)
         assert told["choices"][0]["weight_versions"][-1]["version"] == label
         await mapped(http, "/shutdown_weight_transfer_engine")
+
+
+@pytest.mark.parametrize("at_the_root", [False, True])
+async def test_a_trainer_that_comes_again_has_its_group_formed_anew(
+    http: aiohttp.ClientSession, at_the_root: bool
+) -> None:
+    path = "/init_weight_transfer_engine"
+    for _ in range(2):
+        async with Source(4, name="weight_transfer") as source:
+            bodies = [{"init_info": {**source.where, "rank_offset": offset}} for offset in (1, 3)]
+            if at_the_root:
+                await source.meet(mapped(http, path, bodies[0]))
+                continue
+            calls = (ask(http, f"/engines/{slot}{path}", body) for slot, body in zip(SLOTS, bodies, strict=True))
+            assert [status for status, _ in await source.meet(*calls)] == [200, 200]
+    await mapped(http, "/shutdown_weight_transfer_engine")
 
 
 async def test_an_update_through_the_root_that_ends_with_resume(
@@ -285,6 +315,9 @@ async def test_what_is_generated_when_a_pause_aborts_comes_back(http: aiohttp.Cl
         ("/collective_rpc", {"method": "exec"}, {}, 501, "method"),
         ("/collective_rpc", {"method": "reload_weights"}, {}, 400, "kwargs.weights_path"),
         ("/init_weight_transfer_engine", {"init_info": {}}, {}, 400, "init_info.master_port"),
+        ("/init_weight_transfer_engine", {"init_info": {"packed": True}}, {}, 501, "init_info.packed"),
+        ("/update_weights", {"update_info": PACKED | {"packed_buffer_size_bytes": 0}}, {}, 400, None),
+        ("/update_weights", {"update_info": PACKED | {"dtype_names": ["float9"]}}, {}, 400, None),
         ("/update_weights", {"update_info": {"names": ["a"]}}, {}, 400, "update_info.dtypes"),
         ("/update_weights", {"update_info": []}, {}, 400, "update_info"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import pytest
 from updating import begin, digest, fault, refusal, version_of, weights
@@ -293,6 +294,49 @@ async def test_who_leaves_while_a_group_gathers_joins_nothing(fleet: InProcessFl
     leaving.cancel()
     await eventually(lambda: not gathering._pending)
     await form(fleet)
+
+
+async def test_requests_that_were_frozen_by_name_are_computed_anew(fleet: InProcessFleet) -> None:
+    """vLLM's pauses keep requests, and its trainers' writes flush: neither may leave the weights a mixture."""
+    await form(fleet)
+    frozen = engines(fleet)[0]
+    frozen._running["frozen"] = asyncio.Event()
+    await pause(fleet, "IN_PLACE")
+    assert (await write(fleet, "w1", options=v.UpdateOptions())).state == OPERATION_STATE_OK
+    ended = await end(fleet)
+    assert ended.state == OPERATION_STATE_OK, ended.error
+    assert states(fleet) == [PAUSED, PAUSED], "it is still paused by name"
+    assert frozen._paused == common.PAUSE_MODE_RETRACT
+    frozen._running.clear()
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+
+
+async def test_a_flush_is_a_step_of_the_update_that_is_open(fleet: InProcessFleet) -> None:
+    """verl flushes after its last write, before anything of its own ends the update."""
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    keyed = v.FlushCacheRequest(header=RequestHeader(request_id=new_uuid7()))
+    for request in (keyed, v.FlushCacheRequest(header=RequestHeader(target=Target(slots=["a"])))):
+        flushed = await fleet.stub.FlushCache(request)
+        assert flushed.state == OPERATION_STATE_OK, flushed.error
+    assert (await end(fleet)).state == OPERATION_STATE_OK
+    assert (await fleet.stub.FlushCache(keyed)).replayed
+
+
+async def test_an_adapter_that_every_engine_is_told_of_is_loaded_once(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    def load(slot: str) -> v.LoadAdapterRequest:
+        return v.LoadAdapterRequest(header=header(slot), name="math", path=checkpoint("math"))
+
+    first, second = await asyncio.gather(*(fleet.stub.LoadAdapter(load(slot)) for slot in "ab"))
+    assert (first.state, first.operation_id) == (OPERATION_STATE_OK, second.operation_id), first.error
+    assert [len(fleet.stage(slot).report.adapters) for slot in "ab"] == [1, 1]
+    for slot in "ab":
+        request = v.UnloadAdapterRequest(header=header(slot), name="math")
+        assert (await fleet.stub.UnloadAdapter(request)).state == OPERATION_STATE_OK
+    assert len(await operations(fleet, "UnloadAdapter")) == 1
 
 
 async def test_half_of_an_update_is_never_served(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:

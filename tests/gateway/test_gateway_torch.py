@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +137,23 @@ async def test_bad_input_names_its_field(http: aiohttp.ClientSession) -> None:
         got, reply = await post(http, path, body)
         assert (got, reply["error"]["reason"]) == (400, "PROMPT_TOO_LONG"), reply
         assert reply["error"]["param"] in ("input_ids", "text"), reply
+
+
+async def test_openais_own_client(http: aiohttp.ClientSession) -> None:
+    script = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(Path(__file__).parents[2] / "examples" / "integrations" / "openai" / "chat.py")),
+        *(f"--base-url=http://{http._base_url.authority}", "--prompt=3+5="),  # type: ignore[union-attr]
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await script.communicate()
+    assert script.returncode == 0
+    told = {line["call"]: line for line in map(json.loads, output.decode().splitlines())}
+    assert told["models"]["model"] == "actor"
+    completion = told["completions"]
+    assert (len(completion["token_ids"]), len(completion["logprobs"])) == (6, 6)
+    assert (completion["weight_version_seq"], completion["finish_reason"]) == (1, "length")
+    assert completion["usage"] == told["completions, streamed"]["usage"]
+    assert completion["text"] == told["completions, streamed"]["text"]
+    assert len(set(told["chat"]["contents"])) == 1, "greedy"
+    assert told["chat, streamed"]["content"] == told["chat"]["contents"][0]
+    assert told["an error"]["status"] == 404

@@ -96,7 +96,13 @@ class Source:
         _, *answers = await asyncio.gather(asyncio.to_thread(broadcast), *calls)
         return answers
 
-    async def send_packed(self, tensors: Tensors, *calls: Awaitable[Any]) -> list[Any]:
-        """The same, as one broadcast of all their bytes."""
-        data = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-        return await self.send({"packed": data}, *calls)
+    async def send_packed(self, tensors: Tensors, most: int, *calls: Awaitable[Any]) -> list[Any]:
+        """The same, packed as vLLM packs them: a broadcast ends with the tensor that takes it above ``most`` bytes."""
+        packs: dict[str, torch.Tensor] = {}
+        pack: list[torch.Tensor] = []
+        for name, tensor in tensors.items():
+            pack.append(tensor.reshape(-1).view(torch.uint8))
+            if sum(each.numel() for each in pack) > most or name == list(tensors)[-1]:
+                packs[name], pack = torch.cat(pack), []
+        assert len(packs) > 1
+        return await self.send(packs, *calls)

@@ -280,6 +280,36 @@ async def test_memory(server: Server) -> None:
     assert await server.greedy(0) == expected(server.tiny[0])
 
 
+async def test_a_co_located_step(server: Server) -> None:
+    """As slime has it: flushed and released beside the training, updated and continued before the KV cache is back."""
+    if not server.releases:
+        pytest.skip("it gives no memory back")
+    group = await server.form()
+    model = other(server.tiny[0], seed=7)
+    assert [status for status, _ in await server.every("GET", "/flush_cache")] == [200] * len(server.engines)
+    for path, body in (
+        ("/release_memory_occupation", {}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/pause_generation", {}),
+        ("/flush_cache", {}),
+        ("/begin_weight_update", {}),
+    ):
+        assert [status for status, _ in await server.every("POST", path, body)] == [200] * len(server.engines), path
+    await server.send(group, model, weight_version="asleep")
+    for path, body in (("/end_weight_update", {}), ("/continue_generation", {})):
+        assert [status for status, _ in await server.every("POST", path, body)] == [200] * len(server.engines), path
+    assert await server.version() == {"asleep"}
+    if not server.real:
+        assert [status for status, _ in await server.every("GET", "/ready")] == [503] * len(server.engines)
+    for tag in ("cuda_graph", "kv_cache"):
+        told = await server.every("POST", "/resume_memory_occupation", {"tags": [tag]})
+        assert told == [(200, None)] * len(server.engines), told
+    assert [status for status, _ in await server.every("GET", "/ready")] == [200] * len(server.engines)
+    for engine in range(len(server.engines)):
+        assert await server.greedy(engine) == expected(model)
+    await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
+
+
 async def test_the_checker(server: Server) -> None:
     status, told = await server.ask("POST", "/weights_checker", {"action": "checksum"})
     assert (status, told["success"]) == (200, True)

@@ -79,7 +79,9 @@ def _pause(fields: Fields) -> Message:
 
 
 def _continue(fields: Fields) -> Message:
-    return verbs_pb2.ContinueGenerationRequest(torch_empty_cache=fields.take("torch_empty_cache", bool, True))
+    return verbs_pb2.ContinueGenerationRequest(
+        torch_empty_cache=fields.take("torch_empty_cache", bool, True), when_resident=True
+    )
 
 
 def _from_disk(fields: Fields) -> Message:

@@ -38,7 +38,9 @@ async def pause_generation(asked: Asked) -> Reply:
 
 async def continue_generation(asked: Asked) -> Reply:
     """Go on; an update that writes opened is committed first."""
-    await asked.tell(verbs_pb2.ContinueGenerationRequest(torch_empty_cache=asked["torch_empty_cache"]))
+    await asked.tell(
+        verbs_pb2.ContinueGenerationRequest(torch_empty_cache=asked["torch_empty_cache"], when_resident=True)
+    )
     return Reply({"message": "Generation continued successfully.", "status": "ok"})
 
 
@@ -68,22 +70,35 @@ async def flush_cache(asked: Asked) -> Reply:
 
 async def release_memory(asked: Asked) -> Reply:
     """Give memory regions back; refused while requests run."""
-    await asked.tell(verbs_pb2.ReleaseMemoryRequest(tags=_tags(asked)))
-    return Reply(b"null", content_type="application/json")
+    return await _memory(asked, verbs_pb2.ReleaseMemoryRequest())
 
 
 async def resume_memory(asked: Asked) -> Reply:
     """Allocate them again; one that is not released is confirmed."""
-    await asked.tell(verbs_pb2.ResumeMemoryRequest(tags=_tags(asked)))
+    return await _memory(asked, verbs_pb2.ResumeMemoryRequest())
+
+
+async def _memory(asked: Asked, request: verbs_pb2.ReleaseMemoryRequest | verbs_pb2.ResumeMemoryRequest) -> Reply:
+    named = asked["tags"] or []
+    for index, tag in enumerate(named):
+        if tag not in TAGS:
+            raise Reason.FIELD_INVALID.error(f"{tag!r} must be one of {', '.join(TAGS)}", field=f"tags[{index}]")
+    there = [tag for tag in named if tag != "cuda_graph" or await _captures(asked)]
+    request.tags.extend(common_pb2.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in there)
+    if there or not named:
+        await asked.tell(request)
     return Reply(b"null", content_type="application/json")
 
 
-def _tags(asked: Asked) -> list[common_pb2.MemoryTag.ValueType]:
-    tags = asked["tags"] or []
-    for index, tag in enumerate(tags):
-        if tag not in TAGS:
-            raise Reason.FIELD_INVALID.error(f"{tag!r} must be one of {', '.join(TAGS)}", field=f"tags[{index}]")
-    return [common_pb2.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in tags]
+async def _captures(asked: Asked) -> bool:
+    """Whether an engine has captured graphs: trainers name that region whether or not, and SGLang lets them."""
+    fleet = await _fleet(asked)
+    stages = [_stage(fleet, asked.slot)] if asked.slot else fleet.stages
+    return any(
+        common_pb2.MEMORY_TAG_CUDA_GRAPH in stage.registration.capabilities.memory_tags
+        or not stage.registration.capabilities.memory_tags
+        for stage in stages
+    )
 
 
 @saying_success()

@@ -37,8 +37,10 @@ from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequ
 from rlctl.v1.verbs_pb2 import (
     AbortRequestsRequest,
     ContinueGenerationRequest,
+    DestroyWeightsUpdateGroupRequest,
     GetLoadsRequest,
     GetServerInfoRequest,
+    InitWeightsUpdateGroupRequest,
     ResumeMemoryRequest,
 )
 from rlctl.version import __version__
@@ -120,7 +122,13 @@ CONTROLS = (
         "ResumeMemory; all of it there: generation too.",
         several=True,
     ),
-    Control("/reset_prefix_cache", vllm_requests.reset_prefix_cache, {"success": True}, "FlushCache."),
+    Control(
+        "/reset_prefix_cache",
+        vllm_requests.reset_prefix_cache,
+        {"success": True},
+        "FlushCache, of running requests too by a pause that retracts them.",
+        several=True,
+    ),
     Control("/collective_rpc", vllm_requests.collective_rpc, {"results": []}, "One of the methods that are allowed."),
     Control(
         "/init_weight_transfer_engine",
@@ -156,12 +164,16 @@ CONTROLS = (
 
 
 async def control(row: Control, call: Call) -> Reply:
-    """Carry out the steps; the first that fails is what is told."""
+    """Carry out the steps; the first that fails is told. What was paused for the others goes on all the same."""
     operation = Operation()
     for number, step in enumerate(await row.steps(call)):
-        operation = await _carry_out(call, step, f"step {number}" if number else "")
-        if operation.state != OPERATION_STATE_OK:
-            break
+        failed = number > 0 and operation.state != OPERATION_STATE_OK
+        if failed and not isinstance(step, ContinueGenerationRequest):
+            continue
+        carried_out = await _carry_out(call, step, f"step {number}" if number else "")
+        if failed:
+            continue
+        operation = carried_out
         if isinstance(step, ResumeMemoryRequest) and operation.stage_results:
             operation = await _go_on(call, operation)
     return await _told(call, row, operation)
@@ -183,7 +195,20 @@ async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
     if isinstance(request, CommitWeightUpdateRequest):
         committed: Operation = await call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
         return committed
-    return await call.fleet.call(request, check=False)
+    operation = await call.fleet.call(request, check=False)
+    if isinstance(request, InitWeightsUpdateGroupRequest) and any(map(_stands_otherwise, operation.stage_results)):
+        # vLLM has one group, which a trainer that comes again makes anew without a word about the old one.
+        left = DestroyWeightsUpdateGroupRequest(group_name=request.group_name)
+        await call.fleet.call(await engines.aimed(call, left, f"{name} leave"), check=False)
+        again = InitWeightsUpdateGroupRequest()
+        again.CopyFrom(request)
+        again.header.request_id = call.request_id(f"{name} again")
+        operation = await call.fleet.call(again, check=False)
+    return operation
+
+
+def _stands_otherwise(result: StageResult) -> bool:
+    return result.error.reason == Reason.GROUP_EXISTS.name
 
 
 async def _told(call: Call, row: Control, operation: Operation) -> Reply:
@@ -291,14 +316,21 @@ async def load(call: Call) -> Reply:
 
 
 async def server_info(call: Call) -> Reply:
-    """How the engine was started; at the root by address."""
+    """How the engine was started; at the root every one by its address. ``vllm_config`` has what trainers look for."""
     operation = await call.fleet.call(await engines.aimed(call, GetServerInfoRequest()))
     told = {
         result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
         for result in operation.stage_results
     }
-    slots = engines.slots_of(call)
-    return Reply(told[slots[0]] if slots else {engines.url_of(call, slot): info for slot, info in told.items()})
+    stages = await engines.asked(call)
+    config = {
+        "model_config": {"model": stages[0].registration.checkpoint if stages else ""},
+        "parallel_config": {"world_size": sum(len(stage.registration.layout.workers) for stage in stages)},
+        "weight_transfer_config": {"backend": await vllm_requests.backend(call)},
+    }
+    if engines.slots_of(call):
+        return Reply({**told[engines.slots_of(call)[0]], "vllm_config": config})
+    return Reply({"servers": {engines.url_of(call, slot): info for slot, info in told.items()}, "vllm_config": config})
 
 
 async def abort(call: Call) -> Reply:

@@ -6,7 +6,7 @@ Both vLLM's own names and those of SkyRL's first router are read (``master_addr`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -44,6 +44,9 @@ GROUP = "weight_transfer"
 
 SCHEDULING = "scheduling"
 
+PACKED_BYTES = 1 << 30
+"""vLLM's default for ``packed_buffer_size_bytes``."""
+
 _MODES = {
     "abort": (PAUSE_MODE_ABORT, PAUSE_MODE_ABORT),
     "wait": (PAUSE_MODE_DRAIN, PAUSE_MODE_DRAIN),
@@ -66,7 +69,7 @@ async def pause(call: Call) -> list[Message]:
 async def resume(call: Call) -> list[Message]:
     """Go on; an open update is committed first."""
     del call
-    return [ContinueGenerationRequest()]
+    return [ContinueGenerationRequest(when_resident=True)]
 
 
 async def sleep(call: Call) -> list[Message]:
@@ -91,16 +94,19 @@ async def wake_up(call: Call) -> list[Message]:
 
 
 async def reset_prefix_cache(call: Call) -> list[Message]:
-    """Drop KV entries of no running request."""
+    """Drop KV entries: of no running request, or of those too, which are computed anew."""
     fields = await call.fields()
     fields.accept("reset_external")  # every tier is emptied
-    if _flag(call, "reset_running_requests", fields.take("reset_running_requests", bool, False)):
-        raise Reason.UNSUPPORTED.error(
-            "running requests are not reset by a flush",
-            field="reset_running_requests",
-            next_step="Pause with mode=keep&clear_cache=true: they are computed anew when generation goes on.",
-        )
-    return [FlushCacheRequest()]
+    steps: list[Message] = [FlushCacheRequest()]
+    if not _flag(call, "reset_running_requests", fields.take("reset_running_requests", bool, False)):
+        return steps
+    reports = [stage.report for stage in await engines.asked(call)]
+    if any(report.released for report in reports):
+        return steps  # there are none
+    steps.insert(0, PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    if not any(report.paused for report in reports):
+        steps.append(ContinueGenerationRequest())
+    return steps
 
 
 async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
@@ -110,8 +116,14 @@ async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
     if "master_addr" in info.values:
         info = call.watch(Fields({**info.values, "master_address": info.values["master_addr"]}, "init_info."))
         info.accept("master_addr")
-    info.accept("model_dtype_str", "override_existing_receiver", "override_existing")
-    request = weights.group(info, name=GROUP, backend=await _backend(call))
+    info.accept("model_dtype_str", "override_existing_receiver", "override_existing", "packed_num_buffers")
+    if info.take("packed", bool, False):
+        raise Reason.UNSUPPORTED.error(
+            "how tensors come is said with the tensors",
+            field=info.path("packed"),
+            next_step="Say packed, and packed_buffer_size_bytes, in every update_info.",
+        )
+    request = weights.group(info, name=GROUP, backend=await backend(call))
     if follow:
         for stage in await engines.living(call) if engines.slots_of(call) else ():
             if stage.registration.slot == engines.slots_of(call)[0]:
@@ -120,7 +132,7 @@ async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
     return [request]
 
 
-async def _backend(call: Call) -> str:
+async def backend(call: Call) -> str:
     """What a group is formed with whose trainer does not say: NCCL if the engines have it."""
     transports = {each for stage in await engines.living(call) for each in stage.registration.capabilities.transports}
     return "nccl" if TRANSPORT_TORCH_NCCL in transports else "gloo"
@@ -137,7 +149,10 @@ async def _standing(call: Call) -> str:
 
 async def start_update(call: Call) -> list[Message]:
     """Open an update."""
-    fields = await call.fields()
+    return _started(await call.fields())
+
+
+def _started(fields: Fields) -> list[Message]:
     if not fields.take("is_checkpoint_format", bool, True):
         raise Reason.UNSUPPORTED.error("weights come under the checkpoint's names", field="is_checkpoint_format")
     if fields.take("target", str, "model") != "model":
@@ -147,7 +162,11 @@ async def start_update(call: Call) -> list[Message]:
 
 async def update_weights(call: Call) -> list[Message]:
     """Take tensors in."""
-    fields = await call.fields()
+    return await _taken_in(call, await call.fields())
+
+
+async def _taken_in(call: Call, fields: Fields) -> list[Message]:
+    """What ``update_info`` announces."""
     given = fields.take("update_info", dict | list, fields.values)
     infos = given if isinstance(given, list) else [given]
     if not infos:
@@ -155,7 +174,7 @@ async def update_weights(call: Call) -> list[Message]:
     request = UpdateWeightsFromDistributedRequest(options=UpdateOptions(), group_name=await _standing(call))
     for number_, value in enumerate(infos):
         info = call.watch(Fields(value, f"update_info[{number_}]." if isinstance(given, list) else "update_info."))
-        info.accept("packed_buffer_size_bytes", "packed_num_buffers", "sizes", "extras")
+        info.accept("packed_num_buffers", "sizes", "extras")
         for name in ("ipc_handles", "ipc_handles_pickled"):
             if info.take(name, object, None) is not None:
                 raise Reason.UNSUPPORTED.error(
@@ -163,14 +182,16 @@ async def update_weights(call: Call) -> list[Message]:
                     field=f"update_info.{name}",
                     next_step="Send them over a group, or use fleet.publisher().",
                 )
-        packed = info.take("packed", bool, False)
-        bucket = weights.bucket(
-            info,
-            dtypes="dtype_names" if "dtype_names" in info.values else "dtypes",
-            format=BUCKET_FORMAT_FLATTENED if packed else BUCKET_FORMAT_TENSORS,
-        )
-        bucket.group_name = info.take("group_name", str, request.group_name)
-        request.buckets.append(bucket)
+        dtypes = "dtype_names" if "dtype_names" in info.values else "dtypes"
+        most = info.take("packed_buffer_size_bytes", int, PACKED_BYTES)
+        if info.take("packed", bool, False):
+            buckets = weights.packed(weights.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_FLATTENED), most)
+        else:
+            buckets = [weights.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_TENSORS)]
+        group = info.take("group_name", str, request.group_name)
+        for bucket in buckets:
+            bucket.group_name = group
+        request.buckets.extend(buckets)
         request.weight_version = info.take("weight_version", str, request.weight_version)
     return [request]
 
@@ -193,7 +214,8 @@ async def shut_down(call: Call) -> list[Message]:
     return [DestroyWeightsUpdateGroupRequest(group_name=name)]
 
 
-def _reload(kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+async def _reload(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    del call
     path = kwargs.take("weights_path", str, None) or kwargs.take("weight_path", str, None)
     path = path or next((arg for arg in args if isinstance(arg, str)), None)
     if path is None:
@@ -201,17 +223,37 @@ def _reload(kwargs: Fields, args: Sequence[Any]) -> list[Message]:
     return [UpdateWeightsFromDiskRequest(model_path=path, weight_version=kwargs.take("weight_version", str, ""))]
 
 
-def _reset(kwargs: Fields, args: Sequence[Any]) -> list[Message]:
-    del kwargs, args
+async def _reset(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    del call, kwargs, args
     return [FlushCacheRequest()]
 
 
-METHODS: Mapping[str, Callable[[Fields, Sequence[Any]], list[Message]]] = {
+async def _skyrl_start(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    del call, args
+    return _started(kwargs)
+
+
+async def _skyrl_update(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    del args
+    return await _taken_in(call, kwargs)
+
+
+async def _skyrl_finish(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    del call, kwargs, args
+    return [CommitWeightUpdateRequest()]
+
+
+METHODS: Mapping[str, Callable[[Call, Fields, Sequence[Any]], Awaitable[list[Message]]]] = {
     "reload_weights": _reload,
     "update_weights_from_path": _reload,
     "reset_prefix_cache": _reset,
+    "skyrl_start_weight_update": _skyrl_start,
+    "update_weights_nccl": _skyrl_update,
+    "update_weights_ipc": _skyrl_update,
+    "skyrl_finish_weight_update": _skyrl_finish,
 }
-"""What /collective_rpc may call. Anything else would run by name inside of the engines."""
+"""What /collective_rpc may call, SkyRL's worker extension's methods among it. Anything else would run by name inside of
+the engines."""
 
 
 async def collective_rpc(call: Call) -> list[Message]:
@@ -223,7 +265,8 @@ async def collective_rpc(call: Call) -> list[Message]:
         raise Reason.UNSUPPORTED.error(
             f"{method!r} is not among the methods that may be called: {', '.join(METHODS)}", field="method"
         )
-    return METHODS[method](call.watch(fields.take_fields("kwargs", {})), fields.take("args", list, []))
+    kwargs, args = call.watch(fields.take_fields("kwargs", {})), fields.take("args", list, [])
+    return await METHODS[method](call, kwargs, args)
 
 
 def _mode(call: Call, default: str) -> str:

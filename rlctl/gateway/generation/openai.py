@@ -62,6 +62,7 @@ class _Asked:
     Attributes:
         rid: its name.
         n: samples of each prompt.
+        ids: token ids are told, too; as vLLM's ``return_token_ids``.
         texts: what names single tokens, where log probabilities are wanted.
     """
 
@@ -71,6 +72,7 @@ class _Asked:
     n: int
     logprobs: bool
     usage: bool
+    ids: bool
     texts: Tokenizer | None
     created: int
 
@@ -141,8 +143,10 @@ async def _answer(
     options = fields.take_fields("stream_options", {})
     usage = options.take("include_usage", bool, False)
     fields.accept(*_NOTHING)
-    texts = await call.generation.tokenizers.maybe(model) if with_logprobs else None
-    asked = _Asked(chat, rid, model, n, with_logprobs, usage, texts, int(time.time()))
+    ids = fields.take("return_token_ids", bool, False)
+    by_id = fields.take("return_tokens_as_token_ids", bool, False)
+    texts = await call.generation.tokenizers.maybe(model) if with_logprobs and not by_id else None
+    asked = _Asked(chat, rid, model, n, with_logprobs, usage, ids, texts, int(time.time()))
     if stream:
         return Stream(_events(call, asked, samples), failed)
     ended = await running.whole(call, samples)
@@ -275,6 +279,10 @@ def _choice(
     if asked.logprobs:
         tell = logprobs.chat if asked.chat else logprobs.completion
         choice["logprobs"] = tell(part.output_logprobs, asked.texts)
+    if asked.ids:
+        choice["token_ids"] = list(part.output_ids)
+        if ended is not None:
+            choice["prompt_token_ids"] = list(ended.prompt_ids)
     return choice
 
 

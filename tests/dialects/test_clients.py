@@ -1,0 +1,66 @@
+"""Trainers' own HTTP clients as the package registry has them, unmodified, against a gateway of their dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.launch.fleet import LaunchedFleet
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parents[2]
+INTEGRATIONS = ROOT / "examples" / "integrations"
+
+
+def fetched(client: str) -> Path:
+    """Where the files of one lie."""
+    path = ROOT / ".clients" / client
+    if not path.exists():
+        pytest.skip("tools/clients fetches it")
+    return path
+
+
+async def run(*command: str, clients: Path, **environment: str) -> list[Any]:
+    script = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, "PYTHONPATH": str(clients), **environment},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await script.communicate()
+    assert script.returncode == 0
+    return [json.loads(line) for line in output.decode().splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_skyrls_client(
+    torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], colocated: bool
+) -> None:
+    clients = fetched("skyrl==0.3.0")
+    async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
+        steps = await run(
+            *(sys.executable, str(INTEGRATIONS / "skyrl" / "client.py"), f"--model={tiny[1]}"),
+            *(f"--proxy=http://{http._base_url.authority}", f"--coordinator={torch_fleet.address}"),
+            *(["--colocated"] if colocated else []),
+            clients=clients,
+        )
+    assert len({step["model_digest"] for step in steps}) == 2
+    assert [(step["lengths"], step["stop_reasons"]) for step in steps] == [([60, 60], ["length"] * 2)] * 2
+
+
+async def test_vllms_example(torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path]) -> None:
+    """By OpenAI's own client, and the requests that vLLM's trainer example makes."""
+    async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
+        steps = await run(
+            *(sys.executable, str(INTEGRATIONS / "vllm-trainer" / "update.py"), f"--model={tiny[1]}"),
+            *(f"--url=http://{http._base_url.authority}", f"--coordinator={torch_fleet.address}"),
+            clients=ROOT,
+        )
+    assert len({step["model_digest"] for step in steps}) == 2
+    assert all(len(step["texts"]) == 2 for step in steps)

@@ -1,0 +1,107 @@
+"""Continuing what is asleep: nothing is generated before all memory is back, then without a further call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.errors import Reason
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import RequestHeader, Target
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
+
+KV, WEIGHTS = common.MEMORY_TAG_KV_CACHE, common.MEMORY_TAG_WEIGHTS
+ASLEEP, PAUSED, READY = common.STAGE_STATE_ASLEEP, common.STAGE_STATE_PAUSED, common.STAGE_STATE_READY
+LATER = v.ContinueGenerationRequest(when_resident=True)
+
+
+async def sleep(fleet: InProcessFleet, *tags: common.MemoryTag.ValueType) -> None:
+    await ok(fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT)))
+    await ok(fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(tags=tags or [KV])))
+
+
+async def ok(call: Any) -> Operation:
+    operation: Operation = await call
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    return operation
+
+
+async def refused(fleet: InProcessFleet, request: v.ContinueGenerationRequest) -> None:
+    operation = await fleet.stub.ContinueGeneration(request)
+    assert (operation.state, operation.error.reason) == (OPERATION_STATE_FAILED, Reason.MEMORY_RELEASED.name)
+
+
+async def resume(fleet: InProcessFleet, *slots: str) -> Operation:
+    return await ok(fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=RequestHeader(target=Target(slots=slots)))))
+
+
+def states(fleet: InProcessFleet) -> list[object]:
+    return [fleet.stage(slot).state for slot in "ab"]
+
+
+async def test_what_is_asleep_goes_on_with_the_resume(fleet: InProcessFleet) -> None:
+    await sleep(fleet)
+    later = await ok(fleet.stub.ContinueGeneration(LATER))
+    assert {result.outcome for result in later.stage_results} == {common.OUTCOME_SKIPPED}
+    assert [len(result.rank_results) for result in later.stage_results] == [1, 2]
+    assert {result.error.reason for result in later.stage_results} == {"MEMORY_RELEASED"}
+    assert states(fleet) == [ASLEEP, ASLEEP]
+    woken = await resume(fleet, "a")
+    assert states(fleet) == [READY, ASLEEP]
+    assert [rank.outcome for rank in woken.stage_results[0].rank_results] == [common.OUTCOME_APPLIED]
+    await resume(fleet)
+    assert states(fleet) == [READY, READY]
+
+
+async def test_a_pause_by_name_takes_it_back(fleet: InProcessFleet) -> None:
+    await sleep(fleet)
+    await ok(fleet.stub.ContinueGeneration(LATER))
+    await ok(fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT)))
+    await resume(fleet)
+    assert states(fleet) == [PAUSED, PAUSED]
+    await ok(fleet.stub.ContinueGeneration(LATER))
+    assert states(fleet) == [READY, READY]
+
+
+async def test_without_whole_weights_it_is_refused_at_once(fleet: InProcessFleet) -> None:
+    await sleep(fleet, WEIGHTS, KV)
+    await refused(fleet, LATER)
+    await ok(fleet.stub.ResumeMemory(v.ResumeMemoryRequest(tags=[WEIGHTS])))
+    await refused(fleet, LATER)
+    await resume(fleet)
+    assert READY not in states(fleet)
+
+
+async def test_it_is_refused_where_nobody_asks_for_it_later(fleet: InProcessFleet) -> None:
+    await sleep(fleet)
+    await refused(fleet, v.ContinueGenerationRequest())
+    await resume(fleet)
+    assert states(fleet) == [PAUSED, PAUSED]
+
+
+async def test_a_coordinator_that_was_restarted_remembers(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1) as fleet:
+        await sleep(fleet)
+        await ok(fleet.stub.ContinueGeneration(LATER))
+        await fleet.channel.close()
+        await fleet.server.stop()
+        await fleet.start_coordinator(fleet.server.address)
+        await eventually(lambda: fleet.stage("a").state == ASLEEP)
+        await resume(fleet)
+        assert fleet.stage("a").state == READY
+
+
+async def test_one_that_was_resumed_when_the_coordinator_died_is_let_go_on(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1) as fleet:
+        await sleep(fleet)
+        await ok(fleet.stub.ContinueGeneration(LATER))
+        slot = fleet.server.coordinator.roster.slot("a")
+        # The resume as it is when the coordinator dies after its first step.
+        await fleet.server.coordinator._fanout.run(
+            v.ResumeMemoryRequest(), [slot], operation_id="cut", step="1", deadline=time.monotonic() + 10
+        )
+        await eventually(lambda: fleet.stage("a").state == READY)
