@@ -216,7 +216,10 @@ class Planner:
                 "other; offer gloo or shared memory",
                 field="transports",
             )
-        writes = _WRITES.get(_transport(request, slot), "UpdateWeightsFromDistributed")
+        transport = _transport(request, slot)
+        if request.transports and transport in _BACKENDS and transport not in slot.capabilities.transports:
+            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {_BACKENDS[transport]} group", field="transports")
+        writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
         missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
             missing = unsupported(slot, writes)
