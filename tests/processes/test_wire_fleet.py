@@ -162,7 +162,7 @@ def test_what_no_engine_can_take_is_refused_and_changes_nothing(
     assert caught.value.reason is Reason.UNSUPPORTED
     between_gpus = fleet.publisher("actor", backend="nccl")
     with pytest.raises(RlctlError, match="actor-0 joins no nccl group") as caught:
-        between_gpus.update(trainer, version="nccl")
+        between_gpus.update(source, version="nccl")
     assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "transports")
     between_gpus.close()
     with pytest.raises(RlctlError) as caught:
