@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import NoReturn
 
 from google.protobuf.message import Message
@@ -70,11 +70,12 @@ class Coordinator:
         clock: Clock,
         *,
         lease_s: float = SERVING_LEASE_S,
-        heal: bool = True,
+        heal_by_hand: Collection[str] = (),
         retained: int = RETAINED,
     ) -> None:
-        """``lease_s``: how long a stage may serve without hearing from here; ``heal``: late joiners and restarted
-        engines are brought to the published version without being asked; ``retained``: ended operations that are kept.
+        """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
+        joiners and restarted engines wait until somebody asks, where others are brought to the published version;
+        ``retained``: ended operations that are kept.
         """
         self._journal = journal
         self._dialer = dialer
@@ -83,7 +84,9 @@ class Coordinator:
         self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
-        self.updates = Updates(self.roster, self._peers, self._fanout, self.operations, journal, clock, heal=heal)
+        self.updates = Updates(
+            self.roster, self._peers, self._fanout, self.operations, journal, clock, heal_by_hand=heal_by_hand
+        )
 
     async def start(self) -> None:
         """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from google.protobuf.message import Message
 
@@ -90,9 +90,9 @@ class Updates:
         journal: Journal,
         clock: Clock,
         *,
-        heal: bool,
+        heal_by_hand: Collection[str],
     ) -> None:
-        """``heal``: heal late joiners and restarted engines without being asked."""
+        """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
         self._roster = roster
         self._peers = peers
         self._fanout = fanout
@@ -103,7 +103,7 @@ class Updates:
         self._planner = Planner(roster, self._groups, clock)
         self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
         self._rolling = Rolling(self._groups, self._planner, journal)
-        self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
+        self._healer = Healer(roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
         self.implicit = Implicit(
             self,

@@ -153,12 +153,11 @@ def test_weights_that_are_not_in_wire_form_are_refused_and_named(
     assert result.model_digest == rlctl.model_digest(wire.items())
 
 
-def test_what_no_engine_can_take_is_refused_and_changes_nothing(
-    fleet: Fleet, publisher: Publisher, trainer: Any
-) -> None:
+def test_what_no_engine_can_take_is_refused(fleet: Fleet, publisher: Publisher, trainer: Any, checkpoint: Path) -> None:
     version = fleet.status().models[0].latest
+    source = BlockFp8(trainer, open_checkpoint(str(checkpoint)))
     with pytest.raises(RlctlError, match="draft") as caught:
-        publisher.update(trainer, version="draft", selector="draft")
+        publisher.update(source, version="draft", selector="draft")
     assert caught.value.reason is Reason.UNSUPPORTED
     between_gpus = fleet.publisher("actor", backend="nccl")
     with pytest.raises(RlctlError, match="actor-0 joins no nccl group") as caught:
