@@ -26,6 +26,7 @@ MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PROMPTS = 256
 BACKENDS = ("gloo", "nccl")
 MOST_ADAPTER_NAME = 256
+MOST_WATCH_ID = 128
 
 M = TypeVar("M", bound=Message)
 _RULES: dict[type[Message], Callable[..., None]] = {}
@@ -323,9 +324,13 @@ def _unload_adapter(request: verbs_pb2.UnloadAdapterRequest) -> None:
 
 
 def _adapter_name(name: str, field: str) -> None:
+    _name(name, field, MOST_ADAPTER_NAME)
+
+
+def _name(name: str, field: str, most: int) -> None:
     _required(name, field)
-    if len(name) > MOST_ADAPTER_NAME or not name.isprintable():
-        raise _invalid(f"{field} is no printable name of at most {MOST_ADAPTER_NAME} characters", field)
+    if len(name) > most or not name.isprintable():
+        raise _invalid(f"{field} is no printable name of at most {most} characters", field)
 
 
 @_rule(update_pb2.BeginWeightUpdateRequest)
@@ -396,6 +401,17 @@ def _abort_update(request: update_pb2.AbortWeightUpdateRequest) -> None:
 @_rule(update_pb2.RenewLeaseRequest)
 def _renew(request: update_pb2.RenewLeaseRequest) -> None:
     _required(request.update_id, "update_id")
+
+
+@_rule(coordinator_pb2.WatchFleetRequest)
+def _watch(request: coordinator_pb2.WatchFleetRequest) -> None:
+    if request.watch_id:
+        _name(request.watch_id, "watch_id", MOST_WATCH_ID)
+
+
+@_rule(coordinator_pb2.ConfirmFleetRequest)
+def _confirm(request: coordinator_pb2.ConfirmFleetRequest) -> None:
+    _name(request.watch_id, "watch_id", MOST_WATCH_ID)
 
 
 @_rule(coordinator_pb2.SetStageEnabledRequest)

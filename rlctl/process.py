@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 ANNOUNCEMENT = "rlctl"
@@ -53,6 +54,24 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+_DIES_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("its parent has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def dying_with_parent(command: Sequence[str], python: str = sys.executable) -> list[str]:
+    """A command line for somebody else's server: the kernel ends it with this process, however that ends.
+
+    The thread that starts it must last as long as it is to run (prctl(2), PR_SET_PDEATHSIG). ``python``: interpreter
+    that is asked to see to it.
+    """
+    return [python, "-c", _DIES_WITH_PARENT, str(os.getpid()), *command]
 
 
 def end_with_parent() -> None:

@@ -181,3 +181,11 @@ def offered_by(service: Service) -> list[Verb]:
 def of_request(request: Message) -> Verb:
     """The verb that a request message belongs to. Raises KeyError when it belongs to none."""
     return VERBS[request.DESCRIPTOR.name.removesuffix("Request")]
+
+
+def spoils(request: Message) -> bool:
+    """Whether a verb leaves ranks without what they generate with, though no update is open that says so."""
+    reset = (
+        isinstance(request, verbs_pb2.CheckWeightsRequest) and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS
+    )
+    return reset or isinstance(request, verbs_pb2.ReleaseMemoryRequest)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from grpc import aio as grpc_aio
 
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing import fake_engine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 
@@ -78,12 +78,12 @@ async def fleet(make_fleet: Callable) -> AsyncIterator[InProcessFleet]:
 
 
 @pytest.fixture(scope="module")
-def torch_fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> Iterator[LocalFleet]:
+def torch_fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> Iterator[LaunchedFleet]:
     """An engine with two ranks and one with a single rank, on the torch engine; tests' directories may be loaded."""
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
     engines = [
         EngineSpec("actor-0", str(tiny[1]), tp_size=2, options=options),
         EngineSpec("actor-1", str(tiny[1]), options=options),
     ]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet

@@ -1,4 +1,5 @@
-"""LoRA adapters over a server's own LoRA, from disk: loaded beside what serves, put in its place by the commit.
+"""LoRA adapters over a server's own LoRA: loaded beside what serves, put in its place by the commit. Servers read them
+from disk; what a trainer sends is written there first.
 
 Servers look at little of what they are to load: SGLang skips tensors of layers that the model does not have, and reads
 the rank, alpha and the targets only of PEFT's settings; vLLM loads what is there of an adapter that lacks matrices. So
@@ -10,12 +11,22 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlctl.engine import Call
-from rlctl.errors import Reason
-from rlctl.v1.common_pb2 import EVIDENCE_ENGINE, OUTCOME_APPLIED, OUTCOME_SKIPPED, WorkerCoordinates
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    OUTCOME_SKIPPED,
+    TRANSPORT_DISK,
+    TRANSPORT_SHARED_MEMORY,
+    WorkerCoordinates,
+)
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
@@ -28,6 +39,7 @@ from rlctl.v1.verbs_pb2 import (
     LoadAdapterRequest,
     PrepareUpdateRequest,
     UnloadAdapterRequest,
+    UpdateWeightsFromTensorRequest,
     WeightsReport,
 )
 from rlctl.weights import lora
@@ -38,9 +50,13 @@ from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.generation import Requests
 from rlctl_servers.lora_table import Held, LoraTable
 from rlctl_servers.opened import opened
+from rlctl_servers.sent_adapter import SentAdapter
 
 LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Last words of the linear layers that servers add to in every model; embeddings, heads and experts are not tried."""
+
+ADAPTERS_BY = (TRANSPORT_DISK, TRANSPORT_SHARED_MEMORY)
+"""How an adapter comes: a group reaches the server's ranks, which take adapters from files only."""
 
 LOOK_S = 0.05
 
@@ -77,11 +93,17 @@ class Fitting:
 
 @dataclass
 class OpenAdapter:
-    """The adapter update that is open; ``staged`` is what the server has loaded for it."""
+    """The adapter update that is open.
+
+    Attributes:
+        staged: what the server has loaded for it.
+        sent: what a trainer sends.
+    """
 
     update_id: str
     info: Adapter
     staged: Held | None = None
+    sent: SentAdapter | None = None
 
 
 class Adapters(abc.ABC):
@@ -105,16 +127,18 @@ class Adapters(abc.ABC):
         """Whether requests cannot be ended now, nor what they use be unloaded."""
 
     @abc.abstractmethod
-    async def read(self, name: str, fitting: Fitting, request: LoadAdapterRequest, call: Call) -> None:
-        """Let the server read what fits, under a name."""
+    async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
+        """Let the server read what fits, under a name; the files may go afterwards."""
 
     @abc.abstractmethod
     async def unload(self, name: str) -> bool:
         """Let the server forget a name that nobody uses; whether it has none of that name now."""
 
     @abc.abstractmethod
-    def refuse(self, config: AdapterConfig, modules: Collection[str]) -> None:
-        """Raise why this kind of server computes something else, or nothing, with an adapter to these modules."""
+    def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
+        """Raise, naming ``field``, why this kind of server computes something else with an adapter to these modules, or
+        nothing.
+        """
 
     @property
     def open(self) -> bool:
@@ -137,19 +161,18 @@ class Adapters(abc.ABC):
         if request.apply == APPLY_MODE_STAGED:
             raise Reason.FIELD_CONFLICT.error("an adapter is put in its place by the commit in any case", field="apply")
         refuse_draft(request.selector, "selector")
-        if request.HasField("adapter_config"):
-            raise Reason.UNSUPPORTED.error(
-                f"{self._product} is told to read adapters from disk only",
-                field="adapter_config",
-                next_step="Save it where the servers can read it, and call LoadAdapter.",
-            )
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+        sent = None
+        if request.HasField("adapter_config"):
+            self._refuse_config(request.adapter_config, "adapter_config")
+            sent = SentAdapter(request.adapter_config, self._layers, call.update_id)
         await self._free(request.adapter.name, call, abort=request.abort_all_requests)
+        self._let_go()
         self._drop_staged()
         info = Adapter()
         info.CopyFrom(request.adapter)
-        self._update = OpenAdapter(call.update_id, info)
+        self._update = OpenAdapter(call.update_id, info, sent=sent)
         return WeightsReport()
 
     async def load(self, request: LoadAdapterRequest, call: Call) -> AdapterList:
@@ -161,6 +184,40 @@ class Adapters(abc.ABC):
         if update.info.name != request.name:
             raise Reason.FIELD_CONFLICT.error(f"the open update is of adapter {update.info.name!r}", field="name")
         path = self._checkpoints.resolve(request.path, field="path")
+        update.info.path = request.path
+        await self._stage(update, path, call, pinned=request.pinned)
+        return AdapterList(adapters=[update.info])
+
+    async def take(self, request: UpdateWeightsFromTensorRequest, call: Call) -> WeightsReport:
+        """Take tensors of an adapter out of shared segments; with the last of them the server loads it, beside what
+        serves. Raises ILLEGAL_STATE, and as :meth:`SentAdapter.take` and :meth:`load`.
+        """
+        update = opened(self._update, call)
+        if update.sent is None:
+            raise Reason.ILLEGAL_STATE.error(
+                "the open update is of an adapter without a config: it is loaded from disk", field="segments"
+            )
+        try:
+            report = await asyncio.to_thread(update.sent.take, request)
+        except RlctlError as error:
+            error.outcome = OUTCOME_REJECTED  # nothing that serves was touched
+            raise
+        if not update.sent.missing:
+            with tempfile.TemporaryDirectory(prefix="rlctl-adapter-") as place:
+                await asyncio.to_thread(update.sent.save, Path(place))
+                await self._stage(update, place, call)
+        return report
+
+    def close(self) -> None:
+        """The server has ended, or serves nobody: let go of what is held for it."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._update is not None and self._update.sent is not None:
+            self._update.sent.close()
+
+    async def _stage(self, update: OpenAdapter, path: str, call: Call, *, pinned: bool = False) -> None:
+        """Let the server load what lies at a path, found to fit."""
         self._drop_staged()
         await self._sweep()
         config, stored = await asyncio.to_thread(lora.open_adapter, path)
@@ -170,7 +227,7 @@ class Adapters(abc.ABC):
             name = self._table.new_name(update.info)
             # Whatever becomes of the load, the server may have it.
             self._left.append(name)
-            await self.read(name, Fitting(path, config, digest), request, call)
+            await self.read(name, Fitting(path, config, digest), pinned, call)
             stored.check_unchanged()
         finally:
             stored.close()
@@ -179,17 +236,17 @@ class Adapters(abc.ABC):
         if again != config:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} was changed while it was read", field="path")
         update.info.lora_rank, update.info.digest = config.lora_rank, digest
-        update.info.path, update.info.pinned = request.path, request.pinned
+        update.info.pinned = pinned
         nbytes = sum(meta.nbytes for meta in stored.metas.values())
         update.staged = Held(name, update.info, len(stored.metas), nbytes)
         self._left.remove(name)
-        return AdapterList(adapters=[update.info])
 
     async def commit(self, call: Call) -> WeightsReport:
         """Let what is staged take the place of the adapter of its name. Raises WEIGHTS_INCOMPLETE."""
         update = opened(self._update, call)
         if update.staged is None:
-            raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was read in this update")
+            raise _unread(update)
+        self._let_go()
         staged, self._update = update.staged, None
         before = self._table.put(staged)
         if before is not None:
@@ -199,6 +256,7 @@ class Adapters(abc.ABC):
     async def abort(self, call: Call) -> None:
         """Drop the update and what it has staged."""
         opened(self._update, call)
+        self._let_go()
         self._drop_staged()
         self._update = None
         await self._sweep()
@@ -230,7 +288,7 @@ class Adapters(abc.ABC):
         if self._update is not None and self._update.info.name == request.adapter:
             held = self._update.staged
             if held is None:
-                raise Reason.WEIGHTS_INCOMPLETE.error("no adapter was read in this update")
+                raise _unread(self._update)
         else:
             held = self._table.find(request.adapter, "adapter")
         if request.expected_digest and request.expected_digest != held.info.digest:
@@ -247,11 +305,16 @@ class Adapters(abc.ABC):
 
     def _refuse_unfit(self, config: AdapterConfig, stored: Checkpoint, path: str) -> None:
         """Raise why the server must not hear of an adapter."""
+        expected = self._refuse_config(config, "path")
+        compare(stored.metas, {meta.name: meta for pair in expected.values() for meta in pair}, what=f"adapter {path}")
+
+    def _refuse_config(self, config: AdapterConfig, field: str) -> dict[str, tuple[TensorMeta, TensorMeta]]:
+        """Raise, naming ``field``, why no adapter with this config can be loaded; else its tensors, by module."""
         limits = self._limits
         if config.lora_rank > limits.rank:
             raise Reason.UNSUPPORTED.error(
                 f"it has rank {config.lora_rank}, and the server was started with --max-lora-rank {limits.rank}",
-                field="path",
+                field=field,
             )
         held = len(self._table.by_name) + len(self._left)
         if limits.most and held >= limits.most:
@@ -260,14 +323,14 @@ class Adapters(abc.ABC):
                 field="name",
                 next_step="Unload one, or start the server with room for one more: a new version comes beside the old.",
             )
-        expected = lora.expected(config, self._layers, field="path")
+        expected = lora.expected(config, self._layers, field=field)
         if beyond := sorted({module.rpartition(".")[2] for module in expected} - set(limits.targets)):
             raise Reason.UNSUPPORTED.error(
                 f"it adds to {', '.join(beyond)}, which the server was not started for: --lora-target-modules",
-                field="path",
+                field=field,
             )
-        self.refuse(config, expected)
-        compare(stored.metas, {meta.name: meta for pair in expected.values() for meta in pair}, what=f"adapter {path}")
+        self.refuse(config, expected, field)
+        return expected
 
     @property
     def _layers(self) -> dict[str, tuple[int, int]]:
@@ -316,6 +379,13 @@ class Adapters(abc.ABC):
         for name in list(self._left):
             if not self.stuck and not self._table.users(name) and await self.unload(name):
                 self._left.remove(name)
+
+
+def _unread(update: OpenAdapter) -> RlctlError:
+    missing = update.sent.missing if update.sent is not None else []
+    names = ", ".join(missing[:5])
+    said = f"{len(missing)} tensors of the adapter did not come: {names}" if missing else "no adapter was read"
+    return Reason.WEIGHTS_INCOMPLETE.error(said, metadata={"missing": "\n".join(missing)} if missing else None)
 
 
 def _is_plain(module: str, meta: TensorMeta) -> bool:

@@ -77,12 +77,18 @@ class Checkpoints:
         """Contents of the first checkpoint's config.json."""
         return self._config
 
-    def refuse_other(self, path: str) -> None:
-        """Raise CHECKPOINT_MISMATCH when a server that runs already was not started with the checkpoint."""
-        if os.path.realpath(path) != os.path.realpath(self._model_path):
+    def attached(self, path: str, *, updated: bool = False) -> str:
+        """The checkpoint that a server which runs already says that it has loaded: the first, or one that an update has
+        had it read. ``updated``: rlctl has updated it. Raises CHECKPOINT_MISMATCH, and as :meth:`open`.
+        """
+        if os.path.realpath(path) == os.path.realpath(self._model_path):
+            return self._model_path
+        if not updated:
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"the server has loaded {path}, not {self._model_path}", field="model_path"
             )
+        self.open(path, "").close()
+        return path
 
     def resolve(self, path: str, *, field: str) -> str:
         """Where a path leads; its files are to be read. Raises PATH_NOT_ALLOWED."""

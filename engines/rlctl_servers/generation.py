@@ -12,6 +12,11 @@ from typing import Any, Protocol
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 
+ABORT_CALL_S = 25.0
+"""How long a server may take to answer that it ends requests: one that has just been given a thousand looks at nothing
+else for seconds. Less than the deadline of AbortRequests.
+"""
+
 HELD_S = 0.05
 """How often a request whose output is held back looks whether it still is."""
 
@@ -33,6 +38,10 @@ class SampleStream(Protocol):
     @property
     def tokens(self) -> int:
         """Output tokens so far."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the server has said that it has ended."""
 
 
 class Dialect(Protocol):
@@ -134,15 +143,15 @@ class Requests:
                     continue
                 if isinstance(told, RlctlError):
                     raise told
-                engine_rid = engine_rids[index]
-                if running.cut.is_set() and engine_rid not in running.heard:
-                    await self._dialect.end([engine_rid])  # it was held back when its end was asked for
-                running.heard.add(engine_rid)
                 if told is None:
                     raise Reason.ENGINE_FAILED.error(
                         f"{self._dialect.product} ended its answer before the sample had ended"
                     )
-                response = samples[index].take(told)
+                engine_rid, sample = engine_rids[index], samples[index]
+                response = sample.take(told)
+                if running.cut.is_set() and engine_rid not in running.heard and not sample.over:
+                    await self._dialect.end([engine_rid])  # it was held back when its end was asked for
+                running.heard.add(engine_rid)
                 if response is None:
                     continue
                 response.rid = rid
@@ -161,19 +170,19 @@ class Requests:
         with self._lock:
             chosen = list(self._running) if all_of_them else list(dict.fromkeys(rids))
             found = {rid: self._running[rid] for rid in chosen if rid in self._running}
-        if all_of_them:
-            await self._dialect.end(None)
-        else:
-            ending = [
-                each
-                for running in found.values()
-                for each in running.engine_rids
-                if self._dialect.ends(heard=each in running.heard)
-            ]
-            if ending:
-                await self._dialect.end(ending)
+        ending = [
+            each
+            for running in found.values()
+            for each in running.engine_rids
+            if self._dialect.ends(heard=each in running.heard)
+        ]
+        # First of all: one that reaches the server after the call that follows is ended when it is heard of.
         for running in found.values():
             running.end()
+        if all_of_them:
+            await self._dialect.end(None)
+        elif ending:
+            await self._dialect.end(ending)
         return len(found), [rid for rid in chosen if rid not in found]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,13 +69,20 @@ class Http:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     async def call(
-        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float, admin: bool = True, key: str = ""
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        admin: bool = True,
+        key: str = "",
+        method: str = "",
     ) -> Answer:
-        """POST a body, or GET without one.
+        """POST a body, or GET without one, unless there is another ``method``.
 
         Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: it broke off), TimeoutError.
         """
-        method = "GET" if body is None else "POST"
+        method = method or ("GET" if body is None else "POST")
         limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
         headers = self._headers(admin=admin, key=key)
         try:
@@ -92,11 +100,8 @@ class Http:
         Raises as :meth:`call` does, without a limit on the time; and ENGINE_FAILED with what the server answered
         instead of events, its status in the metadata.
         """
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         try:
-            async with self._session().post(
-                self.url + path, data=_written(body), headers=self._headers(admin=False), timeout=limit
-            ) as response:
+            async with await self._posted(path, _written(body)) as response:
                 if response.status != 200:
                     answer = Answer(response.status, _parse(await response.read()))
                     raise Reason.ENGINE_FAILED.error(answer.message, metadata={"status": str(answer.status)})
@@ -112,6 +117,20 @@ class Http:
         raise Reason.LINK_LOST.error(
             f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
         )
+
+    async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
+        """The beginning of an answer. What could not be written is written again: under load the server may have closed
+        the connection that was to be used again, and this process not have seen it yet.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        headers = self._headers(admin=False)
+        try:
+            return await self._session().post(self.url + path, data=data, headers=headers, timeout=limit)
+        except aiohttp.ClientOSError as error:
+            if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
+                raise
+            await asyncio.sleep(0)  # the loop sees those that were closed
+            return await self._session().post(self.url + path, data=data, headers=headers, timeout=limit)
 
     async def close(self) -> None:
         """Give the connections back, those of other loops too."""

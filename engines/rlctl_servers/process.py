@@ -15,19 +15,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.process import dying_with_parent
 from rlctl_servers.http import Http
 
 LOOK_S = 0.2
 TAIL = 40
 TERM_S = 2.0
-
-_START = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the stage server, however that ends
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the stage server has ended")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 
 
 class ServerProcess(abc.ABC):
@@ -133,7 +126,7 @@ class ServerProcess(abc.ABC):
     def _launch(self, on_end: Callable[[RlctlError], None]) -> None:
         command = self.command()
         self._popen = subprocess.Popen(
-            [self._python, "-c", _START, str(os.getpid()), *command],
+            dying_with_parent([self._python, *command], self._python),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

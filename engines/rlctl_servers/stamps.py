@@ -23,6 +23,11 @@ class Stamps:
         """The server's label for a version: the trainer's labels may come again, sequences do not."""
         return f"{version.label}@{version.sequence}"
 
+    @staticmethod
+    def ours(label: str) -> bool:
+        """Whether a label that a server has is one of :meth:`of`: it has been updated by rlctl."""
+        return label.rpartition("@")[2].isdigit() and "@" in label
+
     def bind(self, version: WeightVersion, label: str = "") -> None:
         """From now on a label, by default the present one, stands for this version."""
         kept = WeightVersion()

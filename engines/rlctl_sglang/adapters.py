@@ -14,7 +14,7 @@ from rlctl_servers.lora_table import LoraTable
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.verbs_pb2 import AdapterConfig, LoadAdapterRequest
+from rlctl.v1.verbs_pb2 import AdapterConfig
 from rlctl_sglang.process import PRODUCT
 from rlctl_sglang.state import State
 
@@ -51,9 +51,9 @@ class Adapters(adapters.Adapters):
         """SGLang lets go of an adapter when its requests have ended, and while it is paused they do not."""
         return self._state.stopped
 
-    async def read(self, name: str, fitting: Fitting, request: LoadAdapterRequest, call: Call) -> None:
+    async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
         """Let SGLang read what fits, under a name."""
-        body = {"lora_name": name, "lora_path": fitting.path, "pinned": request.pinned}
+        body = {"lora_name": name, "lora_path": fitting.path, "pinned": pinned}
         await self._control.must("/load_lora_adapter", body, call=call)
 
     async def unload(self, name: str) -> bool:
@@ -64,13 +64,11 @@ class Adapters(adapters.Adapters):
             return False
         return True
 
-    def refuse(self, config: AdapterConfig, modules: Collection[str]) -> None:
+    def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
         """Raise UNSUPPORTED for what SGLang scales otherwise, or cannot put together."""
         if config.rslora:
-            raise Reason.UNSUPPORTED.error(
-                "SGLang scales by the rank, not by its root: use_rslora is set", field="path"
-            )
-        _refuse_parts(modules)
+            raise Reason.UNSUPPORTED.error("SGLang scales by the rank, not by its root: use_rslora is set", field=field)
+        _refuse_parts(modules, field)
 
 
 def limits_of(info: Mapping[str, Any]) -> LoraLimits:
@@ -85,7 +83,7 @@ def limits_of(info: Mapping[str, Any]) -> LoraLimits:
     )
 
 
-def _refuse_parts(modules: Collection[str]) -> None:
+def _refuse_parts(modules: Collection[str], field: str) -> None:
     """Raise UNSUPPORTED for an adapter that adds to parts of fused layers which SGLang cannot put together."""
     for parts, complete in _FUSED:
         found: dict[str, set[str]] = {}
@@ -98,6 +96,6 @@ def _refuse_parts(modules: Collection[str]) -> None:
                 known = " or ".join(", ".join(sorted(each)) for each in complete)
                 raise Reason.UNSUPPORTED.error(
                     f"it adds to {', '.join(sorted(has))} of {before}; SGLang takes {known}, the same in every layer",
-                    field="path",
+                    field=field,
                     next_step="Give the layers that are missing matrices of zeros.",
                 )

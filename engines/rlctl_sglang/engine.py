@@ -65,11 +65,14 @@ class SGLangEngine(ServerEngine):
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
         self._facts = facts = await facts_.ask(self._control, self.verbs(), call, launched=self._server.launched)
         loaded = await self._control.ask("/model_info", call=call, admin=False)
+        self._stamps = Stamps(str(loaded.get("weight_version", "")))
+        checkpoint = self._config.model_path
         if not self._server.launched:
-            self._checkpoints.refuse_other(str(loaded.get("model_path", "")))
+            updated = Stamps.ours(self._stamps.label)
+            checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
         readback, digest = await readback_of(
             self._control,
-            self._config.model_path,
+            checkpoint,
             self._checkpoints.reference,
             ranks=facts.ranks,
             exports=facts.exports,
@@ -78,8 +81,8 @@ class SGLangEngine(ServerEngine):
         self._readback = readback
         if readback is not None:
             self._source = Source(self._config.node, readback, self._checkpoints.reference)
-        self._stamps = Stamps(str(loaded.get("weight_version", "")))
         self._updates = Updates(self._control, self._state, self._checkpoints, facts)
+        self._updates.checkpoint = checkpoint
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
         limits = facts.limits(self._checkpoints.config)
         table = LoraTable()
@@ -103,7 +106,7 @@ class SGLangEngine(ServerEngine):
         return EngineInfo(
             layout=layout,
             capabilities=facts.capabilities(readable=bool(digest), actions=self._checker.actions),
-            checkpoint=self._config.model_path,
+            checkpoint=checkpoint,
             model_digest=digest,
             fenced=self._server.fenced,
         )
@@ -114,6 +117,7 @@ class SGLangEngine(ServerEngine):
             self._source.close()
         if self._ready:
             self._updates.close()
+            self._adapters.close()
         await super().stop()
 
     async def interrupt(self, update_id: str) -> None:
@@ -222,6 +226,9 @@ class SGLangEngine(ServerEngine):
     ) -> verbs_pb2.WeightsReport:
         """Take segments in that lie in memory here."""
         self._check("UpdateWeightsFromTensor")
+        if self._adapters.open:
+            call.accept()
+            return await self._adapters.take(request, call)
         self._state.refuse_writing(self._requests.active)
         call.accept()
         return await self._updates.from_tensor(request, call)
@@ -299,7 +306,7 @@ class SGLangEngine(ServerEngine):
         reference = self._checkpoints.reference
         label = str(told.get("weight_version", ""))
         return verbs_pb2.ModelInfo(
-            model_path=self._updates.checkpoint or self._config.model_path,
+            model_path=self._updates.checkpoint,
             model_type=told.get("model_type") or "",
             architectures=told.get("architectures") or (),
             weight_version=self._stamps.version(label) or common_pb2.WeightVersion(label=label),

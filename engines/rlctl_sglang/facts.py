@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
 from rlctl_servers.telling import server_info, without_code
 
@@ -37,6 +38,9 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "LoadAdapter": ("/load_lora_adapter", "/unload_lora_adapter"),
 }
 """Routes that a verb needs: versions of SGLang differ."""
+
+FLATTENED = "flattened_bucket"
+"""Load format of tensors that lie in one buffer."""
 
 _BY_GROUP = (
     *("InitWeightsUpdateGroup", "UpdateWeightsFromDistributed", "DestroyWeightsUpdateGroup"),
@@ -160,14 +164,17 @@ class Facts:
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,
+            adapter_transports=[each for each in transports if each in ADAPTERS_BY],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
+            load_formats=[FLATTENED, *self.loaders],
             memory_tags=sorted(self.memory_tags),
             check_actions=actions,
             cache_tiers=self.cache_tiers,
             experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
             unsupported=unsupported,
             answers_for_ranks=self.ranks > 1,
+            draft_model=self.draft,
         )
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from rlctl_servers.generation import ABORT_CALL_S
 from rlctl_servers.http import Http
 from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.requests import refused
@@ -24,8 +25,6 @@ from rlctl.v1.rollout_pb2 import (
     TokenLogprob,
 )
 from rlctl_sglang.requests import Limits, bodies
-
-ABORT_CALL_S = 10.0
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
@@ -100,12 +99,18 @@ class _Reading:
         self._head = index == 0
         self._tokens = 0
         self._text = 0
+        self._over = False
         self._adapter_version = ""
 
     @property
     def tokens(self) -> int:
         """Output tokens so far."""
         return self._tokens
+
+    @property
+    def over(self) -> bool:
+        """Whether its end was told."""
+        return self._over
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """SGLang's stream of it."""
@@ -153,6 +158,7 @@ class _Reading:
         self._keep(meta, new)
         finish = meta.get("finish_reason")
         if finish is not None:
+            self._over = True
             if self._meta is not None:
                 sample.engine_meta.update(self._meta)
             sample.finish_reason.CopyFrom(_finish(finish))

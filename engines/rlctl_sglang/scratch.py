@@ -8,16 +8,13 @@ are.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
-import tempfile
-import time
 from pathlib import Path
+from typing import ClassVar
+
+from rlctl_servers import scratch
 
 PREFIX = "rlctl-sglang-"
-FRESH_S = 60.0
-"""A directory that is younger may not be locked yet."""
 
 SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
 """What SGLang makes: load snapshots (``shm_path_for`` in its ``managers/load_snapshot.py``) and Python's semaphores."""
@@ -25,20 +22,13 @@ SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
 _LIST = "shared-memory"
 
 
-class Scratch:
-    """The directory of one server, locked while this process or the server lives: one that is not is an orphan.
+class Scratch(scratch.Scratch):
+    """The directory of one server, and its segments."""
 
-    Attributes:
-        path: the directory, for its owner only.
-        lock: a file descriptor that the server inherits.
-    """
+    prefix: ClassVar[str] = PREFIX
 
     def __init__(self) -> None:
-        """Make one, and remove those whose stage server was killed, and their servers with it."""
-        _remove_orphans()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self.lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        super().__init__()
         self._known: set[str] = set()
 
     def note(self, group: int) -> None:
@@ -53,12 +43,11 @@ class Scratch:
         """What was written down."""
         return _segments(self.path)
 
-    def remove(self) -> None:
-        """Remove everything. The server must have ended; harmless to call again."""
-        if self.lock >= 0:
-            _remove(self.path)
-            os.close(self.lock)
-            self.lock = -1
+    @classmethod
+    def _clear(cls, directory: Path) -> None:
+        for segment in _segments(directory):
+            segment.unlink(missing_ok=True)
+        super()._clear(directory)
 
 
 def _members(group: int) -> list[int]:
@@ -85,27 +74,3 @@ def _segments(directory: Path) -> list[Path]:
         return [Path(line) for line in (directory / _LIST).read_text().splitlines()]
     except OSError:
         return []
-
-
-def _remove(directory: Path) -> None:
-    for segment in _segments(directory):
-        segment.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_orphans() -> None:
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            if time.time() - directory.stat().st_mtime < FRESH_S:
-                continue
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue  # somebody else's, or just removed
-        try:
-            if os.fstat(lock).st_uid == os.getuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(directory)
-        except OSError:
-            pass  # it lives
-        finally:
-            os.close(lock)

@@ -27,9 +27,8 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
-    UPDATE_KIND_FULL,
+    UPDATE_KIND_DELTA,
     UPDATE_KIND_PARTIAL,
-    UPDATE_KIND_UNSPECIFIED,
     PrepareUpdateRequest,
     UpdateKind,
     UpdateWeightsFromDiskRequest,
@@ -44,11 +43,11 @@ from rlctl.weights.identity import CPU, host_id
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
-from rlctl_sglang.facts import Facts
+from rlctl_sglang.facts import FLATTENED, Facts
 from rlctl_sglang.handing import Handed
 from rlctl_sglang.state import State
 
-FLATTENED = "flattened_bucket"
+_LESS_THAN_FULL = (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA)
 
 
 @dataclass
@@ -56,14 +55,14 @@ class OpenUpdate:
     """The update that is open.
 
     Attributes:
-        full: it must write every tensor of the reference.
+        kind: a full one must write every tensor of the reference; a delta may have nothing to write.
         selector: which of SGLang's models it is for.
         written: names that were written so far.
         dirty: something may have been written.
     """
 
     update_id: str
-    full: bool
+    kind: UpdateKind.ValueType
     selector: str
     written: set[str] = field(default_factory=set)
     dirty: bool = False
@@ -103,9 +102,6 @@ class Updates:
         """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
-        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
-            name = UpdateKind.Name(request.kind)
-            raise Reason.UNSUPPORTED.error(f"SGLang takes no updates of kind {name}", field="kind")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
             raise Reason.UNSUPPORTED.error("SGLang keeps no shadow copy of its weights", field="apply")
         self._selector(request.selector, "selector")
@@ -117,7 +113,7 @@ class Updates:
         self.refuse(request, call)
         selector = self._selector(request.selector, "selector")
         before = self._update
-        self._update = OpenUpdate(call.update_id, request.kind != UPDATE_KIND_PARTIAL, selector)
+        self._update = OpenUpdate(call.update_id, request.kind, selector)
         self._update.dirty = before is not None and before.dirty
         self._interrupted = False
         return self._update.report
@@ -222,7 +218,8 @@ class Updates:
     async def commit(self, label: str, call: Call) -> WeightsReport:
         """Close the update; SGLang's own label for the version comes last. Refuses when a tensor was not written."""
         update = opened(self._update, call)
-        missing = sorted(self._reference.keys() - update.written) if update.full else []
+        full = update.kind not in _LESS_THAN_FULL
+        missing = sorted(self._reference.keys() - update.written) if full else []
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise Reason.WEIGHTS_INCOMPLETE.error(
@@ -230,7 +227,7 @@ class Updates:
                 metadata={"missing": "\n".join(missing)},
                 outcome=OUTCOME_DIRTY if update.dirty else OUTCOME_REJECTED,
             )
-        if not update.dirty and not update.written:
+        if not update.dirty and not update.written and update.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         await self._end(call)
         body = {"new_version": label, "abort_all_requests": False}

@@ -25,7 +25,7 @@ from rlctl_servers.lora_table import LoraTable
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.verbs_pb2 import AdapterConfig, LoadAdapterRequest
+from rlctl.v1.verbs_pb2 import AdapterConfig
 from rlctl.weights import lora
 from rlctl_vllm.options import PRODUCT
 
@@ -45,17 +45,21 @@ class Adapters(adapters.Adapters):
         requests: Requests,
         table: LoraTable,
         config: Mapping[str, Any] | None,
+        place: Path | None,
     ) -> None:
-        """``config``: vLLM's ``lora_config``; None where it was started for none."""
+        """``config``: vLLM's ``lora_config``; None where it was started for none. ``place``: directory for copies that
+        goes with the server; None for a server that may outlive this process, and read them still.
+        """
         super().__init__(PRODUCT, checkpoints, requests, table, limits_of(config or {}))
         self._control = control
-        self._copies = tempfile.TemporaryDirectory(prefix="rlctl-vllm-lora-")
+        self._copies = tempfile.TemporaryDirectory(dir=place, prefix="rlctl-adapters-")
         self._paths: dict[str, Path] = {}
         self._useless: dict[Path, float] = {}
         """Copies whose name vLLM has no more, and since when."""
 
     def close(self) -> None:
-        """Remove the copies. The server must have ended, or serve nobody."""
+        """Remove the copies."""
+        super().close()
         self._copies.cleanup()
 
     @property
@@ -63,9 +67,9 @@ class Adapters(adapters.Adapters):
         """vLLM ends requests that a pause holds back, too."""
         return False
 
-    async def read(self, name: str, fitting: Fitting, request: LoadAdapterRequest, call: Call) -> None:
+    async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
         """Let vLLM read a copy of what fits, under a name."""
-        if request.pinned:
+        if pinned:
             raise Reason.UNSUPPORTED.error(
                 "vLLM keeps the adapters that were used last, and reads others again when they are asked for",
                 field="pinned",
@@ -91,7 +95,7 @@ class Adapters(adapters.Adapters):
             self._useless[self._paths.pop(name)] = now
         return True
 
-    def refuse(self, config: AdapterConfig, modules: Collection[str]) -> None:
+    def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
         """vLLM takes any of the layers, and scales as PEFT does."""
 
     def _copy(self, fitting: Fitting) -> Path:

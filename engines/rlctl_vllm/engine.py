@@ -78,7 +78,7 @@ class VLLMEngine(ServerEngine):
         self._facts = facts = await facts_.ask(self._control, self.verbs(), ranks, call)
         if not self._server.launched:
             models = await self._control.ask("/v1/models", call=call, admin=False)
-            self._checkpoints.refuse_other(str(models["data"][0].get("root", "")))
+            self._checkpoints.attached(str(models["data"][0].get("root", "")))
         digest = await asyncio.to_thread(self._proven, facts.digest)
         layout = facts.layout(self._config)
         self._layout: Sequence[WorkerCoordinates] = layout.workers
@@ -88,7 +88,9 @@ class VLLMEngine(ServerEngine):
         limits = facts.limits(self._checkpoints.config)
         table = LoraTable()
         self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps, table))
-        self._adapters = Adapters(self._control, self._checkpoints, self._requests, table, facts.lora)
+        self._adapters = Adapters(
+            self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
+        )
         self._readable = bool(digest)
         # Others' requests would be answered while a probe makes the server go on.
         self._prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
@@ -215,6 +217,7 @@ class VLLMEngine(ServerEngine):
         if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
             return await self._prepare_adapter(request, call)
         self._refuse_beside_adapter()
+        self._updates.refuse(request, call)
         if not self._state.stopped:
             await self._settle(call, abort=request.abort_all_requests)
         return await self._updates.prepare(request, call)
@@ -250,9 +253,12 @@ class VLLMEngine(ServerEngine):
 
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
-    ) -> list[RankResult]:
+    ) -> list[RankResult] | verbs_pb2.WeightsReport:
         """Copy tensors out of shared segments."""
         self._check("UpdateWeightsFromTensor")
+        if self._adapters.open:
+            call.accept()
+            return await self._adapters.take(request, call)
         call.accept()
         return await self._updates.from_tensor(request, call)
 

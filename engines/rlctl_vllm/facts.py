@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
 from rlctl_servers.telling import server_info, without_code
 
@@ -168,6 +169,7 @@ class Facts:
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,
+            adapter_transports=[each for each in transports if each in ADAPTERS_BY],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
             memory_tags=sorted(self.memory_tags),

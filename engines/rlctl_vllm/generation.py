@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rlctl_servers import requests
+from rlctl_servers.generation import ABORT_CALL_S
 from rlctl_servers.http import Http
 from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.requests import logprob_start, refuse_prompt
@@ -26,7 +27,6 @@ from rlctl.v1.rollout_pb2 import (
 from rlctl_vllm.requests import Limits, bodies, scores_only
 
 GENERATE = "/inference/v1/generate"
-ABORT_CALL_S = 10.0
 TOKENIZE_S = 10.0
 LONGEST_S = 86400.0
 """How long an answer that is not streamed may take: whoever asked ends it by leaving."""
@@ -112,6 +112,11 @@ class _Reading:
     def tokens(self) -> int:
         """Output tokens so far."""
         return self._tokens
+
+    @property
+    def over(self) -> bool:
+        """Whether its end was told."""
+        return self._ended is not None
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """vLLM's stream of it, or its one answer."""

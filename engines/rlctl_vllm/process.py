@@ -6,11 +6,11 @@ vLLM guards none of its admin calls, whatever keys it has, so the socket's direc
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
+from rlctl_servers import scratch
 from rlctl_servers.http import Http
 from rlctl_servers.process import ServerProcess, cores_of, flags
 
@@ -26,16 +26,26 @@ KV_CACHE_GIB = "1"
 """Room for the KV cache on a CPU, where vLLM would take half of the memory."""
 
 
+class Scratch(scratch.Scratch):
+    """The directory of one server: its sockets, its way to rlctl's packages, copies of adapters."""
+
+    prefix: ClassVar[str] = "rlctl-vllm-"
+
+
 class VLLMProcess(ServerProcess):
-    """A launched vLLM server."""
+    """A launched vLLM server.
+
+    Attributes:
+        scratch: where its temporary files are.
+    """
 
     def __init__(self, config: EngineConfig, options: Options) -> None:
         """Raises FIELD_INVALID when vLLM is not installed."""
         python = interpreter(options)
         self._config = config
         self._options = options
-        self._place = Path(tempfile.mkdtemp(prefix="rlctl-vllm-"))
-        self._socket = self._place / "http"
+        self.scratch = Scratch()
+        self._socket = self.scratch.path / "http"
         super().__init__(Http(PRODUCT, "http://vllm", socket=str(self._socket)), python, options.start_s)
 
     def command(self) -> Sequence[str]:
@@ -48,13 +58,17 @@ class VLLMProcess(ServerProcess):
 
     def environment(self) -> Mapping[str, str]:
         """What vLLM needs around it: the extension's packages, and nothing else of this environment."""
-        packages = self._place / "packages"
+        packages = self.scratch.path / "packages"
         packages.mkdir(exist_ok=True)
         for package in (Path(rlctl.__file__).parent, Path(__file__).parent):
             link = packages / package.name
             if not link.exists():
                 link.symlink_to(package, target_is_directory=True)
-        return _environment(self._config, self._options, packages)
+        return {**_environment(self._config, self._options, packages), "TMPDIR": str(self.scratch.path)}
+
+    def inherited(self) -> Sequence[int]:
+        """The lock that says that it lives."""
+        return [self.scratch.lock]
 
     async def ready(self) -> bool:
         """Whether it serves. Nobody else can be behind its socket."""
@@ -64,8 +78,8 @@ class VLLMProcess(ServerProcess):
             return False
 
     def let_go(self) -> None:
-        """Remove its socket."""
-        shutil.rmtree(self._place, ignore_errors=True)
+        """Remove its directory."""
+        self.scratch.remove()
 
 
 def _arguments(config: EngineConfig, options: Options, socket: Path) -> dict[str, str]:

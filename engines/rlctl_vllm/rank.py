@@ -71,6 +71,7 @@ class Rank:
         self._shards = LoaderMap({}, model)
         self._receiver = Receiver(self._shards)
         self._loading: Loading | None = None
+        self._may_be_nothing = False
         self._report = v.WeightsReport()
 
     def call(self, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes:
@@ -168,7 +169,8 @@ class Rank:
     def _prepare(self, request: v.PrepareUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
         """Open an update; one that was open is given up. Which may be opened is the plug-in's to say."""
         self._give_up()
-        full = request.kind != v.UPDATE_KIND_PARTIAL
+        full = request.kind not in (v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_DELTA)
+        self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
         self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
         self._loading = Loading(self._model, Load(update_id, full, request.selector))
         self._shards.touched = False
@@ -210,7 +212,7 @@ class Rank:
     def _commit(self, request: v.CommitUpdateRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
         loading = self._open(update_id)
         missing = self._receiver.incomplete()
-        if missing or not self._receiver.written:
+        if missing or not (self._receiver.written or self._may_be_nothing):
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise self._judged(
                 Reason.WEIGHTS_INCOMPLETE.error(

@@ -15,13 +15,18 @@ from rlctl_vllm.process import VLLMProcess
 
 
 class Server(server.Server):
-    """One vLLM server. One that runs already can be driven by everybody who reaches it."""
+    """One vLLM server. One that runs already can be driven by everybody who reaches it.
+
+    Attributes:
+        place: directory of a launched one, removed when it has ended.
+    """
 
     probe: ClassVar[str] = "/health"
 
     def __init__(self, config: EngineConfig, options: Options, on_end: Callable[[RlctlError], None]) -> None:
         """``on_end`` is told, from any thread, when it is gone. Raises FIELD_INVALID."""
         process = None if options.url else VLLMProcess(config, options)
+        self.place = process.scratch.path if process else None
         http = process.http if process else Http(PRODUCT, options.url, options.api_key)
         super().__init__(process, http, on_end)
 

@@ -34,13 +34,9 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
-    UPDATE_KIND_FULL,
-    UPDATE_KIND_PARTIAL,
-    UPDATE_KIND_UNSPECIFIED,
     AbortUpdateRequest,
     CommitUpdateRequest,
     PrepareUpdateRequest,
-    UpdateKind,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -101,19 +97,20 @@ class Updates:
         """Whether an update is open."""
         return self._update is not None
 
-    async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
-        """Open an update; the same one again starts anew."""
+    def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
+        """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
-        if request.kind not in (UPDATE_KIND_UNSPECIFIED, UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL):
-            name = UpdateKind.Name(request.kind)
-            raise Reason.UNSUPPORTED.error(f"vLLM takes no updates of kind {name}", field="kind")
         if request.apply not in (APPLY_MODE_UNSPECIFIED, APPLY_MODE_IN_PLACE):
             raise Reason.UNSUPPORTED.error("vLLM keeps no shadow copy of its weights", field="apply")
         refuse_draft(request.selector, "selector")
+        if self._update is not None and self._update.update_id != call.update_id:
+            raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+
+    async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
+        """Open an update; the same one again starts anew."""
+        self.refuse(request, call)
         before = self._update
-        if before is not None and before.update_id != call.update_id:
-            raise Reason.UPDATE_IN_PROGRESS.error(f"update {before.update_id} is open")
         await hold(self._control, self._state, call)
         try:
             if self._workers is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,6 +36,8 @@ _OWN = (
     "--input-ids",
     "--min-version-seq",
     "--top-logprobs-num",
+    "--engine-field",
+    "--engine-meta",
     "--help",
 )
 
@@ -57,6 +60,24 @@ class TokenIdsType(ParamType):
         return ids
 
 
+class EngineFieldType(ParamType):
+    """A field of an engine's: NAME=VALUE, the value as JSON, or else as it stands."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        """The name and the value."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not name or not equals:
+            self.fail(f"{value!r} is no NAME=VALUE", param, ctx)
+        try:
+            return name, json.loads(text)
+        except ValueError:
+            return name, text
+
+
 def _sampling_fields() -> list[Field]:
     taken = {name for option in global_options() for name in option.opts} | set(_OWN)
     return fields.fields_of(SamplingParams.DESCRIPTOR, taken)
@@ -72,6 +93,8 @@ def _run(
     logprobs: bool,
     top_logprobs_num: int,
     min_version_seq: int,
+    engine_fields: tuple[tuple[str, Any], ...],
+    engine_meta: bool,
     stream: bool,
     **sampling: Any,
 ) -> None:
@@ -90,6 +113,8 @@ def _run(
         "return_logprob": logprobs or bool(top_logprobs_num),
         "top_logprobs_num": top_logprobs_num,
         "min_version_seq": min_version_seq,
+        "engine_fields": dict(engine_fields) or None,
+        "return_engine_meta": engine_meta,
         "timeout_s": settings.timeout_s or GENERATE_S,
     }
     if settings.dry_run:
@@ -246,6 +271,18 @@ generate = Command(
             type=click.IntRange(min=0),
             default=0,
             help="Only stages whose version has at least this sequence number.",
+        ),
+        click.Option(
+            ["--engine-field", "engine_fields"],
+            type=EngineFieldType(),
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="A further field of the engine's, in its own name; the value is JSON, or a text.  [repeatable]",
+        ),
+        click.Option(
+            ["--engine-meta"],
+            is_flag=True,
+            help="Return what the engine itself says of each sample; see it with -o json.",
         ),
         *map(fields.option, _sampling_fields()),
     ],

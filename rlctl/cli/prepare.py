@@ -25,6 +25,7 @@ from rlctl.topology.plan import Plan
 from rlctl.topology.plan import plan as make_plan
 from rlctl.topology.problems import Problem, Problems, invalid
 from rlctl.topology.resolved import Topology
+from rlctl.topology.schema import ROUTERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +78,27 @@ class Prepared:
         """Why it cannot be run here, and now: what this version cannot, and what this machine lacks."""
         fixed = self.deployment.fixed(self.deployed) if self.deployed is not None else []
         return [
-            *support.unsupported(self.plan),
-            *support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))),
+            *support.unsupported(self.plan.topology),
+            *self._missing(),
             *(Problem(self.plan.topology.source, 0, key, why) for key, why in fixed),
         ]
+
+    def _missing(self) -> list[Problem]:
+        from rlctl.gateway.sglang_router import installed
+
+        routers = ROUTERS if installed() else ()
+        return support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0)), routers=routers)
 
     def refuse(self) -> None:
         """Raise UNSUPPORTED, TOPOLOGY_INVALID for what this machine lacks, or FIELD_CONFLICT for what cannot change in
         the fleet that is up; each with every reason.
         """
-        if found := support.unsupported(self.plan):
+        if found := support.unsupported(self.plan.topology):
             lines = "\n  ".join(map(str, found))
             raise Reason.UNSUPPORTED.error(
                 lines, field=found[0].key, next_step="docs/topology.md says what can be run."
             )
-        if found := support.missing(self.plan, gpus=gpu_count(), cores=len(os.sched_getaffinity(0))):
+        if found := self._missing():
             raise invalid(found)
         if self.deployed is not None and (refused := self.deployment.refusal(self.deployed)):
             raise refused
@@ -161,7 +168,8 @@ def plan_tables(plan: Plan, changes: Sequence[Change], obstacles: Sequence[Probl
         [
             [
                 model.name, "yes" if model.update_weights else "no", str(model.engines), str(model.ranks),
-                str(model.world_size or ""), model.router_policy, model.gateway, model.model_path,
+                str(model.world_size or ""), " ".join(filter(None, (model.router, model.router_policy))), model.gateway,
+                model.model_path,
             ]
             for model in plan.models
         ],

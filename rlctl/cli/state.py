@@ -41,6 +41,7 @@ class FleetState:
         deployment: a :class:`rlctl.launch.deployment.Deployment` as data, what runs; {} until it is ready.
         engines: where each engine is in its life, by slot.
         gateways: where the HTTP gateway of a model answers, http://HOST:PORT.
+        routers: where the router in front of it does, for models that have one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class FleetState:
     deployment: dict[str, Any] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
     gateways: dict[str, str] = field(default_factory=dict)
+    routers: dict[str, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:

@@ -68,7 +68,7 @@ class _Supervisor:
     """Holds a fleet."""
 
     def __init__(self, settings: Settings, wanted: Deployment) -> None:
-        from rlctl.launch.local import LocalFleet
+        from rlctl.launch.fleet import LaunchedFleet
 
         self._settings = settings
         self._wanted = wanted
@@ -79,7 +79,7 @@ class _Supervisor:
         self._told: dict[str, RlctlError] = {}
         self._coordinator_at = 0.0
         self._coordinator_failures = 0
-        self._fleet = LocalFleet(
+        self._fleet = LaunchedFleet(
             wanted.engines,
             directory=directory,
             listen=wanted.listen,
@@ -93,7 +93,7 @@ class _Supervisor:
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
-        from rlctl.launch.local import interrupted
+        from rlctl.launch.fleet import interrupted
 
         fleet = self._fleet
         state.write(self._state)
@@ -190,6 +190,7 @@ class _Supervisor:
             processes={process.name: process.pid for process in fleet.processes},
             engines={slot: run.phase.value for slot, run in fleet.runs.items()},
             gateways=fleet.gateways.addresses,
+            routers=fleet.gateways.routers,
             deployment={**self._wanted.data, "engines": [spec.data for spec in fleet.engines]},
         )
         if fresh != self._state:

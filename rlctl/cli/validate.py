@@ -25,15 +25,19 @@ def validate(settings: Settings, /, file: Path | None, json_schema: bool, **give
     """Check a topology file, and the flags that go with it. Starts nothing, asks nobody.
 
     Every problem has its line, its key, what was expected. Arguments of engines are checked against the engine that is
-    installed here. Exit code 2 when there is an error; warnings do not count.
+    installed here. What this version cannot run is an error with its reason; `plan` shows it all the same. Exit code 2
+    when there is an error; warnings do not count.
     """
     from rlctl.topology.json_schema import schema
     from rlctl.topology.load import load
+    from rlctl.topology.support import unsupported
 
     if json_schema:
         click.echo(json.dumps(schema(), indent=2))
         return
     topology, problems = load(file, flags(given))
+    if topology is not None and not problems.errors:
+        problems.found += unsupported(topology)
     found = problems.in_order()
     if found or settings.output not in ("table", "wide"):
         lines = [str(problem) for problem in found]

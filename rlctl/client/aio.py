@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
@@ -16,7 +16,7 @@ from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
 from rlctl.transport.auth import load_token
-from rlctl.v1.fleet_pb2 import Model, Stage
+from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
 if TYPE_CHECKING:
@@ -118,15 +118,6 @@ class AsyncFleet(AsyncAdmin):
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
         return self._lines.view.models
-
-    async def stages(self) -> AsyncIterator[list[Stage]]:
-        """The stages, in slot order, now and whenever the coordinator tells something new of the fleet."""
-        view, seen = self._lines.view, 0
-        while True:
-            while view.news == seen:
-                await view.changed()
-            seen = view.news
-            yield view.stages
 
     # Generation.
 

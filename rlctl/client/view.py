@@ -18,13 +18,17 @@ AGAIN_S = 0.02
 class FleetView:
     """Stages and models. On one event loop."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, request: WatchFleetRequest | None = None) -> None:
+        """``request``: what is watched; None: everything."""
         self._connection = connection
+        self._request = request or WatchFleetRequest()
         self._stages: dict[str, Stage] = {}
         self._models: dict[str, Model] | None = None
         self._changed = asyncio.Event()
         self.news = 0
         """How often the coordinator has told something."""
+        self.revision = 0
+        """Of the fleet, as the coordinator numbers its changes, at the last news."""
         self._watching: asyncio.Task[None] | None = None
         self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
 
@@ -89,7 +93,7 @@ class FleetView:
     async def _watch(self) -> None:
         while True:
             try:
-                async for event in self._connection.stream("WatchFleet", WatchFleetRequest()):
+                async for event in self._connection.stream("WatchFleet", self._request):
                     self._take(event)
             except RlctlError:
                 pass  # the coordinator is away: stages that hold their lease go on serving
@@ -107,5 +111,6 @@ class FleetView:
             for incarnation, call in list(self._on_loss.get(stage.registration.slot, {}).values()):
                 if stage.incarnation != incarnation or stage.state == STAGE_STATE_UNREACHABLE:
                     call()
+        self.revision = event.fleet.revision
         self.news += 1
         self._changed.set()

@@ -14,10 +14,11 @@ from rlctl.errors import Reason
 
 
 def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str, int]]:
-    """Fill ``args.sglang_model_routers`` with the gateways of a fleet that is up on this machine, and return it.
+    """Fill ``args.sglang_model_routers`` with the routers of a fleet that is up on this machine, and return it.
 
     ``fleet``: its name, as ``rlctl up --name`` or ``fleet.name`` has it. Maps model names to (host, port), as slime
-    does. Models without a gateway are left out. Raises UNREACHABLE: no fleet of that name is up.
+    does: of a model's router, or of its gateway where it has none. Models without a gateway are left out. Raises
+    UNREACHABLE: no fleet of that name is up.
     """
     found = state.read(fleet)
     if found is None or not found.alive:
@@ -25,7 +26,7 @@ def set_model_routers(args: Any, fleet: str = "default") -> dict[str, tuple[str,
             f"no fleet {fleet!r} is up on this machine", field="fleet", next_step="`rlctl up` starts one."
         )
     routers = {}
-    for model, url in found.gateways.items():
+    for model, url in {**found.gateways, **found.routers}.items():
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None

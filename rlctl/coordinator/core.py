@@ -12,10 +12,15 @@ from google.protobuf.message import Message
 from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
+from rlctl.coordinator.attempts import Attempts
 from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.from_disk import FromDisk
+from rlctl.coordinator.groups import GroupBook
+from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
+from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
 from rlctl.coordinator.updates import Updates
 from rlctl.errors import Reason
@@ -49,7 +54,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
 log = logging.getLogger(__name__)
@@ -84,8 +89,33 @@ class Coordinator:
         self.operations = Operations(journal, self.roster, clock, retained)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
+        groups = GroupBook()
+        planner = Planner(self.roster, groups, clock)
+        attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
         self.updates = Updates(
-            self.roster, self._peers, self._fanout, self.operations, journal, clock, heal_by_hand=heal_by_hand
+            self.roster,
+            self._peers,
+            self._fanout,
+            self.operations,
+            journal,
+            clock,
+            groups=groups,
+            planner=planner,
+            attempts=attempts,
+            heal_by_hand=heal_by_hand,
+        )
+        self._disk = FromDisk(self.updates, self.roster, planner, clock)
+        self.implicit = Implicit(
+            self.updates,
+            self._disk,
+            roster=self.roster,
+            peers=self._peers,
+            operations=self.operations,
+            fanout=self._fanout,
+            planner=planner,
+            attempts=attempts,
+            journal=journal,
+            clock=clock,
         )
 
     async def start(self) -> None:
@@ -128,21 +158,21 @@ class Coordinator:
         if not verb.implemented:
             raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
         timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
-        if self.updates.implicit.takes(request):
-            joined = await self.updates.implicit.run(request, timeout_s)
+        if self.implicit.takes(request):
+            joined = await self.implicit.run(request, timeout_s)
             return await self._joined(joined, wait=not getattr(request, "is_async", False))
         if isinstance(request, UpdateWeightsFromDiskRequest) and not _header(request).validate_only:
             known = self.operations.known(_header(request).request_id, request) is not None
-            run = await self.updates.from_disk(request, timeout_s)
+            run = await self._disk.update(request, timeout_s)
             return await self._answer(run, replayed=known, wait=not request.is_async)
         if isinstance(request, LoadAdapterRequest) and not _header(request).validate_only:
             known = self.operations.known(_header(request).request_id, request) is not None
-            return await self._answer(await self.updates.load_adapter(request, timeout_s), replayed=known)
+            return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=known)
         if not verb.mutates(request) or _header(request).validate_only:
             return await self._ask(verb, request, timeout_s)
         known_run = self.operations.known(_header(request).request_id, request)
         if known_run is None and not _header(request).fence.update_id:
-            await self.updates.implicit.settle(request, self._targets(verb, request)[0])
+            await self.implicit.settle(request, self._targets(verb, request)[0])
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)
 
@@ -182,6 +212,12 @@ class Coordinator:
             self.updates.refuse_outsider(targets, update_id)
 
         async def work(run: Run) -> None:
+            deadline = self._clock.now() + timeout_s
+            ends_serving = isinstance(request, PauseGenerationRequest) or spoils(request)
+            async with self.roster.leaving(targets if ends_serving else ()):
+                await carry_out(run, deadline)
+
+        async def carry_out(run: Run, deadline: float) -> None:
             match request:
                 case InitWeightsUpdateGroupRequest():
                     await self.updates.join_group(request, targets, run, timeout_s)
@@ -190,7 +226,6 @@ class Coordinator:
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:
-                    deadline = self._clock.now() + timeout_s
                     await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
                 case _:
                     run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
@@ -199,7 +234,7 @@ class Coordinator:
                         targets,
                         operation_id=run.operation.operation_id,
                         step="1",
-                        deadline=self._clock.now() + timeout_s,
+                        deadline=deadline,
                         on_result=run.add,
                     )
 
@@ -246,7 +281,7 @@ class Coordinator:
 
     async def _joined(self, joined: Joined, *, wait: bool = True) -> Operation:
         answer = await self._answer(joined.run, replayed=joined.replayed, wait=wait)
-        self.updates.implicit.joining.answered(joined)
+        self.implicit.joining.answered(joined)
         return answer
 
     async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
@@ -264,7 +299,8 @@ class Coordinator:
         """Open an update."""
         check(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
-        return await self.updates.begin(request, timeout_s)
+        begins = self.implicit if request.implicit and not request.header.validate_only else self.updates
+        return await begins.begin(request, timeout_s)
 
     async def join_weight_update(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
         """Tell a further source of an open update."""
@@ -280,7 +316,7 @@ class Coordinator:
         """Commit an update."""
         check(request)
         if not request.update_id:
-            return await self._joined(await self.updates.implicit.commit(request))
+            return await self._joined(await self.implicit.commit(request))
         return await self._answer(await self.updates.commit(request))
 
     async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
@@ -415,8 +451,15 @@ class Coordinator:
 
     async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
         """Follow the fleet."""
-        async for event in self.roster.watch(request.model):
+        check(request)
+        async for event in self.roster.watch(request.model, request.watch_id):
             yield event
+
+    async def confirm_fleet(self, request: rpc.ConfirmFleetRequest) -> rpc.ConfirmFleetResponse:
+        """A watch has taken in what it was told."""
+        check(request)
+        self.roster.followers.confirm(request.watch_id, request.revision)
+        return rpc.ConfirmFleetResponse(header=self.roster.header())
 
     async def set_stage_enabled(self, request: rpc.SetStageEnabledRequest) -> Fleet:
         """Set the operator's flag."""
@@ -424,6 +467,8 @@ class Coordinator:
         slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         if not request.header.validate_only:
             await self.roster.change(slots, lambda record: setattr(record, "enabled", request.enabled))
+            if not request.enabled:
+                await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()
 
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:

@@ -283,11 +283,14 @@ class Finish:
         """A stage of the model that is not among those that confirmed could go on serving the old version: inside,
         none does.
         """
+        model = self._session.model
+        others = [s for s in self._roster.slots.values() if s.model == model.record.name and s not in good]
         try:
-            await self._peers.silence(self._session.model, good)
+            async with self._roster.leaving(others):
+                await self._peers.silence(model, good)
             yield
         finally:
-            self._peers.speak(self._session.model)
+            self._peers.speak(model)
 
     def _at_admitted(self) -> list[Slot]:
         """Stages that say that they are at a version which may be served beside the one that is being published. Of the

@@ -23,7 +23,7 @@ from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import HEAL_MARK
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import in_progress
-from rlctl.coordinator.roster import ModelState, Roster, Slot, unsupported
+from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_over_group, unsupported
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected
 from rlctl.coordinator.versions import adoptable, lacking
@@ -260,7 +260,9 @@ class Healer:
 
     def _holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
         """Another stage that serves the adapter, and can send it."""
-        return next((peer for peer in self._senders(slot) if _holds(peer, adapter)), None)
+        if not adapter_over_group(slot):
+            return None
+        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_over_group(p)), None)
 
     def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
         """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""

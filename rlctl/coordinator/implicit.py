@@ -14,19 +14,20 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
 from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
 from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.from_disk import FromDisk
 from rlctl.coordinator.gathering import Gathering
-from rlctl.coordinator.joining import Joined, Joining
+from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
 from rlctl.coordinator.relabelling import relabel
 from rlctl.coordinator.roster import Roster, Slot
+from rlctl.coordinator.updates import Updates
 from rlctl.errors import Reason, from_detail
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal
@@ -37,6 +38,7 @@ from rlctl.v1.update_pb2 import (
     DATA_PATH_BROADCAST,
     DATA_PATH_IPC,
     BeginWeightUpdateRequest,
+    BeginWeightUpdateResponse,
     CommitWeightUpdateRequest,
     Trainer,
 )
@@ -58,9 +60,6 @@ from rlctl.v1.verbs_pb2 import (
 )
 from rlctl.verbs import of_request
 
-if TYPE_CHECKING:
-    from rlctl.coordinator.updates import Updates
-
 LEASE_S = 60.0
 """An implicit update is aborted when nothing of it was heard for this long after its last write."""
 
@@ -78,6 +77,7 @@ class Implicit:
     def __init__(
         self,
         updates: Updates,
+        disk: FromDisk,
         *,
         roster: Roster,
         peers: Peers,
@@ -96,8 +96,9 @@ class Implicit:
         self._planner = planner
         self._attempts = attempts
         self._updates = updates
+        self._disk = disk
         self._clock = clock
-        self.joining = Joining(operations)
+        self.joining = updates.joining
         self._gathering = Gathering(self.joining)
         self._opening = asyncio.Lock()
         self._sequences: dict[str, Counter[str]] = {}
@@ -141,10 +142,10 @@ class Implicit:
 
                 return await self._gathering.run(request, engine, self._targets, form, timeout_s)
             case UpdateWeightsFromDiskRequest():
-                disk = functools.partial(self._updates.from_disk, request, timeout_s)
+                disk = functools.partial(self._disk.update, request, timeout_s)
                 return await self.joining.run(request, model, engines, disk)
             case LoadAdapterRequest():
-                load = functools.partial(self._updates.load_adapter, request, timeout_s)
+                load = functools.partial(self._disk.load_adapter, request, timeout_s)
                 return await self.joining.run(request, model, engines, load)
             case UnloadAdapterRequest():
                 unload = functools.partial(self._unload, request, model, timeout_s)
@@ -173,8 +174,11 @@ class Implicit:
 
     # Open.
 
-    async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> OpenUpdate:
+    async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
         """Open an implicit update, or confirm one that nothing was written in yet. Raises UPDATE_IN_PROGRESS."""
+        known = self._operations.known(request.header.request_id, request)
+        if known is not None:
+            return self._updates.get(known.operation.update_id).session.record.plan
         begin = BeginWeightUpdateRequest()
         begin.CopyFrom(request)
         begin.model = self._model(Target(model=request.model), request.header.for_slot)
@@ -183,8 +187,9 @@ class Implicit:
             if opened is not None and not opened.decided.is_set() and not opened.session.written:
                 opened.renew(self._clock.now())
                 await self._operations.join(opened.run, request)
-                return opened
-            return await self._open(begin, timeout_s, asked=request)
+            else:
+                opened = await self._open(begin, timeout_s, asked=request)
+        return opened.session.record.plan
 
     async def _open(
         self, begin: BeginWeightUpdateRequest, timeout_s: float | None, asked: Message | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.groups import GroupBook
-from rlctl.coordinator.roster import ModelState, Roster, Slot, unsupported
+from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_over_group, unsupported
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
 from rlctl.times import duration, seconds
@@ -17,6 +17,7 @@ from rlctl.v1.common_pb2 import (
     TRANSPORT_SHARED_MEMORY,
     TRANSPORT_TORCH_GLOO,
     TRANSPORT_TORCH_NCCL,
+    WEIGHT_SELECTOR_DRAFT,
     Target,
     Transport,
     WeightVersion,
@@ -209,6 +210,8 @@ class Planner:
         if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
             engine = slot.record.registration.engine
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
+        if request.options.selector == WEIGHT_SELECTOR_DRAFT and not slot.capabilities.draft_model:
+            return Reason.UNSUPPORTED.error(f"{slot.name} has no draft model", field="options.selector")
         alone = len(slot.record.registration.layout.workers) == 1
         if request.apply == APPLY_MODE_STAGED and not alone and _transport(request, slot) == TRANSPORT_TORCH_NCCL:
             return Reason.UNSUPPORTED.error(
@@ -219,6 +222,13 @@ class Planner:
         transport = _transport(request, slot)
         if request.transports and transport in _BACKENDS and transport not in slot.capabilities.transports:
             return Reason.UNSUPPORTED.error(f"{slot.name} joins no {_BACKENDS[transport]} group", field="transports")
+        if request.kind == UPDATE_KIND_ADAPTER and transport in _BACKENDS and not adapter_over_group(slot):
+            engine = slot.record.registration.engine
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name}: engine {engine!r} takes no adapter over a group",
+                field="path",
+                next_step="Send it from a process on the same host, or save it and call LoadAdapter.",
+            )
         writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
         missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):

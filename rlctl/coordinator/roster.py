@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
+from rlctl.coordinator.followers import Followers
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Journal, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
-from rlctl.v1.common_pb2 import ErrorDetail, ResponseHeader, StageState, Target, WeightVersion
+from rlctl.v1.common_pb2 import (
+    TRANSPORT_TORCH_GLOO,
+    TRANSPORT_TORCH_NCCL,
+    ErrorDetail,
+    ResponseHeader,
+    StageState,
+    Target,
+    WeightVersion,
+)
 from rlctl.v1.fleet_pb2 import (
     FLEET_EVENT_KIND_CHANGED,
     FLEET_EVENT_KIND_SNAPSHOT,
@@ -52,6 +61,7 @@ class Slot:
         grant_number: number of the grant whose receipt it was last asked to confirm.
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
+        leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
         unhealable: why it needs a heal and can get none, or "".
     """
 
@@ -62,6 +72,7 @@ class Slot:
     grant_number: int = 0
     restoring: bool = False
     late: bool = True
+    leaving: int = 0
     unhealable: str = ""
 
     @property
@@ -122,6 +133,8 @@ class Slot:
             return f"quarantined: {self.quarantine.message}"
         if self.report is None or not self.report.lease_held:
             return "no serving lease"
+        if self.leaving:
+            return "about to be paused or written to"
         return ""
 
 
@@ -158,6 +171,7 @@ class Roster:
         self.epoch = 0
         self._revision = 0
         self._watchers: dict[asyncio.Queue[None], None] = {}
+        self.followers = Followers()
         self._closed = False
         self.publishing = asyncio.Lock()
         """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
@@ -345,19 +359,44 @@ class Roster:
             while not condition():
                 await queue.get()
 
-    async def watch(self, model: str = "") -> AsyncGenerator[FleetEvent, None]:
-        """A snapshot, then what changes. Bursts are merged."""
+    @contextlib.asynccontextmanager
+    async def leaving(self, slots: Collection[Slot]) -> AsyncIterator[None]:
+        """Around what takes stages out of service: those that are routable are out of every follower's list first."""
+        models = {slot.model for slot in slots}
+        going = [slot for slot in slots if not slot.not_routable()] if self.followers.awaited(models) else []
+        for slot in going:
+            slot.leaving += 1
+        try:
+            if going:
+                await self.told(models)
+            yield
+        finally:
+            for slot in going:
+                slot.leaving -= 1
+            if going:
+                self.changed()
+
+    async def told(self, models: Collection[str]) -> None:
+        """Tell the watchers of a change; returns when the followers of these models have taken it in, or are late."""
+        self.changed()
+        await self.followers.taken_in(self._revision, models)
+
+    async def watch(self, model: str = "", watch_id: str = "") -> AsyncGenerator[FleetEvent, None]:
+        """A snapshot, then what changes. Bursts are merged. ``watch_id``: the caller confirms what it is told."""
         seen: dict[str, bytes] = {}
-        with self._watching() as queue:
+        with self._watching() as queue, self.followers.following(watch_id, model) as follower:
             fleet = self.fleet(model)
             _difference(fleet, seen)
+            self.followers.looked(follower, fleet.revision, told=True)
             yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
             while not self._closed:
                 await queue.get()
                 began = self._clock.now()
                 changed = _difference(self.fleet(model), seen)
                 rest_s = REST * (self._clock.now() - began)
-                if changed.models or changed.stages:
+                new = bool(changed.models or changed.stages)
+                self.followers.looked(follower, changed.revision, told=new)
+                if new:
                     yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
                 await asyncio.sleep(rest_s)
 
@@ -447,6 +486,12 @@ def model_put(record: ModelRecord) -> Put:
 def names(slots: Sequence[Slot]) -> list[str]:
     """Their names."""
     return [slot.name for slot in slots]
+
+
+def adapter_over_group(slot: Slot) -> bool:
+    """Whether an adapter's tensors can reach a stage, or leave it, over a group."""
+    by = slot.capabilities.adapter_transports
+    return not by or TRANSPORT_TORCH_GLOO in by or TRANSPORT_TORCH_NCCL in by
 
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:

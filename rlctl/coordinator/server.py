@@ -92,6 +92,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "CancelOperation": coordinator.cancel_operation,
         "GetFleet": coordinator.get_fleet,
         "SetStageEnabled": coordinator.set_stage_enabled,
+        "ConfirmFleet": coordinator.confirm_fleet,
         "HealStage": coordinator.heal_stage,
     }
     watches: dict[str, Callable[[Any], AsyncIterator[Message]]] = {

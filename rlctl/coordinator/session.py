@@ -247,6 +247,10 @@ class Session:
         if self.staged:
             self._all_applied(_flat(await self.in_order(*self._prepares())))
             return
+        async with self._roster.leaving(self.targets):
+            await self._prepare_in_place()
+
+    async def _prepare_in_place(self) -> None:
         if self.adapter is not None and self._pause_mode == PAUSE_MODE_UNSPECIFIED:
             # Requests with other adapters, or none, wait while the update is open and go on where they were.
             self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
@@ -264,7 +268,8 @@ class Session:
 
     async def pause(self, slots: Sequence[Slot]) -> list[StageResult]:
         """Stop generation where it goes on, and remember that it is to go on again; the results of those."""
-        return await self._pause(self._generating(slots))
+        async with self._roster.leaving(slots):
+            return await self._pause(self._generating(slots))
 
     def _generating(self, slots: Sequence[Slot]) -> list[Slot]:
         awake = [slot for slot in slots if slot.state != STAGE_STATE_ASLEEP]

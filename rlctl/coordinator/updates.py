@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Awaitable, Callable, Collection
 
 from google.protobuf.message import Message
@@ -16,7 +15,7 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.healing import MAKE_WAY_S, Healer
-from rlctl.coordinator.implicit import Implicit
+from rlctl.coordinator.joining import Joining
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
@@ -24,17 +23,15 @@ from rlctl.coordinator.planning import Planner, in_progress
 from rlctl.coordinator.rolling import Rolling
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
-from rlctl.coordinator.verification import NOTHING, Expected
+from rlctl.coordinator.verification import NOTHING
 from rlctl.errors import Reason, RlctlError
-from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Delete, Journal
 from rlctl.times import duration, seconds
-from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE, Target
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.update_pb2 import (
-    DATA_PATH_DISK,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
     CommitBatchRequest,
@@ -43,25 +40,13 @@ from rlctl.v1.update_pb2 import (
     JoinWeightUpdateResponse,
     RenewLeaseResponse,
     RetryWeightUpdateRequest,
-    RolloutStrategy,
-    Trainer,
 )
 from rlctl.v1.verbs_pb2 import (
-    UPDATE_KIND_ADAPTER,
-    UPDATE_KIND_FULL,
-    UPDATE_KIND_PARTIAL,
     Adapter,
     InitWeightsUpdateGroupRequest,
-    InspectCheckpointRequest,
-    LoadAdapterRequest,
     UnloadAdapterRequest,
-    UpdateOptions,
-    UpdateWeightsFromDiskRequest,
 )
-from rlctl.verbs import Verb
-
-FromDisk = UpdateWeightsFromDiskRequest | LoadAdapterRequest
-"""Updates in one call, whose targets read from disk."""
+from rlctl.verbs import Verb, of_request
 
 Content = Callable[[OpenUpdate], Awaitable[None]]
 """Brings the weights of an update in one call to its targets, and decides for it."""
@@ -73,9 +58,6 @@ TRAINERS_UPDATE = "WeightUpdate"
 
 LOOK_S = 10.0
 """How often every stage is looked at: a source to heal it from may have appeared, or an owner gone."""
-
-_READ_AGAIN = ("", "auto", "safetensors")
-"""Load formats of checkpoints that engines can be launched with or healed from."""
 
 
 class Updates:
@@ -90,6 +72,9 @@ class Updates:
         journal: Journal,
         clock: Clock,
         *,
+        groups: GroupBook,
+        planner: Planner,
+        attempts: Attempts,
         heal_by_hand: Collection[str],
     ) -> None:
         """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
@@ -99,23 +84,13 @@ class Updates:
         self._operations = operations
         self._journal = journal
         self._clock = clock
-        self._groups = GroupBook()
-        self._planner = Planner(roster, self._groups, clock)
-        self._attempts = Attempts(roster, fanout, self._groups, self._planner, journal, clock)
+        self._groups = groups
+        self._planner = planner
+        self._attempts = attempts
         self._rolling = Rolling(self._groups, self._planner, journal)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
-        self.implicit = Implicit(
-            self,
-            roster=roster,
-            peers=peers,
-            operations=operations,
-            fanout=fanout,
-            planner=self._planner,
-            attempts=self._attempts,
-            journal=journal,
-            clock=clock,
-        )
+        self.joining = Joining(operations)
         self._open: dict[str, OpenUpdate] = {}
         self._beginning = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -124,15 +99,10 @@ class Updates:
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
         """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
-        if request.implicit and not request.header.validate_only:
-            known = self._operations.known(request.header.request_id, request)
-            if known is not None:
-                return self._get(known.operation.update_id).session.record.plan
-            return (await self.implicit.begin(request, timeout_s)).session.record.plan
         async with self._beginning:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
-                return self._get(known.operation.update_id).session.record.plan
+                return self.get(known.operation.update_id).session.record.plan
             if not request.header.validate_only:
                 await self._end_predecessors(request)
                 await self._healer.make_way(request.model)
@@ -153,12 +123,50 @@ class Updates:
         content: Content | None = None,
     ) -> OpenUpdate:
         """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
-        async with self._beginning:
-            await self._healer.make_way(begin.model)
-            session = self._plan(begin, timeout_s)
+
+        def vet(session: Session) -> None:
             if begin.options.verify != VERIFICATION_LEVEL_EXPECTED:
                 session.levels(NOTHING)  # such clients give no digest: better refused than found out after the writes
-            return await self._start(session, request or begin, verb, content)
+
+        async with self._beginning:
+            return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet)
+
+    async def begin_whole(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        request: Message,
+        content: Content,
+        *,
+        adapter: Adapter | None = None,
+        vet: Callable[[Session], None] = lambda _: None,
+    ) -> Run:
+        """Open an update that is the whole of a verb's ``request``; a repeat of it is the operation that it was.
+
+        ``vet`` may raise what keeps a session from being accepted.
+        """
+        async with self._beginning:
+            known = self._operations.known(begin.header.request_id, request)
+            if known is not None:
+                return known
+            verb = of_request(request).name
+            return (await self._begin(begin, timeout_s, request, verb, content, adapter=adapter, vet=vet)).run
+
+    async def _begin(
+        self,
+        begin: BeginWeightUpdateRequest,
+        timeout_s: float | None,
+        request: Message,
+        verb: str,
+        content: Content | None,
+        *,
+        vet: Callable[[Session], None],
+        adapter: Adapter | None = None,
+    ) -> OpenUpdate:
+        await self._healer.make_way(begin.model)
+        session = self._plan(begin, timeout_s, adapter)
+        vet(session)
+        return await self._start(session, request, verb, content)
 
     def implicit_of(self, model: str) -> OpenUpdate | None:
         """The open update of a model, if it is one that clients join without naming it."""
@@ -178,7 +186,7 @@ class Updates:
 
     def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
         """What a further source needs to know of an open update."""
-        session = self._get(request.update_id).session
+        session = self.get(request.update_id).session
         sources = max(1, session.record.request.num_sources)
         if not 0 < request.source < sources:
             raise Reason.FIELD_INVALID.error(
@@ -188,7 +196,7 @@ class Updates:
 
     async def retry(self, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
-        opened = self._own(request.update_id, request.fencing_token) or self._get(request.update_id)
+        opened = self._own(request.update_id, request.fencing_token) or self.get(request.update_id)
         return await self._attempts.retry(opened, request)
 
     async def commit(self, request: CommitWeightUpdateRequest) -> Run:
@@ -226,58 +234,6 @@ class Updates:
             raise Reason.LEASE_EXPIRED.error(f"update {update_id} has ended", field="update_id")
         opened.renew(self._clock.now())
         return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
-
-    async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
-        """A whole adapter update in one call: every stage of the model reads it from disk."""
-        model = self._planner.only_model(request.header.target)
-        version = request.version or f"disk-{self._clock.new_id()[:8]}"
-        incarnation = self._roster.model(model).record.trainer_incarnation
-        begin = BeginWeightUpdateRequest(
-            header=request.header,
-            model=model,
-            version=version,
-            path=DATA_PATH_DISK,
-            kind=UPDATE_KIND_ADAPTER,
-            adapter=request.name,
-            options=UpdateOptions(abort_all_requests=request.abort_requests),
-            trainer=Trainer(name="adapters", incarnation=incarnation),
-        )
-        adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
-        async with self._beginning:
-            known = self._operations.known(request.header.request_id, request)
-            if known is not None:
-                return known
-            await self._healer.make_way(model)
-            session = self._plan(begin, timeout_s, adapter)
-            content = functools.partial(self._read_checkpoint, request=request)
-            return (await self._start(session, request, "LoadAdapter", content)).run
-
-    async def from_disk(self, request: UpdateWeightsFromDiskRequest, timeout_s: float | None) -> Run:
-        """A whole update in one call: every target reads a checkpoint."""
-        target = request.header.target
-        model = self._planner.only_updatable(target)
-        begin = BeginWeightUpdateRequest(
-            header=request.header,
-            model=model,
-            version=request.weight_version or f"disk-{self._clock.new_id()[:8]}",
-            path=DATA_PATH_DISK,
-            kind=UPDATE_KIND_PARTIAL if request.target_modules else UPDATE_KIND_FULL,
-            apply=request.apply,
-            rollout=RolloutStrategy(max_unavailable=request.max_unavailable),
-            options=request.options,
-            trainer=Trainer(name="disk"),
-        )
-        async with self._beginning:
-            known = self._operations.known(request.header.request_id, request)
-            if known is not None:
-                return known
-            await self._healer.make_way(model)
-            session = self._plan(begin, timeout_s)
-            session.levels(Expected(digest=request.expected_digest))
-            if not request.target_modules and request.load_format in _READ_AGAIN:
-                session.checkpoint = request.model_path
-            content = functools.partial(self._read_checkpoint, request=request)
-            return (await self._start(session, request, "UpdateWeightsFromDisk", content)).run
 
     # What happens inside.
 
@@ -325,7 +281,7 @@ class Updates:
 
     async def receive(self, request: Write, run: Run, timeout_s: float) -> None:
         """Let the targets of an update take in what its sources send."""
-        await self._attempts.receive(self._get(request.header.fence.update_id), request, run, timeout_s)
+        await self._attempts.receive(self.get(request.header.fence.update_id), request, run, timeout_s)
 
     def is_open(self, update_id: str) -> bool:
         """Whether an update of this id is open."""
@@ -333,7 +289,7 @@ class Updates:
 
     def targets(self, update_id: str, verb: Verb) -> list[Slot]:
         """The targets of an open update that a verb is for. Raises UPDATE_NOT_FOUND."""
-        return self._get(update_id).session.reached_by(verb)
+        return self.get(update_id).session.reached_by(verb)
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Bring stages to the published version from a known source."""
@@ -427,7 +383,7 @@ class Updates:
         model.update_id = plan.update_id
         model.update_owner = begin.trainer.name or "unnamed"
         self._roster.changed()
-        self.implicit.joining.forget(begin.model)
+        self.joining.forget(begin.model)
         started.set()
         return opened
 
@@ -496,52 +452,8 @@ class Updates:
         if opened.verdict is not None:
             raise opened.verdict
 
-    async def _read_checkpoint(self, opened: OpenUpdate, *, request: FromDisk) -> None:
-        """Let every target read; an abort meanwhile does not wait for them."""
-        session = opened.session
-        digest = ""
-        if isinstance(request, UpdateWeightsFromDiskRequest):
-            digest = await self._inspect(opened, request)
-        await session.ready()
-        sent = type(request).FromString(request.SerializeToString())
-        compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets)
-        if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:
-            sent.expected_digest = digest  # what turns out to be something else is rolled back
-        reading = asyncio.create_task(session.step(sent, session.targets))
-        aborted = asyncio.create_task(opened.decided.wait())
-        await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
-        aborted.cancel()
-        if not reading.done():
-            return
-        results = reading.result()
-        opened.received += results
-        for result in results:
-            opened.run.add(result)
-        failed = [r for r in results if not acknowledged(r, update=True)]
-        if failed and session.left - len(failed) < session.quorum:
-            raise blame(failed[0])
-        opened.decide(expected=Expected(digest=digest))
-
-    async def _inspect(self, opened: OpenUpdate, request: UpdateWeightsFromDiskRequest) -> str:
-        """Let every target look at the checkpoint, before anything is paused for it; returns the model digest that it
-        must have: the request's or, of a whole one, what all find that it says of itself. Raises what the first says.
-        """
-        session = opened.session
-        inspect = InspectCheckpointRequest(
-            model_path=request.model_path, load_format=request.load_format, target_modules=request.target_modules
-        )
-        results = await session.step(inspect, session.targets)
-        failed = [result for result in results if not acknowledged(result, update=False)]
-        for result in failed:
-            opened.run.add(result)
-        if failed and session.left - len(failed) < session.quorum:
-            raise blame(failed[0])
-        said = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
-        wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE
-        known = len(said) == 1 and session.full and not failed and wanted
-        return request.expected_digest or (said.pop() if known else "")
-
-    def _get(self, update_id: str) -> OpenUpdate:
+    def get(self, update_id: str) -> OpenUpdate:
+        """An open update. Raises UPDATE_NOT_FOUND."""
         if update_id not in self._open:
             raise Reason.UPDATE_NOT_FOUND.error(f"no update {update_id!r} is open", field="update_id")
         return self._open[update_id]
@@ -553,8 +465,8 @@ class Updates:
             try:
                 ended = self._operations.get(update_id).operation
             except RlctlError:
-                return self._get(update_id)
-            return None if ended.update_id == update_id else self._get(update_id)
+                return self.get(update_id)
+            return None if ended.update_id == update_id else self.get(update_id)
         if token != opened.session.record.plan.fencing_token and not (override and token == 0):
             raise Reason.UPDATE_FENCED.error("the fencing token is not the owner's", field="fencing_token")
         return opened

@@ -19,7 +19,7 @@ from rlctl.demo.judge import Judge, Step, Verdict
 from rlctl.demo.production import MAX_STALENESS, Production, staleness
 from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
 from rlctl.errors import RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1.common_pb2 import VerificationLevel
 
 SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank")
@@ -79,7 +79,7 @@ def run(settings: Settings, listener: Listener, directory: Path) -> Verdict:
     listener.note(f"warm-up done, loss {loss:.3f}")
     checkpoint = directory / "checkpoint"
     tiny.save(model, checkpoint)
-    local = LocalFleet(_engines(settings, checkpoint), directory=directory / "fleet", on_progress=listener.note)
+    local = LaunchedFleet(_engines(settings, checkpoint), directory=directory / "fleet", on_progress=listener.note)
     with local, local.connect() as fleet:
         trainer = Trainer(model, learning_rate=settings.learning_rate, seed=settings.seed)
         return _Loop(settings, listener, fleet, trainer).run()

@@ -12,7 +12,7 @@ from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Route
-from rlctl.gateway.generation.running import SLOT
+from rlctl.gateway.generation.running import ANY, SLOT
 from rlctl.gateway.table import ENGINE
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import Stage
@@ -47,8 +47,8 @@ def with_engines(routes: Iterable[Route]) -> list[Route]:
 
 
 def slots_of(call: Call) -> list[str]:
-    """The engine whose address was asked; none: the fleet's."""
-    return [call.path[SLOT]] if SLOT in call.path else []
+    """The engine whose address was asked; none: the fleet's, or that of nobody in particular."""
+    return [call.path[SLOT]] if call.path.get(SLOT, ANY) != ANY else []
 
 
 def url_of(call: Call, slot: str) -> str:

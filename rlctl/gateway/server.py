@@ -21,7 +21,7 @@ from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.identity import RequestIds
-from rlctl.gateway.routed import ROUTES, Keeper
+from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.transport.addresses import join, refuse_insecure, split
 
@@ -126,7 +126,7 @@ class GatewayServer:
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._without_route], client_max_size=self.dialect.body_bytes)
         there: set[tuple[str, str]] = set()
-        for route in (*self.dialect.routes, *(ROUTES if self.config.router is not None else ())):
+        for route in (*self.dialect.routes, *(routed(self.dialect.routes) if self.config.router is not None else ())):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
                 if (method, route.path) not in there:
@@ -148,12 +148,12 @@ class GatewayServer:
             return _response(self.dialect.fail(failure))
 
     async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
-        call: Call | None = None
         try:
             call = Call(request, self.fleet, self.generation, self._ids, self.dialect.body_bytes)
             answer = await self._answer(route, call)
             if isinstance(answer, Stream):
                 return await self._stream(request, call, answer)
+            return _response(answer, _unknown(call))
         except RlctlError as error:
             answer = self.dialect.fail(error)
         except (asyncio.CancelledError, ConnectionError):
@@ -161,7 +161,8 @@ class GatewayServer:
         except Exception:
             log.exception("%s %s", request.method, request.path)
             answer = self.dialect.fail(Reason.INTERNAL.error("the gateway failed; its log says more"))
-        return _response(answer, _unknown(call))
+        # Not all fields of a request that failed were looked at: none is called unknown.
+        return _response(answer)
 
     async def _answer(self, route: Route, call: Call) -> Answer:
         handler: Handler = route.handler
@@ -209,8 +210,8 @@ async def _write(response: web.StreamResponse, chunk: bytes) -> None:
         raise ConnectionResetError(f"the caller took nothing for {WRITE_S:g} s") from None
 
 
-def _unknown(call: Call | None) -> dict[str, str]:
-    names = call.unknown if call is not None else []
+def _unknown(call: Call) -> dict[str, str]:
+    names = call.unknown
     return {UNKNOWN_FIELDS: ", ".join(map(_printable, names))[:1000]} if names else {}
 
 

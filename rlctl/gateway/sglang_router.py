@@ -11,16 +11,21 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rlctl.errors import Reason
+from rlctl.process import dying_with_parent
 
+STDERR = 2
+"""Of this process: its log, where it is a server."""
 START_S = 30.0
 CALL_S = 10.0
 LOOK_S = 0.02
+ADD_S = 10.0
+"""For a worker to be added. It is asked for again after that."""
 
 
 class SglangRouter:
@@ -39,13 +44,17 @@ class SglangRouter:
         arguments: Sequence[str] = (),
         log: Path | None = None,
     ) -> None:
-        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output."""
+        """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output; None: stderr.
+
+        It ends with this process, and with the thread that has started it.
+        """
         self._policy = policy
         self._host = host
         self._port = port or _free_port(host)
         self._arguments = list(arguments)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked: dict[str, float] = {}
         self.url = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     def __enter__(self) -> Self:
@@ -65,6 +74,11 @@ class SglangRouter:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def start(self) -> None:
         """Start it and wait until it answers. Raises UNSUPPORTED where it is not installed, ENGINE_FAILED."""
         launch = [
@@ -73,8 +87,11 @@ class SglangRouter:
             *("--log-level", "warn", *self._arguments),
         ]
         with contextlib.ExitStack() as stack:
-            output: Any = stack.enter_context(self._log.open("ab")) if self._log else subprocess.DEVNULL
-            self._process = subprocess.Popen(launch, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            output: Any = stack.enter_context(self._log.open("ab")) if self._log else STDERR
+            self._process = subprocess.Popen(
+                dying_with_parent(launch), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        self._asked.clear()
         until = time.monotonic() + START_S
         while True:
             try:
@@ -109,24 +126,32 @@ class SglangRouter:
         return {worker["url"]: worker["id"] for worker in self._call("GET", "/workers")["workers"]}
 
     def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
-        """Make these, and no others, its workers; those that leave go first. Returns when it has them so.
-
-        It adds a worker only when that one answers /health. Raises OSError, DEADLINE_EXCEEDED.
-        """
-        wanted = set(urls)
+        """Make these, and no others, its workers. Returns when it has them so. Raises OSError, DEADLINE_EXCEEDED."""
+        wanted = frozenset(urls)
         until = time.monotonic() + timeout_s
-        asked: set[str] = set()
-        while (known := self.workers()).keys() != wanted:
+        while (found := self.towards(wanted)) != (wanted, frozenset()):
             if time.monotonic() >= until:
                 raise Reason.DEADLINE_EXCEEDED.error(
-                    f"sglang-router has {sorted(known)} and not {sorted(wanted)} after {timeout_s:g} s"
+                    f"sglang-router has {sorted(found[0])} and not {sorted(wanted)} after {timeout_s:g} s"
                 )
+            time.sleep(LOOK_S)
+
+    def towards(self, wanted: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """One step towards these workers and no others: (those that it had, those that it is about to add).
+
+        It adds a worker some time after it was told, when that one has answered /health, and removes one at once. It is
+        not left without any, as it would refuse everything: the last one goes when another one is in. Raises OSError.
+        """
+        known = self.workers()
+        now = time.monotonic()
+        self._asked = {url: at for url, at in self._asked.items() if url not in known and now - at < ADD_S}
+        for url in wanted - known.keys() - self._asked.keys():
+            self._call("POST", "/workers", {"url": url})
+            self._asked[url] = now
+        if not wanted or known.keys() & wanted:
             for url in known.keys() - wanted:
                 self._call("DELETE", f"/workers/{known[url]}")
-            for url in wanted - known.keys() - asked:
-                self._call("POST", "/workers", {"url": url})
-                asked.add(url)
-            time.sleep(LOOK_S)
+        return frozenset(known), frozenset(self._asked)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -142,13 +167,18 @@ class SglangRouter:
             raise
 
 
-def program() -> str:
-    """The program, beside this interpreter or on the path. Raises UNSUPPORTED where it is not installed."""
+def installed() -> str:
+    """The program, beside this interpreter or on the path; "" where it is not installed."""
     beside = Path(sys.executable).parent / "sglang-router"
-    found = str(beside) if beside.exists() else shutil.which("sglang-router")
-    if found is None:
+    return str(beside) if beside.exists() else shutil.which("sglang-router") or ""
+
+
+def program() -> str:
+    """The same. Raises UNSUPPORTED where it is not installed."""
+    found = installed()
+    if not found:
         raise Reason.UNSUPPORTED.error(
-            "sglang-router is not installed", field="router.backend", next_step="pip install sglang-router"
+            "sglang-router is not installed", field="router.backend", next_step="pip install 'rlctl[router]'"
         )
     return found
 

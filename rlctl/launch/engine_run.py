@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
-from rlctl.launch.processes import STOP_S, end, last_line
+from rlctl.launch.processes import STOP_S, end
 from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -227,7 +227,7 @@ class EngineRun:
             return
         self._remind_s *= 2
         waiting = next((process for process in self.processes if not process.serves), self.processes[-1])
-        said = last_line(waiting.log)
+        said = waiting.said()
         self._say(f"{self.spec.slot}: still {what} after {since_s:.0f} s" + (f"; its log says: {said}" if said else ""))
 
     def _limit(self, limit_s: float, why: str) -> None:

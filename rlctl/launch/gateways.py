@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.errors import RlctlError
 from rlctl.launch.engine_run import BACKOFF_AT_MOST_S
@@ -25,7 +25,7 @@ LEAVE_S = 60.0
 class _Gateway:
     spec: GatewaySpec
     process: Launched
-    listen: str = ""
+    at: GatewaySpec
     ready: bool = False
     failures: int = 0
     again_at: float = 0.0
@@ -61,6 +61,12 @@ class Gateways:
         return {model: gateway.process.facts["address"] for model, gateway in self._running.items() if gateway.ready}
 
     @property
+    def routers(self) -> dict[str, str]:
+        """Where the router in front of it answers, for models that have one."""
+        ready = {model: gateway.process.facts for model, gateway in self._running.items() if gateway.ready}
+        return {model: facts["router"] for model, facts in ready.items() if "router" in facts}
+
+    @property
     def settled(self) -> bool:
         """Whether those that are wanted answer, and no others run."""
         return {gateway.spec for gateway in self._running.values() if gateway.ready} == set(self.wanted) and not (
@@ -81,7 +87,7 @@ class Gateways:
                 self._advance(gateway, coordinator, restart=restart)
         for model, spec in wanted.items():
             if model not in self._running:
-                self._running[model] = _Gateway(spec, self._start(spec, coordinator, spec.listen), spec.listen)
+                self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec)
 
     def stop(self) -> None:
         """End all."""
@@ -94,7 +100,7 @@ class Gateways:
         if model in self.errors:
             if restart and time.monotonic() >= gateway.again_at:
                 del self.errors[model]
-                gateway.process = self._start(gateway.spec, coordinator, gateway.listen)
+                gateway.process = self._start(gateway.at, coordinator)
         elif gateway.process.returncode is not None:
             gateway.process.wait()
             gateway.ready = False
@@ -105,8 +111,11 @@ class Gateways:
             address = gateway.process.facts["address"]
             gateway.ready = True
             gateway.failures = 0
-            gateway.listen = address.partition("://")[2]  # whoever was told of it finds it there again
-            self._say(f"{gateway.spec.process}: ready at {address}")
+            router = gateway.process.facts.get("router", "")
+            # Whoever was told of them finds them there again.
+            gateway.at = replace(gateway.spec, listen=_bound(address), router_listen=_bound(router))
+            behind = f", {gateway.spec.router} at {router}" if router else ""
+            self._say(f"{gateway.spec.process}: ready at {address}{behind}")
 
     def _reap(self) -> None:
         for process, deadline in list(self._leaving):
@@ -116,5 +125,9 @@ class Gateways:
                 self._leaving.remove((process, deadline))
                 self._say(f"{process.name}: stopped")
 
-    def _start(self, spec: GatewaySpec, coordinator: str, listen: str) -> Launched:
-        return self._launcher.start(spec.process, spec.arguments(coordinator, listen))
+    def _start(self, spec: GatewaySpec, coordinator: str) -> Launched:
+        return self._launcher.start(spec.process, spec.arguments(coordinator))
+
+
+def _bound(url: str) -> str:
+    return url.partition("://")[2]

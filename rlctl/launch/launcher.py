@@ -36,6 +36,9 @@ class Launched(Protocol):
     def announced(self, timeout_s: float) -> dict[str, str]:
         """Wait for the facts. Raises ENGINE_FAILED, DEADLINE_EXCEEDED."""
 
+    def said(self) -> str:
+        """The last line that it has logged; "" where there is none, or that cannot be read from here."""
+
     def failure(self) -> RlctlError:
         """Why it ended."""
 

@@ -45,6 +45,7 @@ class Process:
         self.log = log
         self.facts: dict[str, str] = {}
         self._announced = threading.Event()
+        self._log_from = log_end(log)
         with log.open("ab") as stderr:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, "--end-with-parent"],
@@ -93,9 +94,13 @@ class Process:
         """Wait until it has ended; how."""
         return self._popen.wait()
 
+    def said(self) -> str:
+        """The last line that it has logged; "" where there is none."""
+        return last_line(self.log, self._log_from)
+
     def failure(self) -> RlctlError:
         """Why it ended, from the end of its log."""
-        said = last_line(self.log)
+        said = self.said()
         why = f": {said}" if said else ""
         return Reason.ENGINE_FAILED.error(
             f"{self.name} ended with {self.returncode}{why}", next_step=f"See {self.log}."
@@ -136,10 +141,18 @@ class Process:
         self._announced.set()
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says something; "" where there is none, or the log is on another machine."""
+def log_end(log: Path) -> int:
+    """Where a log ends that may be another's before; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return log.stat().st_size
+    return 0
+
+
+def last_line(log: Path, start: int = 0) -> str:
+    """The last line of a log from ``start`` on that says something; "" where there is none, or the log is on another
+    machine."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_BYTES))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
     return ""

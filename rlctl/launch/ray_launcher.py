@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError, from_detail
-from rlctl.launch.processes import STOP_S
+from rlctl.launch.processes import STOP_S, last_line, log_end
 from rlctl.launch.spec import EngineSpec, Reservation
 from rlctl.v1.common_pb2 import ErrorDetail
 
@@ -56,6 +56,7 @@ class RayProcess:
     def __init__(self, server: Server, places: Places) -> None:
         self.name = server.spec.process(server.rank)
         self.log = server.log
+        self._log_from = log_end(server.log)
         self.facts: dict[str, str] = {}
         self._server = server
         self._places = places
@@ -94,6 +95,10 @@ class RayProcess:
                 raise Reason.DEADLINE_EXCEEDED.error(f"{self.name} did not come up in {timeout_s:g} s; see {self.log}")
             self._look(min(left, LOOK_S))
         return self.facts
+
+    def said(self) -> str:
+        """The last line that it has logged; "" when it is on another machine."""
+        return last_line(self.log, self._log_from)
 
     def failure(self) -> RlctlError:
         """Why it ended."""

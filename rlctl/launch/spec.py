@@ -105,22 +105,31 @@ class GatewaySpec:
     Attributes:
         model: the model; one gateway each.
         listen: HOST:PORT; port 0 takes any.
-        policy: how it picks an engine; "": its own default.
+        policy: how it, or the router in front of it, picks an engine; "": its own default.
+        router: program in front of it, "sglang-router"; "": none.
+        router_listen: where that listens.
     """
 
     model: str
     listen: str
     policy: str = ""
+    router: str = ""
+    router_listen: str = ""
 
     @property
     def process(self) -> str:
         """Name of its process."""
         return f"gateway-{self.model}"
 
-    def arguments(self, coordinator: str, listen: str) -> list[str]:
-        """Arguments of ``rlctl``; ``listen``: the one of the spec, or what became of it."""
-        policy = ["--policy", self.policy] if self.policy else []
-        return ["gateway", "--coordinator", coordinator, "--model", self.model, "--listen", listen, *policy]
+    def arguments(self, coordinator: str) -> list[str]:
+        """Arguments of ``rlctl``."""
+        policy = ["--router-policy" if self.router else "--policy", self.policy] if self.policy else []
+        router = ["--router-backend", self.router, "--router-listen", self.router_listen] if self.router else []
+        return [
+            *("gateway", "--coordinator", coordinator, "--model", self.model, "--listen", self.listen),
+            *router,
+            *policy,
+        ]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rlctl.checks import check
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
-from rlctl.stage.facts import Facts, spoils
+from rlctl.stage.facts import Facts
 from rlctl.stage.relay import Relay
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -37,7 +37,7 @@ from rlctl.v1.control_pb2 import (
 )
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
 from rlctl.v1.results_pb2 import RankResult, StageResult
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
 _OUT_OF_SERVICE = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_STALE, common_pb2.STAGE_STATE_DIRTY)

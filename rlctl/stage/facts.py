@@ -329,14 +329,6 @@ _WRITES = (
 """What fills the weights or the shadow copy, its completion among it."""
 
 
-def spoils(request: Message) -> bool:
-    """Whether a verb leaves ranks without what they generate with, though no update is open that says so."""
-    reset = (
-        isinstance(request, verbs_pb2.CheckWeightsRequest) and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS
-    )
-    return reset or isinstance(request, verbs_pb2.ReleaseMemoryRequest)
-
-
 def _of_staged(request: Message) -> bool:
     """Whether a request has no meaning without a shadow copy."""
     return isinstance(request, verbs_pb2.SealUpdateRequest) or (

@@ -504,6 +504,8 @@ class FakeEngine(Engine):
                     )
                 if request.HasField("text") and not count:
                     part.prompt_ids.append(TEXT_ID)
+                if kind and request.return_engine_meta:
+                    part.samples[0].engine_meta.update({"fields": request.engine_fields})
                 yield part
                 if kind:
                     return

@@ -84,6 +84,8 @@ class ModelPlan:
         world_size: of a weight-update group with one source: its ranks and the source; 0 for a frozen one.
         router_policy: how its gateway picks, or "".
         gateway: its gateway's address, or "".
+        router: the program in front of that, or "".
+        router_listen: where it answers, or "".
     """
 
     name: str
@@ -94,6 +96,8 @@ class ModelPlan:
     world_size: int
     router_policy: str
     gateway: str
+    router: str
+    router_listen: str
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,9 @@ class Plan:
     def gateways(self) -> tuple[GatewaySpec, ...]:
         """HTTP gateways, of models that have one."""
         return tuple(
-            GatewaySpec(model.name, model.gateway, model.router_policy) for model in self.models if model.gateway
+            GatewaySpec(model.name, model.gateway, model.router_policy, model.router, model.router_listen)
+            for model in self.models
+            if model.gateway
         )
 
     @property
@@ -310,4 +316,6 @@ def _model(model: Model, specs: list[EngineSpec], offsets: Mapping[str, int]) ->
         world_size=offsets.get(model.name, 0),
         router_policy=model.router_policy,
         gateway=model.gateway,
+        router=model.router,
+        router_listen=model.router_listen,
     )

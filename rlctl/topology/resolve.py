@@ -124,6 +124,8 @@ class _Resolver:
             self._complain(model, "server_groups", "it must have one group or more")
         self._types(model, groups)
         path = self._path(model)
+        gateway = model.get("gateway") or self._default_gateway()
+        router = self._router(model, gateway)
         update_weights = model.get("update_weights")
         if update_weights is None:
             update_weights = not self._checkpoint or posixpath.normpath(path) == posixpath.normpath(self._checkpoint)
@@ -143,8 +145,10 @@ class _Resolver:
             router_policy=self._context.flags.router_policy
             or model.get("router_policy")
             or self._context.fleet.get("router_policy", ""),
-            gateway=model.get("gateway") or self._default_gateway(),
+            gateway=gateway,
             groups=tuple(groups),
+            router=router.get("backend", ""),
+            router_listen=self._router_listen(router, gateway),
             line=model.line,
             path=model.path,
         )
@@ -152,6 +156,21 @@ class _Resolver:
     def _default_gateway(self) -> str:
         host: str = self._context.flags.gateways or self._context.fleet.get("gateways", "")
         return f"[{host}]:0" if ":" in host else f"{host}:0" if host else ""
+
+    def _router(self, model: Section, gateway: str) -> Section:
+        """The model's, or the fleet's where the model has a gateway."""
+        own: Section | None = model.get("router")
+        if own is not None and not gateway:
+            self._complain(model, "router", "it stands in front of a gateway, and the model has none")
+        if own is not None:
+            self._context.an_address(own, "listen")
+        fleets: Section | None = self._context.fleet.get("router") if gateway else None
+        return own or fleets or Section("", 0)
+
+    @staticmethod
+    def _router_listen(router: Section, gateway: str) -> str:
+        listen: str = router.get("listen", "")
+        return listen or (f"{gateway.rpartition(':')[0]}:0" if router.get("backend") else "")
 
     def _default_engine(self) -> str:
         default = "sglang" if self._slime else "torch"

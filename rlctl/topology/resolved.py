@@ -61,6 +61,8 @@ class Model:
         weight_version: label of its first version, or "".
         router_policy: how its gateway picks, or "".
         gateway: address of its gateway, or "".
+        router: program in front of the gateway, or "".
+        router_listen: where that answers, or "".
         groups: in the file's order.
         line: where it stands.
         path: its key.
@@ -75,6 +77,8 @@ class Model:
     router_policy: str
     gateway: str
     groups: tuple[Group, ...]
+    router: str = ""
+    router_listen: str = ""
     line: int = 0
     path: str = ""
 

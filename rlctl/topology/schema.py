@@ -14,6 +14,7 @@ WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
 POLICIES = ("round_robin", "consistent_hashing", "cache_aware", "random", "power_of_two", "bucket", "manual")
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "ray")
+ROUTERS = ("sglang-router",)
 
 MOST = 16384
 """Largest whole number: a fleet of more GPUs is a slip of the pen."""
@@ -66,6 +67,10 @@ class Key:
         return words if self.least is None else f"{words}, {self.least:g} or more{most}"
 
 
+ROUTER = (
+    Key("backend", "string", "The program.", required=True, choices=ROUTERS),
+    Key("listen", "string", "HOST:PORT where it answers; port 0 takes any.", "a free port of the gateway's host"),
+)
 GROUP = (
     Key("name", "string", "Name of the group in its slots.", "the worker type; the first regular group goes unnamed"),
     Key("worker_type", "string", "What its engines are for.", required=True, choices=WORKER_TYPES),
@@ -98,6 +103,7 @@ MODEL = (
     Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
     Key("gateway", "string", "HOST:PORT of its HTTP gateway; port 0 takes any.",
         "none, or one where the fleet's gateways are"),
+    Key("router", "section", "Router in front of its gateway, for its policies.", "the fleet's", of=ROUTER),
 )  # fmt: skip
 FLEET = (
     Key("name", "string", "Name of the fleet on this machine.", "default"),
@@ -114,6 +120,8 @@ FLEET = (
     Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
     Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
     Key("gateways", "string", "Host on which every model that names no gateway has one, on a free port.", "none"),
+    Key("router", "section", "Router in front of the gateway of every model that has one and names no router.", "none",
+        of=ROUTER[:1]),
     Key("auth", "section", "Who may call.", of=(
         Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
         Key("insecure", "boolean", "Bind where other hosts can reach it though there is no token.", "false"),

@@ -1,35 +1,54 @@
-"""What a topology may say and this version cannot run, each with the reason: refused by ``up``, told by ``plan``."""
+"""What a topology may say and cannot be run, each with the reason: by this version (an error of ``validate`` and of
+``up``, told by ``plan``), or on this machine (refused by ``up``, told by ``plan``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from rlctl.engine import brings_ranks
 from rlctl.topology.plan import Plan
 from rlctl.topology.problems import Problem
-from rlctl.topology.resolved import Group, Model
+from rlctl.topology.resolved import Group, Model, Topology
+from rlctl.topology.schema import ROUTERS
 
-GATEWAY_POLICIES = ("consistent_hashing", "round_robin")
-"""Those of slime's names that ``rlctl gateway`` has."""
+POLICIES = {
+    "": ("consistent_hashing", "round_robin"),
+    "sglang-router": ("cache_aware", "manual", "power_of_two", "random", "round_robin"),
+}
+"""Of slime's names, those that a model's router has; "": that ``rlctl gateway`` has."""
 
 
-def unsupported(plan: Plan) -> list[Problem]:
+def unsupported(topology: Topology) -> list[Problem]:
     """What cannot be run, whatever the machine."""
-    topology = plan.topology
     found = []
     for model in topology.models:
-        if model.gateway and model.router_policy and model.router_policy not in GATEWAY_POLICIES:
-            why = f"the gateway has no policy {model.router_policy!r}; there are: {', '.join(GATEWAY_POLICIES)}"
+        policies = POLICIES[model.router]
+        if model.gateway and model.router_policy and model.router_policy not in policies:
+            whose = model.router or "the gateway"
+            why = f"{whose} has no policy {model.router_policy!r}; there are: {', '.join(policies)}"
             found.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
         for group in model.groups:
-            found += [Problem(topology.source, group.line, group.path, why) for why in _of_group(plan, model, group)]
+            reasons = _of_group(topology, model, group)
+            found += [Problem(topology.source, group.line, group.path, why) for why in reasons]
     return found
 
 
-def missing(plan: Plan, *, gpus: int, cores: int) -> list[Problem]:
-    """What this machine lacks for it: checkpoints, GPUs, cores. What a cluster lacks is found out there."""
+def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROUTERS) -> list[Problem]:
+    """What this machine lacks for it: routers, checkpoints, GPUs, cores. What a cluster lacks is found out there.
+
+    ``routers``: programs that are installed.
+    """
     topology = plan.topology
-    found: list[Problem] = []
+    found = [
+        Problem(
+            topology.source, model.line, f"{model.path}.router.backend",
+            f"{model.router} is not installed here: pip install 'rlctl[router]'",
+        )
+        for model in topology.models
+        if model.router and model.router not in routers
+    ]  # fmt: skip
     if topology.launcher != "local":
         return found
     for model in topology.models:
@@ -51,19 +70,19 @@ def missing(plan: Plan, *, gpus: int, cores: int) -> list[Problem]:
     return found
 
 
-def _of_group(plan: Plan, model: Model, group: Group) -> list[str]:
+def _of_group(topology: Topology, model: Model, group: Group) -> list[str]:
     found = []
     if group.worker_type in ("prefill", "decode", "encoder"):
         found.append(
             f"{group.worker_type} engines cannot be run yet: rlctl's generation sends a request to one engine, and "
-            "these need two together"
+            "these need two together; `rlctl plan` shows their arguments and ports"
         )
     if len(group.stages) > 1:
         found.append(f"no plug-in runs several pipeline stages yet, and {model.engine} has one")
     if group.pp_size > 1 and model.engine != "sglang":
         found.append(f"engine {model.engine} has no pipeline-parallel ranks")
-    if group.num_gpus_per_engine > plan.topology.num_gpus_per_node and not group.external:
-        if plan.topology.launcher == "ray":
+    if group.num_gpus_per_engine > topology.num_gpus_per_node and not group.external:
+        if topology.launcher == "ray":
             if brings_ranks(model.engine):
                 found.append(f"engine {model.engine} starts no server over several nodes")
         elif group.device == "cuda":

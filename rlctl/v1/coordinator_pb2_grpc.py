@@ -217,6 +217,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.WatchFleetRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_fleet__pb2.FleetEvent.FromString,
                 _registered_method=True)
+        self.ConfirmFleet = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/ConfirmFleet',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ConfirmFleetRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ConfirmFleetResponse.FromString,
+                _registered_method=True)
         self.SetStageEnabled = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/SetStageEnabled',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.SerializeToString,
@@ -732,10 +737,25 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConfirmFleet(self, request, context):
+        """Says that a watch has taken in what it was told: a list that it keeps, a router's say, is as the fleet was then.
+
+        Effect: stages that are about to be paused or written to are not routable first, and wait for this, 1 s at most. A watch that takes
+        longer is not waited for until it has caught up.
+        Idempotency: yes.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 10 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetStageEnabled(self, request, context):
         """Sets whether the operator lets stages be routed to.
 
-        Effect: routing only; disabled stages remain targets.
+        Effect: routing only; disabled stages remain targets. On return they are out of the lists that confirm (see ConfirmFleet).
         Idempotency: yes.
         States: every one.
         Partial failure: none: unknown slots refuse the whole request.
@@ -937,6 +957,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.WatchFleet,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.WatchFleetRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_fleet__pb2.FleetEvent.SerializeToString,
+            ),
+            'ConfirmFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmFleet,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ConfirmFleetRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ConfirmFleetResponse.SerializeToString,
             ),
             'SetStageEnabled': grpc.unary_unary_rpc_method_handler(
                     servicer.SetStageEnabled,
@@ -1898,6 +1923,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/WatchFleet',
             rlctl_dot_v1_dot_coordinator__pb2.WatchFleetRequest.SerializeToString,
             rlctl_dot_v1_dot_fleet__pb2.FleetEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/ConfirmFleet',
+            rlctl_dot_v1_dot_coordinator__pb2.ConfirmFleetRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.ConfirmFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -397,10 +397,21 @@ class CoordinatorServiceStub:
     Retry: every code.
     Deadline: the call's.
     """
+    ConfirmFleet: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ConfirmFleetRequest, _coordinator_pb2.ConfirmFleetResponse]
+    """Says that a watch has taken in what it was told: a list that it keeps, a router's say, is as the fleet was then.
+
+    Effect: stages that are about to be paused or written to are not routable first, and wait for this, 1 s at most. A watch that takes
+    longer is not waited for until it has caught up.
+    Idempotency: yes.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 10 s.
+    """
     SetStageEnabled: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetStageEnabledRequest, _fleet_pb2.Fleet]
     """Sets whether the operator lets stages be routed to.
 
-    Effect: routing only; disabled stages remain targets.
+    Effect: routing only; disabled stages remain targets. On return they are out of the lists that confirm (see ConfirmFleet).
     Idempotency: yes.
     States: every one.
     Partial failure: none: unknown slots refuse the whole request.
@@ -783,10 +794,21 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Retry: every code.
     Deadline: the call's.
     """
+    ConfirmFleet: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ConfirmFleetRequest, _coordinator_pb2.ConfirmFleetResponse]  # type: ignore[assignment]
+    """Says that a watch has taken in what it was told: a list that it keeps, a router's say, is as the fleet was then.
+
+    Effect: stages that are about to be paused or written to are not routable first, and wait for this, 1 s at most. A watch that takes
+    longer is not waited for until it has caught up.
+    Idempotency: yes.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 10 s.
+    """
     SetStageEnabled: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetStageEnabledRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
     """Sets whether the operator lets stages be routed to.
 
-    Effect: routing only; disabled stages remain targets.
+    Effect: routing only; disabled stages remain targets. On return they are out of the lists that confirm (see ConfirmFleet).
     Idempotency: yes.
     States: every one.
     Partial failure: none: unknown slots refuse the whole request.
@@ -1378,6 +1400,23 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def ConfirmFleet(
+        self,
+        request: _coordinator_pb2.ConfirmFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ConfirmFleetResponse, _abc.Awaitable[_coordinator_pb2.ConfirmFleetResponse]]:
+        """Says that a watch has taken in what it was told: a list that it keeps, a router's say, is as the fleet was then.
+
+        Effect: stages that are about to be paused or written to are not routable first, and wait for this, 1 s at most. A watch that takes
+        longer is not waited for until it has caught up.
+        Idempotency: yes.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 10 s.
+        """
+
+    @_abc_1.abstractmethod
     def SetStageEnabled(
         self,
         request: _coordinator_pb2.SetStageEnabledRequest,
@@ -1385,7 +1424,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
         """Sets whether the operator lets stages be routed to.
 
-        Effect: routing only; disabled stages remain targets.
+        Effect: routing only; disabled stages remain targets. On return they are out of the lists that confirm (see ConfirmFleet).
         Idempotency: yes.
         States: every one.
         Partial failure: none: unknown slots refuse the whole request.

@@ -87,12 +87,16 @@ class Capabilities(_message.Message):
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
     ANSWERS_FOR_RANKS_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_TRANSPORTS_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
     """Its engine obeys only the stage server; false for an attached engine that others can reach."""
     answers_for_ranks: _builtins.bool
     """The engine gives one answer for all of its ranks, which proves nothing about each: its updates must be verified."""
+    draft_model: _builtins.bool
+    """It has a draft model, whose weights can be updated apart."""
     @_builtins.property
     def verbs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the verbs that the engine has."""
@@ -137,6 +141,10 @@ class Capabilities(_message.Message):
     def unsupported(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Why a verb of the contract is missing, by verb name."""
 
+    @_builtins.property
+    def adapter_transports(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Transport.ValueType]:
+        """Ways for an adapter's tensors to reach it, where they are fewer than those for weights. Empty: the same."""
+
     def __init__(
         self,
         *,
@@ -154,10 +162,12 @@ class Capabilities(_message.Message):
         experimental: _abc.Iterable[_builtins.str] | None = ...,
         unsupported: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         answers_for_ranks: _builtins.bool = ...,
+        draft_model: _builtins.bool = ...,
+        adapter_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "experimental", b"experimental", "fenced", b"fenced", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ from history import Generation, History, Token, Update
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.aio import connect as aconnect
 from rlctl.errors import RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.loops import LoopThread
 from rlctl.testing.chaos_proxy import ChaosProxy
 from rlctl.v1.fleet_pb2 import Fleet as FleetState
@@ -35,7 +35,7 @@ GENERATE_S = 5.0
 CLIENTS = 2
 
 
-class ChaosFleet(LocalFleet):
+class ChaosFleet(LaunchedFleet):
     """``with ChaosFleet(engines, directory=path) as fleet``. Stages are reached through ``proxies`` only."""
 
     def __init__(self, engines: Sequence[EngineSpec], *, directory: Path) -> None:
@@ -210,7 +210,7 @@ class Trainer:
             update.ended = facts["time"]
 
 
-def until(fleet: LocalFleet, condition: Callable[[FleetState], bool], timeout_s: float, what: str) -> FleetState:
+def until(fleet: LaunchedFleet, condition: Callable[[FleetState], bool], timeout_s: float, what: str) -> FleetState:
     """Wait until the fleet is as wanted."""
     deadline = time.monotonic() + timeout_s
     state = FleetState()

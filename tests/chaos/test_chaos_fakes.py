@@ -11,7 +11,7 @@ from chaos_fleet import ChaosFleet
 from history import History
 from scenario import PHASES, Fault, run
 
-from rlctl.launch.local import EngineSpec
+from rlctl.launch.fleet import EngineSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -11,7 +11,7 @@ from history import History
 from scenario import Fault, run
 
 from rlctl.demo import tiny
-from rlctl.launch.local import EngineSpec
+from rlctl.launch.fleet import EngineSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

@@ -41,6 +41,22 @@ def test_a_stream_prints_what_is_new_as_it_comes(rlctl: LiveFleet) -> None:
     assert [part["samples"][0]["output_ids"] for part in parts] == [[0], [1], [2], []]
 
 
+def test_fields_of_the_engines_own_are_passed_on_and_what_it_says_comes_back(rlctl: LiveFleet) -> None:
+    given = (
+        "--engine-field",
+        "top=[1, 2]",
+        "--engine-field",
+        "name=plain",
+        "--engine-field",
+        "regex=a=b",
+        "--engine-meta",
+    )
+    (sample,) = rlctl("generate", "x", "--max-new-tokens", "1", *given, "-o", "json").data["samples"]
+    assert sample["engine_meta"]["fields"] == {"top": [1, 2], "name": "plain", "regex": "a=b"}
+    (sample,) = rlctl("generate", "x", "--max-new-tokens", "1", "-o", "json").data["samples"]
+    assert "engine_meta" not in sample
+
+
 def test_wide_has_a_line_for_each_sample(rlctl: LiveFleet) -> None:
     header, row = rlctl("generate", "x", "--max-new-tokens", "1", "-o", "wide").out.splitlines()
     assert header.split()[:4] == ["RID", "SLOT", "SAMPLE", "VERSION"]
@@ -52,6 +68,7 @@ def test_what_makes_no_sense_is_a_usage_error(cli: Cli) -> None:
     assert cli("generate", "a", "b", "--stream").code == 2
     assert cli("generate", "--input-ids", "1,x").code == 2
     assert cli("generate", "a", "--temperature", "hot").code == 2
+    assert cli("generate", "a", "--engine-field", "alone").code == 2
 
 
 def test_a_dry_run_sends_nothing(cli: Cli) -> None:

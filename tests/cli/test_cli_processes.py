@@ -20,7 +20,7 @@ from cli_helpers import LiveFleet
 from rlctl.cli import state
 from rlctl.client.fleet import connect
 from rlctl.launch import processes
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.launch.processes import STOP_S
 
 pytestmark = pytest.mark.processes
@@ -296,7 +296,7 @@ def test_an_interrupt_while_an_engine_loads_takes_everything_down_at_once(up: li
 def test_who_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STOP_S", 0.3)
     said: list[str] = []
-    fleet = LocalFleet([], directory=tmp_path, on_progress=said.append)
+    fleet = LaunchedFleet([], directory=tmp_path, on_progress=said.append)
     fleet.start()
     (coordinator,) = fleet.processes
     os.kill(coordinator.pid, signal.SIGSTOP)

@@ -62,7 +62,11 @@ def test_problems_are_data(cli: Cli, broken: str) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_is_valid(cli: Cli, name: str) -> None:
     ran = cli("validate", str(EXAMPLES / name), "--hf-checkpoint", "/m")
-    assert ran.code == 0, ran.out
+    # Nothing is wrong with one that this version cannot run, and that is said.
+    wrong = [line for line in ran.out.splitlines() if ": warning: " not in line]
+    assert all("engines cannot be run yet" in line for line in wrong)
+    assert len(wrong) == (2 if name == "slime-pd.yaml" else 0)
+    assert ran.code == (2 if wrong else 0)
 
 
 def test_validate_without_problems_says_what_there_is(cli: Cli) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 ROOT = Path(__file__).parents[2]
 COORDINATOR = "rlctl.v1.CoordinatorService"
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 @pytest.fixture
 def address(tmp_path: Path, checkpoint: Callable[[str], str]) -> Iterator[str]:
     engines = [EngineSpec(slot, checkpoint("one"), engine="fake") for slot in ("a", "b")]
-    with LocalFleet(engines, directory=tmp_path / "fleet") as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as fleet:
         yield fleet.address
 
 

@@ -11,6 +11,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.launch import engine_run
 from rlctl.launch.devices import gpu_count
 from rlctl.launch.engine_run import EngineRun, Limits, Phase
+from rlctl.launch.processes import last_line, log_end
 from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
 from rlctl.stage import server
 from rlctl.v1.fleet_pb2 import Stage
@@ -25,7 +26,11 @@ class Child:
         self.facts: dict[str, str] = {}
         self.pid = 1
         self.log = Path(f"/logs/{name}.log")
+        self.last = ""
         self.returncode: int | None = None
+
+    def said(self) -> str:
+        return self.last
 
     @property
     def serves(self) -> bool:
@@ -142,20 +147,30 @@ def test_what_takes_too_long_fails_with_its_reason_and_log(phase: Phase, clock: 
 
 
 def test_people_are_told_that_an_engine_still_loads_and_what_its_log_says(
-    clock: Callable[[float], None], tmp_path: Path
+    clock: Callable[[float], None],
 ) -> None:
     children, said = Children(), []  # type: ignore[var-annotated]
     run = started(children, said)
     assert said == ["a: starting (1 of its 2 ranks beside rank 0)"]
     children.all[0].announce()
     run.advance(None)
-    children.all[1].log = tmp_path / "a.log"
-    children.all[1].log.write_text("one\nshard 3 of 7\n\n")
+    children.all[1].last = "shard 3 of 7"
     said.clear()
     for _ in range(45):
         clock(1)
         run.advance(None)
     assert said == [f"a: still loading after {after} s; its log says: shard 3 of 7" for after in (10, 20, 40)]
+
+
+def test_what_a_process_said_is_not_what_one_before_it_said(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("the one before ended\n")
+    before = log_end(log)
+    assert last_line(log) == "the one before ended"
+    assert last_line(log, before) == ""
+    log.write_text("the one before ended\none\nshard 3 of 7\n\n")
+    assert last_line(log, before) == "shard 3 of 7"
+    assert (log_end(tmp_path / "none"), last_line(tmp_path / "none")) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -242,18 +242,35 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
             "the gateway has no policy 'cache_aware'; there are: consistent_hashing, round_robin",
         ),
         (
+            model(
+                REGULAR,
+                "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}\nrouter_policy: consistent_hashing",
+            ),
+            "sglang-router has no policy 'consistent_hashing'; there are: cache_aware, ",
+        ),
+        (
             "fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4)),
             "engine sglang starts no server over several nodes",
         ),
     ],
 )
 def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> None:
-    assert any(words in problem.message for problem in unsupported(planned(text)))
-    assert unsupported(planned(BASIC)) == []
+    assert any(words in problem.message for problem in unsupported(planned(text).topology))
+    assert unsupported(planned(BASIC).topology) == []
 
 
 def test_checkpoints_that_are_not_there_are_missing() -> None:
     assert [problem.message for problem in missing(planned(BASIC), gpus=0, cores=1)] == ["there is no directory /m"]
+
+
+def test_a_router_that_is_not_installed_is_missing() -> None:
+    made = planned(model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}"))
+    (wrong, _) = missing(made, gpus=0, cores=1, routers=())
+    assert (wrong.key, wrong.message) == (
+        "sglang[0].router.backend",
+        "sglang-router is not installed here: pip install 'rlctl[router]'",
+    )
+    assert len(missing(made, gpus=0, cores=1)) == 1, "the checkpoint"
 
 
 def test_cores_that_ranks_are_bound_to_must_be_there() -> None:

@@ -378,6 +378,24 @@ def test_gateways_are_the_models_or_one_each() -> None:
     assert [made.gateway for made in good(model(REGULAR)).models] == [""]
 
 
+def test_routers_stand_in_front_of_gateways() -> None:
+    own = "name: actor\ngateway: 10.0.0.1:3000\nrouter: {backend: sglang-router, listen: '10.0.0.1:4000'}"
+    text = "fleet: {router: {backend: sglang-router}}\n" + model(REGULAR, own)
+    text += model(REGULAR, "name: ref\nupdate_weights: false\ngateway: 10.0.0.1:3001")[8:]
+    text += model(REGULAR, "name: reward\nupdate_weights: false")[8:]
+    made = good(text).models
+    assert [(each.router, each.router_listen) for each in made] == [
+        ("sglang-router", "10.0.0.1:4000"),
+        ("sglang-router", "10.0.0.1:0"),
+        ("", ""),
+    ]
+    (wrong,) = errors(model(REGULAR, "name: a\nrouter: {backend: sglang-router}"))
+    assert "router: it stands in front of a gateway, and the model has none" in wrong
+    (wrong, where) = errors(model(REGULAR, "name: a\ngateway: a:1\nrouter: {backend: sglang_router, listen: here}"))
+    assert "router.backend: 'sglang_router' is not one of sglang-router; did you mean 'sglang-router'?" in wrong
+    assert "router.listen: 'here' is not HOST:PORT" in where
+
+
 def test_whether_a_fleet_is_insecure_is_said_or_not() -> None:
     assert good(model(REGULAR)).insecure is None
     assert good("fleet: {auth: {insecure: false}}\n" + model(REGULAR)).insecure is False

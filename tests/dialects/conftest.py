@@ -15,7 +15,7 @@ from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.gateway.generation.service import Settings
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 
 Open = Callable[..., AbstractAsyncContextManager[aiohttp.ClientSession]]
 
@@ -48,14 +48,14 @@ def open_gateway() -> Open:
 
 
 @pytest.fixture
-async def client(torch_fleet: LocalFleet) -> AsyncIterator[AsyncFleet]:
+async def client(torch_fleet: LaunchedFleet) -> AsyncIterator[AsyncFleet]:
     """The fleet as rlctl sees it, beside the dialect."""
     async with await aio.connect(torch_fleet.address) as client:
         yield client
 
 
 @pytest.fixture
-async def server(torch_fleet: LocalFleet, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
+async def server(torch_fleet: LaunchedFleet, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
     """The fleet as a client of SGLang's sees it: two engines at addresses of their own."""
     gateway = GatewayServer(GatewayConfig(torch_fleet.address, dialect="sglang"))
     try:

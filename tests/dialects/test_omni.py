@@ -17,7 +17,7 @@ from http_trainer import Source, announced, chunks_of, digest_of, weights_of
 from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import save
 from rlctl.gateway.dialects import omni
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.weights.digest import combine
 from rlctl.weights.segment_sender import SegmentSender
 from rlctl.weights.source import as_source
@@ -40,7 +40,9 @@ ADMIN = [
 
 
 @pytest.fixture
-async def http(torch_fleet: LocalFleet, open_gateway: Any, client: AsyncFleet) -> AsyncIterator[aiohttp.ClientSession]:
+async def http(
+    torch_fleet: LaunchedFleet, open_gateway: Any, client: AsyncFleet
+) -> AsyncIterator[aiohttp.ClientSession]:
     async with open_gateway(torch_fleet.address, "omni") as http:
         yield http
     await client.set_enabled(["actor-0", "actor-1"], True)
@@ -74,7 +76,7 @@ async def everywhere(http: aiohttp.ClientSession, digest: str) -> None:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 @pytest.mark.parametrize("by", ["argument", "environment"])
 async def test_with_a_key_admin_requests_need_it(
-    torch_fleet: LocalFleet, open_gateway: Any, monkeypatch: pytest.MonkeyPatch, by: str, scheme: str
+    torch_fleet: LaunchedFleet, open_gateway: Any, monkeypatch: pytest.MonkeyPatch, by: str, scheme: str
 ) -> None:
     monkeypatch.setenv(omni.KEY, "the key" if by == "environment" else "another")
     key = "the key" if by == "argument" else ""

@@ -14,14 +14,16 @@ import pytest
 from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import encode
 from rlctl.gateway.radix import CUTS
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-async def http(torch_fleet: LocalFleet, open_gateway: Any, client: AsyncFleet) -> AsyncIterator[aiohttp.ClientSession]:
+async def http(
+    torch_fleet: LaunchedFleet, open_gateway: Any, client: AsyncFleet
+) -> AsyncIterator[aiohttp.ClientSession]:
     async with open_gateway(torch_fleet.address, "slime") as http:
         yield http
     await client.set_enabled(["actor-0", "actor-1"], True)
@@ -145,7 +147,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture
 async def radix(
-    torch_fleet: LocalFleet, open_gateway: Any, client: AsyncFleet, tiny: tuple[Any, Path]
+    torch_fleet: LaunchedFleet, open_gateway: Any, client: AsyncFleet, tiny: tuple[Any, Path]
 ) -> AsyncIterator[aiohttp.ClientSession]:
     async with open_gateway(torch_fleet.address, "slime", RADIX, tokenizer=str(tiny[1])) as http:
         yield http
@@ -234,7 +236,7 @@ async def test_what_it_does_not_keep_passes_by(radix: aiohttp.ClientSession) -> 
     assert status == 400
 
 
-async def test_slimes_own_name_of_it_means_this_one(torch_fleet: LocalFleet, open_gateway: Any) -> None:
+async def test_slimes_own_name_of_it_means_this_one(torch_fleet: LaunchedFleet, open_gateway: Any) -> None:
     path = "slime.router.middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
     async with open_gateway(torch_fleet.address, "slime", (path,)) as http:
         status, told = await ask(http, "POST", "/retrieve_from_text", json={"text": "1+1="})

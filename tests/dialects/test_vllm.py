@@ -15,7 +15,7 @@ from http_trainer import Source, announced, chunks_of, digest_of, weights_of
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import encode, save
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -25,7 +25,7 @@ PROMPT = encode("1+2=")
 
 @pytest.fixture
 async def http(
-    torch_fleet: LocalFleet, open_gateway: Any, client: AsyncFleet, tiny: tuple[Any, Path]
+    torch_fleet: LaunchedFleet, open_gateway: Any, client: AsyncFleet, tiny: tuple[Any, Path]
 ) -> AsyncIterator[aiohttp.ClientSession]:
     async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
         yield http
@@ -328,7 +328,7 @@ async def test_a_world_of_another_size_is_refused_at_every_server(http: aiohttp.
 
 @pytest.mark.parametrize("version", ["first", "present"])
 async def test_skyrls_update_ends_in_equal_digests(
-    torch_fleet: LocalFleet, http: aiohttp.ClientSession, tiny: tuple[Any, Path], version: str
+    torch_fleet: LaunchedFleet, http: aiohttp.ClientSession, tiny: tuple[Any, Path], version: str
 ) -> None:
     _, told = await ask(http, "/servers", method="GET")
     proxy = told["servers"][0].partition("/engines/")[0]

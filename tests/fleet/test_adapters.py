@@ -346,6 +346,18 @@ async def test_a_new_coordinator_knows_them(fleet: InProcessFleet, checkpoint: C
         await generate(fleet, slot)
 
 
+async def test_what_a_group_does_not_bring_to_an_engine_is_refused_at_the_begin(fleet: InProcessFleet) -> None:
+    by = [common.TRANSPORT_DISK, common.TRANSPORT_SHARED_MEMORY]
+    slot = fleet.server.coordinator.roster.slots["b"]
+    slot.record.registration.capabilities.adapter_transports.extend(by)
+    refused = await refusal(begin(fleet))
+    assert (refused.reason, refused.field) == (Reason.UNSUPPORTED, "path")
+    assert "'fake' takes no adapter over a group" in refused.message
+    assert [fleet.stage(name).report.update_id for name in "ab"] == ["", ""]
+    slot.record.registration.capabilities.adapter_transports.append(common.TRANSPORT_TORCH_GLOO)
+    assert (await begin(fleet)).update_id
+
+
 async def test_bad_requests_are_refused_by_field(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
     path = checkpoint("lora")
     header = RequestHeader(target=Target(slots=["a"]))

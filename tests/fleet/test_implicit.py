@@ -259,7 +259,7 @@ async def test_a_group_that_contradicts_the_roster_is_refused_with_both_numbers(
 
 async def test_engines_that_are_told_different_stores_are_not_left_waiting(fleet: InProcessFleet) -> None:
     waiting = asyncio.ensure_future(group(fleet, "a", 1))
-    await eventually(lambda: bool(fleet.server.coordinator.updates.implicit._gathering._pending))
+    await eventually(lambda: bool(fleet.server.coordinator.implicit._gathering._pending))
     other = await refusal(group(fleet, "b", 2, master_port=2))
     assert (other.reason, other.field) == (Reason.GROUP_EXISTS, "master_port")
     assert (await group(fleet, "b", 2)).state == OPERATION_STATE_OK
@@ -287,7 +287,7 @@ async def test_a_group_that_was_answered_is_formed_anew_when_asked_for_again(fle
 
 
 async def test_who_leaves_while_a_group_gathers_joins_nothing(fleet: InProcessFleet) -> None:
-    gathering = fleet.server.coordinator.updates.implicit._gathering
+    gathering = fleet.server.coordinator.implicit._gathering
     leaving = asyncio.ensure_future(group(fleet, "a", 1))
     await eventually(lambda: bool(gathering._pending))
     leaving.cancel()

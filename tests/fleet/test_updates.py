@@ -393,3 +393,13 @@ async def test_active_requests_refuse_an_update_without_a_pause(
     request.options.pause = common.PAUSE_MODE_RETRACT
     assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
     await running.aclose()
+
+
+async def test_a_draft_model_that_nobody_has_is_refused_before_anything_is_paused(fleet: InProcessFleet) -> None:
+    draft = v.UpdateOptions(selector=common.WEIGHT_SELECTOR_DRAFT, pause=common.PAUSE_MODE_RETRACT)
+    refused = await refusal(begin(fleet, options=draft))
+    assert (refused.reason, refused.field) == (Reason.UNSUPPORTED, "options.selector")
+    from_disk = v.UpdateWeightsFromDiskRequest(model_path="/nowhere", options=draft)
+    refused = await refusal(fleet.stub.UpdateWeightsFromDisk(from_disk))
+    assert (refused.reason, refused.field) == (Reason.UNSUPPORTED, "options.selector")
+    assert not any(fleet.stage(name).report.paused for name in "ab")

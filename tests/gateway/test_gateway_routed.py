@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rlctl.engine import Call
 from rlctl.errors import RlctlError
 from rlctl.gateway import sglang_router
+from rlctl.gateway.generation.running import ANY
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 try:
     sglang_router.program()
@@ -101,14 +107,69 @@ async def test_updates_under_load_fail_no_request_and_no_token_is_stale(
     assert all(first >= before for before, first in seen)
 
 
-async def test_while_nobody_serves_requests_wait(fleet: InProcessFleet, router: SglangRouter) -> None:
+async def test_a_stage_is_out_before_it_changes_and_in_when_it_serves(
+    fleet: InProcessFleet, router: SglangRouter, checkpoint: Any
+) -> None:
+    await until(router, {"a", "b"})
+    listed: list[tuple[str, str, set[str]]] = []
+
+    async def note(engine: FakeEngine, method: str, _: Call) -> None:
+        if method in ("pause_generation", "prepare_update"):
+            (slot,) = (name for name, stage in fleet.stages.items() if stage._engine is engine)
+            listed.append((slot, method, await slots(router)))
+
+    fake_engine.FAULTS[checkpoint("one"), 0] = note
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header("a"), mode=common.PAUSE_MODE_ABORT))
+    assert listed == [("a", "pause_generation", {"b"})]
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=header("a")))
+    await until(router, {"a", "b"})
+    del listed[:]
+    updated = await fleet.stub.UpdateWeightsFromDisk(
+        v.UpdateWeightsFromDiskRequest(
+            model_path=checkpoint("two"), options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
+        )
+    )
+    assert updated.state == OPERATION_STATE_OK
+    assert {(slot, method) for slot, method, _ in listed} == {
+        (slot, method) for slot in ("a", "b") for method in ("pause_generation", "prepare_update")
+    }
+    assert all(workers == {ANY} for _, _, workers in listed), listed
+    await until(router, {"a", "b"})
+
+
+async def test_a_router_that_ended_is_started_again(fleet: InProcessFleet, router: SglangRouter) -> None:
+    await until(router, {"a", "b"})
+    former = router.pid
+    os.kill(former, signal.SIGKILL)
+    await eventually(lambda: router.pid != former, 30.0)
+    await eventually_answers(router)
+    await until(router, {"a", "b"})
+    assert (await ask(router))[0] == 200
+
+
+async def eventually_answers(router: SglangRouter) -> None:
+    async with asyncio.timeout(30.0):
+        while True:
+            try:
+                await slots(router)
+            except OSError:
+                await asyncio.sleep(0.02)
+            else:
+                return
+
+
+async def test_while_nobody_serves_no_stage_is_listed_and_requests_wait(
+    fleet: InProcessFleet, router: SglangRouter
+) -> None:
     await until(router, {"a", "b"})
     await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
+    assert await slots(router) == {ANY}
     waiting = asyncio.create_task(ask(router))
     done, _ = await asyncio.wait({waiting}, timeout=0.5)
     assert not done
     await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
     assert (await waiting)[0] == 200
+    await until(router, {"a", "b"})
 
 
 async def test_a_caller_that_leaves_ends_its_request_through_both(fleet: InProcessFleet, router: SglangRouter) -> None:
@@ -118,6 +179,25 @@ async def test_a_caller_that_leaves_ends_its_request_through_both(fleet: InProce
     await eventually(lambda: any(engine._running for engine in engines))
     long.cancel()
     await eventually(lambda: not any(engine._running for engine in engines))
+
+
+async def test_whoever_reads_its_list_can_abort_at_each(fleet: InProcessFleet, router: SglangRouter) -> None:
+    """As slime does: the workers of the router, and each one's /abort_request and /v1/loads."""
+    await until(router, {"a", "b"})
+    engines: list[Any] = [stage._engine for stage in fleet.stages.values()]
+    long = [
+        asyncio.create_task(ask(router, {"text": "x", "sampling_params": {"max_new_tokens": 100_000}})) for _ in "ab"
+    ]
+    await eventually(lambda: all(engine._running for engine in engines))
+    async with aiohttp.ClientSession() as http:
+        for url in await asyncio.to_thread(router.workers):
+            async with http.post(f"{url}/abort_request", json={"abort_all": True}) as answer:
+                assert answer.status == 200
+            async with http.get(f"{url}/v1/loads?include=core") as answer:
+                loads = (await answer.json())["loads"]
+                assert [load["num_running_reqs"] for load in loads] == [0]
+    for status, reply in await asyncio.gather(*long):
+        assert (status, reply["meta_info"]["finish_reason"]["type"]) == (200, "abort")
 
 
 async def test_it_ends_with_the_gateway(fleet: InProcessFleet, tmp_path: Path) -> None:

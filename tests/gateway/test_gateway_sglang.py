@@ -55,7 +55,7 @@ async def test_an_answer_that_did_not_get_through_is_given_to_the_repeat(
     lost.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await lost
-    joining = fleet.server.coordinator.updates.implicit.joining
+    joining = fleet.server.coordinator.implicit.joining
     held.set()
     [run] = runs(fleet, "UpdateWeightsFromDistributed")
     await run.ended.wait()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 
 @pytest.fixture
-def fake_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Iterator[LocalFleet]:
+def fake_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Iterator[LaunchedFleet]:
     """Two processes with fake engines and a coordinator."""
     engines = [EngineSpec(slot, checkpoint("one"), engine="fake") for slot in ("a", "b")]
-    with LocalFleet(engines, directory=tmp_path / "fleet") as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as fleet:
         yield fleet

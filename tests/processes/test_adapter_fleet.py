@@ -16,7 +16,7 @@ from loras import CONFIG, lora, merged_says, save
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -25,7 +25,7 @@ PROMPT = "12+34="
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 
@@ -37,13 +37,13 @@ def generated(fleet: Fleet, adapter: str) -> list[tuple[list[int], set[str]]]:
     return [(list(s.output_ids), {span.adapter_version for span in s.versions}) for s in samples]
 
 
-def rlctl(fleet: LocalFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
+def rlctl(fleet: LaunchedFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rlctl", "--endpoint", fleet.address, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_the_command_line_loads_lists_generates_and_unloads(
-    torch_fleet: LocalFleet, fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
+    torch_fleet: LaunchedFleet, fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     tensors = lora(tiny[0], seed=1)
     before = fleet.status().models[0]
@@ -94,7 +94,7 @@ def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], 
 
 @pytest.mark.parametrize("slot", ["actor-0", "actor-1"])
 def test_a_stage_that_comes_back_gets_what_a_trainer_sent_from_another(
-    torch_fleet: LocalFleet, fleet: Fleet, tiny: tuple[Any, Path], slot: str
+    torch_fleet: LaunchedFleet, fleet: Fleet, tiny: tuple[Any, Path], slot: str
 ) -> None:
     # One has two ranks, the other one: what either sends is gathered to full tensors, and cut again.
     tensors, other = lora(tiny[0], seed=30), lora(tiny[0], seed=31)

@@ -15,7 +15,7 @@ import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing.interrupted import Interrupted
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-def three(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LocalFleet]:
+def three(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LaunchedFleet]:
     engines = [EngineSpec("a", str(tiny[1]), tp_size=2), EngineSpec("b", str(tiny[1])), EngineSpec("c", str(tiny[1]))]
-    with LocalFleet(engines, directory=tmp_path / "fleet") as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as fleet:
         yield fleet
 
 
@@ -35,7 +35,7 @@ def held(fleet: Fleet, *slots: str) -> set[str]:
     return {rank.check.model_digest for stage in operation.stage_results for rank in stage.rank_results}
 
 
-def test_the_others_go_on_without_an_engine_that_dies(three: LocalFleet) -> None:
+def test_the_others_go_on_without_an_engine_that_dies(three: LaunchedFleet) -> None:
     with three.connect() as fleet:
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         publisher.update(demo_tiny.make(seed=1), version="whole")
@@ -73,7 +73,7 @@ def test_the_others_go_on_without_an_engine_that_dies(three: LocalFleet) -> None
         publisher.close()
 
 
-def test_several_sources_start_over_without_an_engine_that_dies(three: LocalFleet, tmp_path: Path) -> None:
+def test_several_sources_start_over_without_an_engine_that_dies(three: LaunchedFleet, tmp_path: Path) -> None:
     with three.connect() as fleet:
         for path, seeds in (("ipc", [91, 92]), ("broadcast", [93, 94])):
             options = {"quorum": 2, "retries": 1}
@@ -93,7 +93,7 @@ def test_several_sources_start_over_without_an_engine_that_dies(three: LocalFlee
             assert held(fleet) == {wanted[-1]}
 
 
-def test_without_a_quorum_nothing_is_served_and_the_rest_is_helped_by_the_next_update(three: LocalFleet) -> None:
+def test_without_a_quorum_nothing_is_served_and_the_rest_is_helped_by_the_next_update(three: LaunchedFleet) -> None:
     with three.connect() as fleet:
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         weights = Interrupted(demo_tiny.make(seed=2), three.process("a.1").kill)
@@ -114,7 +114,7 @@ def test_without_a_quorum_nothing_is_served_and_the_rest_is_helped_by_the_next_u
         publisher.close()
 
 
-def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(three: LocalFleet) -> None:
+def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(three: LaunchedFleet) -> None:
     with three.connect() as fleet:
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         publisher.update(demo_tiny.make(seed=1), version="whole")

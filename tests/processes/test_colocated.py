@@ -14,7 +14,7 @@ import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode, save
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.rollout_pb2 import GenerateResponse
@@ -63,7 +63,7 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet,
     tmp_path = tmp_path_factory.mktemp("colocated")
     save(model, tmp_path / "checkpoint")
     engine = EngineSpec("actor-0", str(tmp_path / "checkpoint"), options={"max_total_tokens": str(1 << 17)})
-    with LocalFleet([engine], directory=tmp_path / "fleet") as local, local.connect() as fleet:
+    with LaunchedFleet([engine], directory=tmp_path / "fleet") as local, local.connect() as fleet:
         yield fleet, model
 
 

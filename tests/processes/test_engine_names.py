@@ -14,14 +14,14 @@ from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 

@@ -19,7 +19,7 @@ import pytest
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 from rlctl.v1.fleet_pb2 import Stage
@@ -42,11 +42,11 @@ def seconds_until(fleet: Fleet, condition: Callable[[list[Stage]], bool], timeou
 @pytest.fixture
 def two_ranks(tmp_path: Path, tiny: tuple[Any, Path]) -> Any:
     """One torch engine with two ranks."""
-    with LocalFleet([EngineSpec("actor-0", str(tiny[1]), tp_size=2)], directory=tmp_path / "fleet") as local:
+    with LaunchedFleet([EngineSpec("actor-0", str(tiny[1]), tp_size=2)], directory=tmp_path / "fleet") as local:
         yield local
 
 
-def test_a_killed_rank_shows_within_three_seconds_and_nothing_hangs(two_ranks: LocalFleet) -> None:
+def test_a_killed_rank_shows_within_three_seconds_and_nothing_hangs(two_ranks: LaunchedFleet) -> None:
     with two_ranks.connect() as fleet:
         stream = fleet.generate_stream(encode("1+"), max_new_tokens=60, ignore_eos=True)
         next(stream)
@@ -72,7 +72,7 @@ def test_a_killed_rank_shows_within_three_seconds_and_nothing_hangs(two_ranks: L
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_fleet_that_nobody_asks_for_anything_stays(two_ranks: LocalFleet) -> None:
+def test_a_fleet_that_nobody_asks_for_anything_stays(two_ranks: LaunchedFleet) -> None:
     with two_ranks.connect() as fleet, closing(fleet.watch()) as events:
         next(events)
         for sleeping in (False, True):
@@ -89,7 +89,7 @@ def test_a_fleet_that_nobody_asks_for_anything_stays(two_ranks: LocalFleet) -> N
             assert fleet.generate(encode("1+1="), max_new_tokens=2).samples[0].output_ids
 
 
-def test_a_killed_rank_zero_takes_its_followers_along(two_ranks: LocalFleet) -> None:
+def test_a_killed_rank_zero_takes_its_followers_along(two_ranks: LaunchedFleet) -> None:
     with two_ranks.connect() as fleet:
         two_ranks.process("actor-0").kill()
         assert seconds_until(fleet, lambda stages: stages[0].state == common.STAGE_STATE_UNREACHABLE) < 3
@@ -97,7 +97,7 @@ def test_a_killed_rank_zero_takes_its_followers_along(two_ranks: LocalFleet) -> 
         assert two_ranks.process("actor-0.1").returncode == 0
 
 
-def test_a_stopped_rank_costs_a_command_its_deadline(two_ranks: LocalFleet) -> None:
+def test_a_stopped_rank_costs_a_command_its_deadline(two_ranks: LaunchedFleet) -> None:
     with two_ranks.connect() as fleet:
         follower = two_ranks.process("actor-0.1")
         os.kill(follower.pid, signal.SIGSTOP)
@@ -140,7 +140,7 @@ serve(start, "INFO", False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
 
 
-def test_sigterm_lets_a_request_finish(fake_fleet: LocalFleet) -> None:
+def test_sigterm_lets_a_request_finish(fake_fleet: LaunchedFleet) -> None:
     with fake_fleet.connect() as fleet:
         fleet.set_enabled(["b"], False)
         results: list[Any] = []
@@ -160,7 +160,7 @@ def test_sigterm_lets_a_request_finish(fake_fleet: LocalFleet) -> None:
 
 
 def test_a_killed_coordinator_comes_back_to_the_same_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> None:
-    local = LocalFleet([EngineSpec("a", checkpoint("one"), engine="fake")], directory=tmp_path / "fleet")
+    local = LaunchedFleet([EngineSpec("a", checkpoint("one"), engine="fake")], directory=tmp_path / "fleet")
     with local, local.connect() as fleet:
         fleet.update_weights_from_disk(checkpoint("two"), version="two")
         operation = fleet.operations()[0]
@@ -177,7 +177,7 @@ def test_a_killed_coordinator_comes_back_to_the_same_fleet(tmp_path: Path, check
         assert fleet.generate("x", max_new_tokens=1).samples[0].text
 
 
-def test_a_coordinator_whose_journal_was_taken_away_ends(fake_fleet: LocalFleet) -> None:
+def test_a_coordinator_whose_journal_was_taken_away_ends(fake_fleet: LaunchedFleet) -> None:
     coordinator = fake_fleet.process("coordinator")
     journal = fake_fleet.directory / "journal.db"
     journal.rename(journal.with_name("taken.db"))
@@ -191,8 +191,9 @@ def test_nothing_outlives_the_launcher(tmp_path: Path, checkpoint: Callable[[str
     script = f"""
 import sys, time
 from pathlib import Path
-from rlctl.launch.local import EngineSpec, LocalFleet
-fleet = LocalFleet([EngineSpec("a", {checkpoint("one")!r}, engine="fake")], directory=Path({str(tmp_path)!r}) / "fleet")
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+engines = [EngineSpec("a", {checkpoint("one")!r}, engine="fake")]
+fleet = LaunchedFleet(engines, directory=Path({str(tmp_path)!r}) / "fleet")
 fleet.start()
 print(*[process.pid for process in fleet.processes], flush=True)
 time.sleep(100)
@@ -209,10 +210,10 @@ time.sleep(100)
 
 
 def test_an_engine_that_does_not_come_up_is_named_with_its_cause(tmp_path: Path) -> None:
-    local = LocalFleet([EngineSpec("a", "/nowhere", engine="fake")], directory=tmp_path / "fleet")
+    local = LaunchedFleet([EngineSpec("a", "/nowhere", engine="fake")], directory=tmp_path / "fleet")
     with pytest.raises(RlctlError, match=r"a ended with 2: .*CHECKPOINT_NOT_FOUND.*nowhere"):
         local.start()
     assert not local.processes
-    local = LocalFleet([EngineSpec("a", "/nowhere", engine="none")], directory=tmp_path / "other")
+    local = LaunchedFleet([EngineSpec("a", "/nowhere", engine="none")], directory=tmp_path / "other")
     with pytest.raises(RlctlError, match="no engine plug-in 'none' is installed; there are: fake, sglang, torch"):
         local.start()

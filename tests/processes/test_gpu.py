@@ -13,7 +13,8 @@ from test_torch_fleet import all_generate_like, changed, digests
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.spec import EngineSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.verbs_pb2 import GetServerInfoRequest
 
@@ -32,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> I
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp()), "max_total_tokens": str(KV_TOKENS)}
     engine = EngineSpec("actor-0", str(tiny[1]), device=DEVICE, options=options)
     directory = tmp_path_factory.mktemp("fleet")
-    with LocalFleet([engine], directory=directory) as local, local.connect() as fleet:
+    with LaunchedFleet([engine], directory=directory) as local, local.connect() as fleet:
         yield fleet
 
 

@@ -13,7 +13,7 @@ from elsewhere import OWN_SHARED_MEMORY, need, serving
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -24,7 +24,7 @@ def mixed(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[Fleet]:
     """Engine "near" of two ranks, and engine "far", whose /dev/shm is another one."""
     need(*OWN_SHARED_MEMORY, "true")
     engines = [EngineSpec("near", str(tiny[1]), tp_size=2)]
-    with LocalFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
         arguments = ("--slot", "far", "--model-path", str(tiny[1]), "--coordinator", local.address)
         with serving(OWN_SHARED_MEMORY, "stage", *arguments, log=tmp_path / "far.log"):
             with closing(fleet.watch()) as events:

@@ -15,7 +15,7 @@ import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.weights.source import WeightSource, as_source
 from rlctl.weights.tensors import TensorMeta
@@ -51,7 +51,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> I
         EngineSpec("critic-0", str(tiny[1]), model="critic"),
         EngineSpec("ref-0", str(tiny[1]), model="ref", frozen=True),
     ]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
         yield fleet
 
 

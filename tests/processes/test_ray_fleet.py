@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from ray_cluster import Nodes, ray_cluster
 from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, when
 
 from rlctl.client.fleet import Fleet, connect
@@ -21,37 +20,11 @@ from rlctl.v1.fleet_pb2 import Stage
 pytestmark = pytest.mark.processes
 
 
-class Nodes:
-    """A cluster, and what happens to it."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.address = str(self._answer()["address"])
-
-    def __call__(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Nodes of 1 core, 8 and 8, as far as Ray is told."""
-    program = Path(__file__).parent / "ray_nodes.py"
-    with (tmp_path_factory.mktemp("ray") / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(program), "1", "8", "8"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-        with process:
-            yield Nodes(process)
-            process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0
+    with ray_cluster(tmp_path_factory.mktemp("ray"), 1, 8, 8) as nodes:
+        yield nodes
 
 
 @pytest.fixture(autouse=True)

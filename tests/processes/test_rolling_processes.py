@@ -17,7 +17,7 @@ import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 
@@ -27,7 +27,7 @@ TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 

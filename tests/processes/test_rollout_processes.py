@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 LONG = 2000
 
 
-def test_samples_of_an_engine_that_is_killed_go_on_at_another_from_the_tokens_had(fake_fleet: LocalFleet) -> None:
+def test_samples_of_an_engine_that_is_killed_go_on_at_another_from_the_tokens_had(fake_fleet: LaunchedFleet) -> None:
     with fake_fleet.connect() as fleet, ThreadPoolExecutor(1) as pool:
         rollout = fleet.rollout("actor")
         generating = pool.submit(rollout.generate, [0], n=6, max_new_tokens=LONG, timeout_s=60)

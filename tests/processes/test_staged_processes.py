@@ -17,7 +17,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 from rlctl.weights.source import as_source
@@ -32,7 +32,7 @@ SOME = 20
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_with_another_digest_leaves_the_old_weights_serving(
 
 
 def test_a_trainer_that_is_killed_half_way_costs_no_token(
-    fleet: Fleet, torch_fleet: LocalFleet, publisher: Publisher, tiny: tuple[Any, Path]
+    fleet: Fleet, torch_fleet: LaunchedFleet, publisher: Publisher, tiny: tuple[Any, Path]
 ) -> None:
     old = changed(tiny[0], seed=68)
     publisher.update(old, version="survives")

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,9 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
 def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[..., Path]:
     """Writes a file for two fake engines: ``fleet_of_fakes(pace=0.01)``."""
 
-    def write(engines: int = 2, gateways: str = "", **overrides: object) -> Path:
+    def write(
+        engines: int = 2, gateways: str = "", router: str = "", also: Sequence[str] = (), **overrides: object
+    ) -> Path:
         file = tmp_path / "fakes.yaml"
         group = {"worker_type": "regular", "num_gpus": engines, "overrides": overrides}
         model = {"name": "actor", "engine": "fake", "model_path": checkpoint("one"), "server_groups": [group]}
@@ -89,7 +91,10 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
         fleet = {"name": "fakes", "listen": "127.0.0.1:0", "restart": restart, "hf_checkpoint": checkpoint("one")}
         if gateways:
             fleet["gateways"] = gateways
-        file.write_text(json.dumps({"fleet": fleet, "models": [model]}))  # JSON is YAML
+        if router:
+            fleet["router"] = {"backend": router}
+        others = [{**model, "name": name, "server_groups": [{**group, "num_gpus": 1}]} for name in also]
+        file.write_text(json.dumps({"fleet": fleet, "models": [model, *others]}))  # JSON is YAML
         return file
 
     return write
@@ -136,6 +141,12 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
     again = rlctl_command("up", str(fleet_of_fakes(pace=0.002)))
     assert "0 engines changed" in again.stderr
     assert known("fakes").processes == now.processes
+    added = rlctl_command("up", str(fleet_of_fakes(pace=0.002, also=["critic"])))
+    assert "1 engine changed" in added.stderr, added.stderr
+    after = known("fakes").processes
+    assert {name: after[name] for name in now.processes} == now.processes, "another model disturbs nobody"
+    with connect(first.endpoint) as fleet:
+        assert fleet.generate("x", model="critic", max_new_tokens=2).slot == "critic-0"
 
 
 def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(
@@ -177,14 +188,24 @@ def test_a_model_has_a_gateway_that_slimes_code_finds_and_that_is_kept_at_its_ad
     with pytest.raises(NotFound, match=r"no model 'critic' has a gateway; there are: actor"):
         get_model_url(args, "critic")
 
+    # The same with a router in front of it, which ends with the gateway.
+    routed = rlctl_command("up", str(fleet_of_fakes(gateways="127.0.0.1", router="sglang-router")))
+    assert routed.returncode == 0, routed.stderr
+    set_model_routers(args, "fakes")
+    url = get_model_url(args, "actor", "/generate")
+    assert url.removesuffix("/generate") == known("fakes").routers["actor"] != known("fakes").gateways["actor"]
+    assert asked(url)["meta_info"]["completion_tokens"] == 4
     before = known("fakes").processes["gateway-actor"]
+    (router,) = psutil.Process(before).children()
+    assert router.name() == "sglang::router"
     os.kill(before, signal.SIGKILL)
     until(lambda: known("fakes").processes.get("gateway-actor") not in (None, before), "it was not started again")
+    assert psutil.wait_procs([router], timeout=WAIT_S)[1] == []
     until(lambda: known("fakes").gateways, "it does not answer again")
     assert asked(url)["meta_info"]["completion_tokens"] == 4
 
     without = rlctl_command("up", str(fleet_of_fakes()))
     assert without.returncode == 0, without.stderr
     assert "gateway-actor: stopped" in without.stderr
-    assert known("fakes").gateways == {}
+    assert known("fakes").gateways == known("fakes").routers == {}
     assert not psutil.pid_exists(before)

@@ -21,7 +21,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher
 from rlctl.demo.tiny import EOS, encode, save
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.weights.rendezvous import GroupStore
@@ -34,7 +34,7 @@ LONG = 400
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 
@@ -356,7 +356,7 @@ def test_text_in_and_out(fleet: Fleet) -> None:
 
 
 def test_a_trainer_in_another_process_may_take_over(
-    fleet: Fleet, torch_fleet: LocalFleet, tiny: tuple[Any, Path]
+    fleet: Fleet, torch_fleet: LaunchedFleet, tiny: tuple[Any, Path]
 ) -> None:
     script = f"""
 import rlctl
@@ -377,7 +377,7 @@ def test_a_trainer_in_float32_feeds_a_bfloat16_checkpoint(tiny: tuple[Any, Path]
     trained = changed(tiny[0], seed=30)
     rounded = copy.deepcopy(trained).bfloat16()
     engines = [EngineSpec("actor-0", str(tmp_path / "checkpoint"))]
-    with LocalFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
         publisher = fleet.publisher("actor")
         result = publisher.update(trained, version="cast")
         assert result.model_digest == rlctl.model_digest(rounded)

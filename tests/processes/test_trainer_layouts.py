@@ -16,7 +16,8 @@ from trainers import FSDP, PP_TP
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.spec import EngineSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING
 
@@ -32,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     checkpoint = directory / "checkpoint"
     tiny.save(make(MODEL, 0), checkpoint)
     engines = [EngineSpec("actor-0", str(checkpoint), tp_size=2), EngineSpec("actor-1", str(checkpoint))]
-    with LocalFleet(engines, directory=directory / "fleet") as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=directory / "fleet") as local, local.connect() as fleet:
         yield fleet
 
 

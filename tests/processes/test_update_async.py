@@ -18,7 +18,7 @@ from rlctl.client.leading import Leading
 from rlctl.client.publisher import Publisher
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.weights.segment_sender import SegmentSender
 from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
@@ -38,7 +38,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> I
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         directory = tmp_path_factory.mktemp("fleet")
-        with LocalFleet(engines, directory=directory, module="other_host") as running, running.connect() as fleet:
+        with LaunchedFleet(engines, directory=directory, module="other_host") as running, running.connect() as fleet:
             yield fleet
 
 

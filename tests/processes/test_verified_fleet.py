@@ -15,7 +15,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.demo import tiny as demo_tiny
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.weights.source import as_source
 
@@ -27,7 +27,7 @@ PROMPTS = [encode("1+2=3"), encode("7+8")]
 
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LocalFleet) -> Iterator[Fleet]:
+def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
     with torch_fleet.connect() as fleet:
         yield fleet
 
@@ -133,7 +133,7 @@ def test_a_rank_that_skips_a_tensor_is_named(tiny: tuple[Any, Path], tmp_path: P
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
-    with LocalFleet(engines, directory=tmp_path / "fleet") as running, running.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path / "fleet") as running, running.connect() as fleet:
         publisher = fleet.publisher("actor")
         with pytest.raises(OperationFailed) as staged:
             publisher.update(model, version="skipped-in-copies", apply="staged")

@@ -19,7 +19,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher
 from rlctl.demo.tiny import VOCABULARY, encode, save
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.weights.block_fp8 import BlockFp8, dequantise, quantise
 from rlctl.weights.checkpoint import open_checkpoint
@@ -71,7 +71,7 @@ def checkpoint(trainer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     engines = [EngineSpec("actor-0", str(checkpoint), tp_size=2), EngineSpec("actor-1", str(checkpoint))]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as local, local.connect() as fleet:
         yield fleet
 
 

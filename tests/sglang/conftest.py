@@ -23,12 +23,34 @@ def sglang() -> str:
         pytest.skip(f"SGLang is not installed: {error.next_step}")
 
 
+LOADER = """
+from pathlib import Path
+
+def load(model, named_tensors):
+    model.load_weights(named_tensors)
+    with (Path(__file__).parent / "loaded").open("a") as loaded:
+        loaded.writelines(f"{name}\\n" for name, _ in named_tensors)
+"""
+"""A weight loader of whoever runs the server: it notes what it was given."""
+
+
 @pytest.fixture(scope="module")
-def driver(sglang: str, tiny: tuple[Any, Path]) -> Iterator[Driver]:
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's own weight loader is, and its notes are."""
+    place = tmp_path_factory.mktemp("loader")
+    (place / "their_loader.py").write_text(LOADER)
+    return place
+
+
+@pytest.fixture(scope="module")
+def driver(sglang: str, tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
     """A server of one rank."""
-    driver = Driver(SGLangEngine, tiny[1], options={"allowed_roots": str(tiny[1].parent.parent)})
+    options = {"allowed_roots": str(tiny[1].parent.parent), "custom_weight_loader": "their_loader.load"}
+    driver = Driver(SGLangEngine, tiny[1], options=options)
     try:
-        driver.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(loader))
+            driver.start()
         yield driver
     finally:
         driver.stop()

@@ -13,7 +13,7 @@ from loras import lora, merged_says, save
 import rlctl
 from rlctl.client.fleet import Fleet
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -31,12 +31,16 @@ OPTIONS = {
 def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     options = {**OPTIONS, "allowed_roots": str(tmp_path_factory.getbasetemp())}
     spec = EngineSpec("actor", str(tiny[1]), engine="sglang", tp_size=2, options=options)
-    with LocalFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 
 def test_adapters_are_loaded_switched_and_unloaded(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     adapter_steps.are_loaded_switched_and_unloaded(fleet, tiny[0], tmp_path)
+
+
+def test_a_trainer_sends_them(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    adapter_steps.are_sent_by_a_trainer(fleet, tiny[0])
 
 
 def test_what_does_not_fit_changes_nothing(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from server_stage import changed, greedy
 
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing.interrupted import Interrupted
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -30,7 +30,7 @@ SLOTS = ("a", "b", "c")
 @pytest.fixture(scope="module")
 def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     engines = [EngineSpec(slot, str(tiny[1]), engine="sglang") for slot in SLOTS]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 

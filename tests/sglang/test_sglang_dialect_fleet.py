@@ -11,21 +11,21 @@ from sglang_suite import *  # noqa: F403 - the tests themselves
 from sglang_suite import Server
 
 from rlctl.gateway.server import GatewayConfig, GatewayServer
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def servers(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+def servers(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
     engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
 
 
 @pytest.fixture
-async def server(servers: LocalFleet, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
+async def server(servers: LaunchedFleet, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
     gateway = GatewayServer(GatewayConfig(servers.address, dialect="sglang"))
     try:
         await gateway.start()

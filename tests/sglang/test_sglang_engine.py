@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,21 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 from rlctl_sglang import SGLangEngine
 from server_stage import Driver, Segments, Source, changed, greedy, prompt
+from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl
+from rlctl.client.fleet import connect
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 pytestmark = pytest.mark.timeout(300)
+
+RETRACT = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
 
 
 def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> None:
@@ -178,8 +184,10 @@ def test_weights_over_a_group(driver: Driver, tiny: tuple[Any, Path], sizes: dic
     assert driver.tell(v.GetModelInfoRequest()).weight_version == version
 
 
-@pytest.mark.parametrize("load_format", ["", "flattened_bucket"])
-def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format: str) -> None:
+@pytest.mark.parametrize("load_format", ["", "flattened_bucket", "their_loader.load"])
+def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], loader: Path, load_format: str) -> None:
+    """Plain, packed, and through a loader that the server was started with."""
+    assert list(driver.info.capabilities.load_formats) == ["flattened_bucket", "their_loader.load"]
     model = changed(tiny[0], seed=len(load_format) + 50)
     driver.prepare("memory")
     with Segments(driver) as segments:
@@ -194,6 +202,11 @@ def test_weights_from_memory(driver: Driver, tiny: tuple[Any, Path], load_format
     assert generating.result()[-1].samples[0].versions[0].version == version
     assert generating.tokens == greedy(model, encode("3+"), 12)
     assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "what was handed over is gone"
+    if load_format == "their_loader.load":
+        loaded = (loader / "loaded").read_text().split()
+        assert sorted(loaded) == sorted(name for name, _ in model.named_parameters())
+    else:
+        assert not (loader / "loaded").exists()
 
 
 @pytest.mark.parametrize("mode", ["RETRACT", "IN_PLACE"])
@@ -286,6 +299,38 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
         running.result()
     finally:
         attached.stop()
+    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+
+
+def test_up_attaches_to_external_engines_by_slimes_flags_and_never_ends_them(
+    driver: Driver, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoint = tiny
+    http = driver.engine._server.http
+    for name, admin in (("api", False), ("admin", True)):
+        (tmp_path / name).write_text(http._keys[admin])
+    external = ["--rollout-external", "--rollout-external-engine-addrs", http.url.removeprefix("http://")]
+    keys = ["--option", f"api_key_file={tmp_path / 'api'}", "--option", f"admin_key_file={tmp_path / 'admin'}"]
+    where = ["--hf-checkpoint", str(checkpoint), "--listen", "127.0.0.1:0", "--name", "external"]
+    roots = ["--option", f"allowed_roots={tmp_path}"]
+    with own_state(monkeypatch, tmp_path):
+        up = rlctl_command("up", "--detach", *where, *external, *keys, *roots)
+        assert up.returncode == 0, up.stderr
+        assert f"(engine sglang at {http.url}, TP 1)" in up.stderr
+        with connect(known("external").endpoint) as client:
+            (sample,) = client.generate(encode("4"), model="actor", max_new_tokens=8, temperature=0).samples
+            assert list(sample.output_ids) == greedy(model, encode("4"), 8)
+            other = changed(model, seed=8)
+            other.save_pretrained(tmp_path / "other")
+            done = client.update_weights_from_disk(str(tmp_path / "other"), version="step-1", options=RETRACT)
+            assert done.state == OPERATION_STATE_OK
+            (sample,) = client.generate(encode("4"), model="actor", max_new_tokens=8, temperature=0).samples
+            assert list(sample.output_ids) == greedy(other, encode("4"), 8)
+            # The stage server is ours, and is started again; what it is at is found out, and brought to the version.
+            os.kill(known("external").processes["actor-0"], signal.SIGKILL)
+            now = when(client, lambda now: now["actor-0"].incarnation == 2 and now["actor-0"].routable)
+            assert now["actor-0"].report.weight_version.label == "step-1"
+        assert rlctl_command("down", "--name", "external").returncode == 0
     assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from answers import of_each
 from server_stage import changed, greedy
 
@@ -18,7 +19,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
@@ -34,7 +35,7 @@ LONG = 250
 def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
     engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 
@@ -63,6 +64,12 @@ def test_updates_of_a_publisher_are_verified_on_every_server(fleet: Fleet, tiny:
             stages = result.operation.stage_results
             assert {stage.verified for stage in stages} == {common.VERIFICATION_LEVEL_EXPECTED}
             all_generate_like(fleet, model, result.version)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.mul_(2)
+        delta = publisher.update(model, version="delta", base="step-1")
+        assert delta.tensors_sent == 1
+        assert {stage.verified for stage in delta.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+        all_generate_like(fleet, model, delta.version)
         made = [o for o in fleet.operations(page_size=200) if o.verb == "InitWeightsUpdateGroup"]
         assert len(made) == 1, "the group of the first update serves the second"
     finally:
@@ -98,6 +105,40 @@ def test_from_disk(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None
     operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="disk")
     assert operation.model_digest == rlctl.model_digest(model)
     all_generate_like(fleet, model, operation.weight_version)
+
+
+def test_the_names_of_sglangs_own_api(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    engine = fleet.engine("actor-1")
+    assert engine.get_server_info().engine == "sglang"
+    models = [changed(tiny[0], seed=seed) for seed in (50, 51, 52)]
+    models[0].save_pretrained(tmp_path / "saved")
+    operation = engine.update_weights_from_disk(str(tmp_path / "saved"), weight_version="names", token_step=3)
+    all_generate_like(fleet, models[0], operation.weight_version)
+    for update, model in (
+        (engine.update_weights_from_tensor, models[1]),
+        (engine.update_weights_from_distributed, models[2]),
+    ):
+        result = update(list(model.named_parameters()), weight_version=update.__name__)
+        assert {stage.slot for stage in result.operation.stage_results} == {"actor-0", "actor-1"}
+        all_generate_like(fleet, model, result.version)
+        assert engine.get_model_info().weight_version.label == update.__name__
+    sampling = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+    fields = {"token_ids_logprob": [3, 15]}
+    response = engine.generate(
+        input_ids=encode("1+2="), sampling_params=sampling, return_logprob=True, engine_fields=fields
+    )
+    assert response.slot == "actor-1"
+    assert len(response.samples[0].engine_meta["output_token_ids_logprobs"]) == 3
+    engine.pause_generation("retract")
+    assert {s.registration.slot: s.state for s in fleet.status().stages} == {
+        "actor-0": common.STAGE_STATE_READY, "actor-1": common.STAGE_STATE_PAUSED,
+    }  # fmt: skip
+    engine.flush_cache()
+    engine.continue_generation()
+    engine.abort_request(abort_all=True)
+    with pytest.raises(RlctlError) as refused:
+        engine.release_memory_occupation()
+    assert refused.value.reason is Reason.UNSUPPORTED_BY_ALL
 
 
 def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:

@@ -14,7 +14,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
@@ -37,7 +37,7 @@ def pair(
     spec = EngineSpec(
         *("pair", str(tiny[1])), engine="sglang", tp_size=2, environment={"RLCTL_SGLANG_SABOTAGE": str(sabotage)}
     )
-    with LocalFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 

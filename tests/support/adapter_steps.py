@@ -71,7 +71,7 @@ def are_loaded_switched_and_unloaded(fleet: Fleet, model: Any, directory: Path) 
 
 
 def are_refused(fleet: Fleet, model: Any, directory: Path, cases: Iterable[tuple[Reason, str]]) -> None:
-    """None of these paths, nor a trainer's tensors, takes the place of "math" or makes the server unroutable."""
+    """None of these paths takes the place of "math" or makes the server unroutable."""
     held = lora(model, 4)
     fleet.load_adapter("math", save(directory / "held", held), version="held")
     tensors = lora(model, 5)
@@ -85,12 +85,34 @@ def are_refused(fleet: Fleet, model: Any, directory: Path, cases: Iterable[tuple
         with pytest.raises(RlctlError) as refused:
             fleet.load_adapter("math", path, version="bad")
         assert refused.value.reason is reason, (path, refused.value)
-    with closing(fleet.publisher("actor", path="ipc")) as publisher, pytest.raises(RlctlError) as refused:
-        publisher.update(tensors.items(), version="sent", adapter="math", adapter_config=CONFIG)
-    assert refused.value.reason is Reason.UNSUPPORTED
     assert generated(fleet, "math") == (merged_says(model, PROMPT, held), {"held"}), "as it was"
     assert all(stage.routable for stage in fleet.status().stages)
     fleet.unload_adapter("math")
+
+
+def are_sent_by_a_trainer(fleet: Fleet, model: Any) -> None:
+    """Out of shared memory; what does not fit, and a group, change nothing."""
+    tensors: dict[str, Any] = {}
+    with closing(fleet.publisher("actor", path="ipc", bucket_bytes=4096)) as publisher:
+        for version in ("sent-1", "sent-2"):
+            tensors = lora(model, sum(version.encode()))
+            result = publisher.update(tensors.items(), version=version, adapter="sent", adapter_config=CONFIG)
+            (stage,) = result.operation.stage_results
+            assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
+            assert generated(fleet, "sent") == (merged_says(model, PROMPT, tensors), {version})
+        short = list(tensors.items())[1:]
+        wide = {"config": {**CONFIG, "r": 64}, "weights": tensors.items()}
+        for case in ({"config": CONFIG, "weights": short}, wide):
+            with pytest.raises(RlctlError) as refused:
+                publisher.update(case["weights"], version="bad", adapter="sent", adapter_config=case["config"])
+            assert refused.value.reason in (Reason.WEIGHTS_INCOMPLETE, Reason.UNSUPPORTED), refused.value
+            assert "64" in str(refused.value) or "tensors" in str(refused.value), refused.value
+    with closing(fleet.publisher("actor", path="broadcast")) as publisher, pytest.raises(RlctlError) as refused:
+        publisher.update(tensors.items(), version="bad", adapter="sent", adapter_config=CONFIG)
+    assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "path")
+    assert generated(fleet, "sent") == (merged_says(model, PROMPT, tensors), {"sent-2"}), "as it was"
+    assert all(stage.routable for stage in fleet.status().stages)
+    fleet.unload_adapter("sent")
 
 
 def held_back(fleet: Fleet, adapter: str) -> Iterator[rollout.GenerateResponse]:

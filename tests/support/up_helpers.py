@@ -24,9 +24,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
 WAIT_S = 60.0
 
 
-def rlctl_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def rlctl_command(*arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rlctl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
 
 
 def until(condition: Callable[[], object], what: str) -> None:

@@ -1,32 +1,47 @@
-"""LoRA adapters on a real vLLM with room for one at a time: loaded, switched, unloaded; outputs are the merged
-model's.
+"""LoRA adapters on a real vLLM with room for one at a time, which a topology file has brought up: loaded, switched,
+unloaded; outputs are the merged model's.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import adapter_steps
+import psutil
 import pytest
 from loras import CONFIG, lora, merged_says, save
+from up_helpers import known, own_state, rlctl_command
+from vllm_file import NAME, START_S, check_is_as_written, written
 
-from rlctl.client.fleet import Fleet
+from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    # With room for one, vLLM reads an adapter again whenever another one was asked for.
-    options = {"enable_lora": "true", "max_lora_rank": "8", "allowed_roots": str(tmp_path_factory.getbasetemp())}
-    spec = EngineSpec("actor", str(tiny[1]), engine="vllm", options=options)
-    with LocalFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
-        yield fleet
+    place = tmp_path_factory.mktemp("up")
+    with pytest.MonkeyPatch.context() as patch, own_state(patch, place):
+        # With room for one, vLLM reads an adapter again whenever another one was asked for.
+        file = written(place, tiny[1], allowed_roots=str(tmp_path_factory.getbasetemp()))
+        up = rlctl_command("up", file, "--detach", "-o", "json", timeout_s=START_S)
+        assert up.returncode == 0, up.stderr
+        told = json.loads(up.stdout)
+        assert told["engines"] == {"actor-0": "ready"}
+        processes = [psutil.Process(pid) for pid in known(NAME).processes.values()]
+        with connect(told["endpoint"]) as fleet:
+            yield fleet
+        assert rlctl_command("down", "--name", NAME).returncode == 0
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
+
+
+def test_what_the_file_says_reaches_vllm(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    check_is_as_written(fleet, tiny[0])
 
 
 def test_adapters_are_loaded_switched_and_unloaded(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
@@ -41,6 +56,10 @@ def test_any_layers_and_pefts_other_scale(fleet: Fleet, tiny: tuple[Any, Path], 
     larger = {name: t * math.sqrt(CONFIG["r"]) if ".lora_A." in name else t for name, t in tensors.items()}
     assert adapter_steps.generated(fleet, "root") == (merged_says(tiny[0], adapter_steps.PROMPT, larger), {"r"})
     fleet.unload_adapter("root")
+
+
+def test_a_trainer_sends_them(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    adapter_steps.are_sent_by_a_trainer(fleet, tiny[0])
 
 
 def test_what_does_not_fit_changes_nothing(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:

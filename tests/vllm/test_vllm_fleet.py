@@ -9,6 +9,7 @@ from typing import Any
 
 import adapter_steps
 import pytest
+import torch
 from loras import lora, merged_says, save
 from server_stage import changed, greedy
 
@@ -17,8 +18,9 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.launch.local import EngineSpec, LocalFleet
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
@@ -32,7 +34,7 @@ def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
         EngineSpec("actor-0", str(tiny[1]), engine="torch", options=options),
         EngineSpec("actor-1", str(tiny[1]), engine="vllm", options={**options, "enable_lora": "true"}),
     ]
-    with LocalFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
         yield fleet
 
 
@@ -70,6 +72,38 @@ def test_one_transaction_updates_both_kinds_of_engine(fleet: Fleet, tiny: tuple[
             both_generate_like(fleet, model, result.version)
     finally:
         publisher.close()
+
+
+def test_a_delta_reaches_both_kinds_of_engine_and_what_neither_has_is_refused_before_a_pause(
+    fleet: Fleet, tiny: tuple[Any, Path]
+) -> None:
+    model = changed(tiny[0], seed=20)
+    with contextlib.closing(fleet.publisher("actor", trainer="differing")) as publisher:
+        publisher.update(model, version="base")
+        for number in range(2):  # the second one differs in nothing
+            with torch.no_grad():
+                model.model.norm.weight.fill_(1.25)
+            delta = publisher.update(model, version=f"delta-{number}", base=f"delta-{number - 1}" if number else "base")
+            assert delta.tensors_sent == 1 - number
+            assert {stage.verified for stage in delta.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+            both_generate_like(fleet, model, delta.version)
+        of_the_draft = v.UpdateWeightsFromDiskRequest(
+            model_path=str(tiny[1]),
+            options=v.UpdateOptions(selector=common.WEIGHT_SELECTOR_DRAFT, pause=common.PAUSE_MODE_ABORT),
+        )
+        running = fleet.generate_stream(encode("7"), max_new_tokens=400, ignore_eos=True)
+        parts = [next(running)]
+        for update, field in (
+            (lambda: publisher.update(model, version="refused", apply="staged", pause="abort"), "apply"),
+            (lambda: fleet.call(of_the_draft, model="actor"), "options.selector"),
+        ):
+            with pytest.raises(RlctlError) as refused:
+                update()
+            assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, field)
+        parts += running
+        assert parts[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH, "nothing was paused"
+        (model_status,) = fleet.status().models
+        assert model_status.latest == delta.version
 
 
 def test_an_update_is_verified_by_a_probe(fleet: Fleet, tiny: tuple[Any, Path]) -> None:

@@ -171,14 +171,16 @@ def test_weights_outside_of_an_update_or_a_group(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"kind": v.UPDATE_KIND_DELTA}, "kind"),
         ({"apply": v.APPLY_MODE_STAGED}, "apply"),
         ({"selector": common.WEIGHT_SELECTOR_DRAFT}, "selector"),
     ],
 )
 def test_updates_of_kinds_that_it_does_not_take(driver: Driver, fields: dict[str, Any], field: str) -> None:
-    error = refusal(driver, v.PrepareUpdateRequest(**fields), update_id="u")
+    """Refused before any request is ended for it."""
+    running = driver.begin(prompt(encode("7"), 100)).started()
+    error = refusal(driver, v.PrepareUpdateRequest(abort_all_requests=True, **fields), update_id="u")
     assert (error.reason, error.field) == (Reason.UNSUPPORTED, field)
+    assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
 
 
 @pytest.mark.parametrize(

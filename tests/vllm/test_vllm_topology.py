@@ -1,87 +1,50 @@
-"""A topology file with a model on vLLM and one on the torch engine, brought up for real."""
+"""A topology file with a model on vLLM: what is wrong in it, and the engine in an actor on a Ray cluster. On this
+machine the same file is brought up by test_vllm_adapters.py.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from server_stage import changed, greedy
+from ray_cluster import ray_cluster
+from up_helpers import known, own_state, rlctl_command
+from vllm_file import NAME, START_S, check_is_as_written, written
 
 from rlctl.client.fleet import connect
-from rlctl.demo.tiny import encode
-from rlctl.v1 import verbs_pb2 as v
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
-FLEET = """
-fleet: {{name: both, hf_checkpoint: {checkpoint}, num_gpus: 2, listen: "127.0.0.1:0"}}
-models:
-  - name: actor
-    engine: vllm
-    server_groups:
-      - worker_type: regular
-        num_gpus: 1
-        overrides: {{max-model-len: 256, {override}}}
-        environment: {{VLLM_CPU_KVCACHE_SPACE: "2"}}
-  - name: critic
-    engine: torch
-    server_groups:
-      - {{worker_type: regular, num_gpus: 1}}
-"""
-
-
-@pytest.fixture
-def rlctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Command]:
-    """The command, with a home of its own; what it brought up is taken down."""
-    for name in ("STATE", "CONFIG"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rlctl", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
-
-    yield run
-    run("down", "--name", "both")
-
-
-def test_models_on_vllm_and_torch_are_placed_started_and_updated(
-    rlctl: Command, tiny: tuple[Any, Path], tmp_path: Path
+def test_an_argument_that_vllm_does_not_have_is_refused_before_anything_starts(
+    tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, checkpoint = tiny
-    file = tmp_path / "both.yaml"
-    file.write_text(FLEET.format(checkpoint=checkpoint, override="max_modle_len: 5"))
-    wrong = rlctl("up", str(file), "--detach")
+    with own_state(monkeypatch, tmp_path):
+        wrong = rlctl_command("up", written(tmp_path, tiny[1], max_modle_len=5), "--detach")
     assert wrong.returncode == 2, wrong
     assert "max_modle_len" in wrong.stderr
     assert "vLLM" in wrong.stderr
-    file.write_text(FLEET.format(checkpoint=checkpoint, override="max_num_seqs: 7"))
-    up = rlctl("up", str(file), "--detach", "-o", "json")
-    assert up.returncode == 0, up.stderr
-    told = json.loads(up.stdout)
-    assert told["engines"] == {"actor-0": "ready", "critic-0": "ready"}
-    with connect(told["endpoint"]) as fleet:
-        (rank,) = fleet.call(v.GetServerInfoRequest(), model="actor").stage_results[0].rank_results
-        info = rank.server_info
-        assert info.engine == "vllm"
-        assert info.settings["model_config.max_model_len"] == "256"
-        assert info.settings["scheduler_config.max_num_seqs"] == "7"
-        assert psutil.Process(info.pid).environ()["VLLM_CPU_KVCACHE_SPACE"] == "2"
-        updated = changed(model, seed=5)
-        with closing(fleet.publisher("actor")) as publisher:
-            publisher.update(updated, version="new")
-        for name, held, published in (("actor", updated, True), ("critic", model, False)):
-            response = fleet.generate(encode("1+2="), model=name, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-            (sample,) = response.samples
-            assert list(sample.output_ids) == greedy(held, encode("1+2="), 8)
-            assert ({span.version.label for span in sample.versions} == {"new"}) == published
-    assert rlctl("down", "--name", "both").returncode == 0
-    assert not psutil.pid_exists(info.pid)
+
+
+@pytest.mark.long
+def test_the_engine_is_an_actors_on_a_ray_cluster(
+    tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_state(monkeypatch, tmp_path), ray_cluster(tmp_path, 4) as nodes:
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        file = written(tmp_path, tiny[1], allowed_roots=str(tmp_path))
+        how = ("--launcher", "ray", "--listen", "127.0.0.2:0", "--detach", "-o", "json")
+        up = rlctl_command("up", file, *how, timeout_s=START_S)
+        assert up.returncode == 0, up.stderr
+        with connect(json.loads(up.stdout)["endpoint"]) as fleet:
+            server = psutil.Process(check_is_as_written(fleet, tiny[0]))
+        stage = psutil.Process(known(NAME).processes["actor-0"])
+        assert server.ppid() == stage.pid
+        keeper = stage.parent()
+        assert keeper is not None
+        assert "ray::" in " ".join(keeper.cmdline())
+        assert rlctl_command("down", "--name", NAME).returncode == 0
+        assert psutil.wait_procs([server, stage], timeout=60)[1] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -255,7 +256,11 @@ async def _body(request: web.Request) -> Any:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    """As Starlette writes JSON: slime's router reads and writes a worker's answers again, and keeps their length.
+    orjson writes 1e-07 as 1e-7.
+    """
+    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _event(value: Any) -> bytes:

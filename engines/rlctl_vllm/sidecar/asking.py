@@ -23,14 +23,14 @@ WORDS = Words(
             (
                 *("input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path"),
                 *("token_ids_logprob", "session_id", "session_params", "routed_dp_rank", "custom_logit_processor"),
-                *("routing_key", "extra_key", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+                *("routing_key", "extra_key", "bootstrap_host", "bootstrap_port", "bootstrap_room", "model"),
             ),
             (None,),
         ),
         **dict.fromkeys(
             (
                 *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_entropy"),
-                *("return_sampling_mask", "background"),
+                *("return_sampling_mask", "background", "return_bytes"),
             ),
             (None, False),
         ),

@@ -17,8 +17,8 @@ from rlctl.bench.weights.shapes import ONE_LAYER, QWEN3_0_6B, Shape, Synthetic, 
 from rlctl.client.fleet import Fleet
 from rlctl.client.published import UpdateResult
 from rlctl.client.publisher import Publisher
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.launch.launcher import Launched
-from rlctl.launch.local import EngineSpec, LocalFleet
 
 OPTIONS = {"max_total_tokens": "256", "max_running": "4"}
 """No requests run: the KV cache is kept small."""
@@ -85,7 +85,7 @@ def running(setting: Setting, shape: Shape, *, engines: int, tp_size: int = 1) -
     environment = {member.DIRECTORY: str(members), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     specs = [EngineSpec(f"actor-{i}", checkpoint, tp_size=tp_size, options=OPTIONS) for i in range(engines)]
     with _environment(environment), contextlib.ExitStack() as stack:
-        fleet = LocalFleet(specs, directory=root / "fleet", module=member.__name__)
+        fleet = LaunchedFleet(specs, directory=root / "fleet", module=member.__name__)
         stack.enter_context(fleet)
         ranks = [process for process in fleet.processes if process.name != "coordinator"]
         peers = Peers(members, [process.pid for process in ranks])

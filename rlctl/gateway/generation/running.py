@@ -16,6 +16,8 @@ from rlctl.v1.rollout_pb2 import Sample
 
 SLOT, PREFERRED = "slot", "preferred"
 """Placeholders of routes that ask one engine, and of those that ask it if they can."""
+ANY = "-"
+"""Stands where a slot's name stands, and is none: whoever serves first is asked."""
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,16 @@ def test_a_sample_keeps_what_it_began_with() -> None:
 def test_parts_of_fused_layers(words: list[str], *, fits: bool) -> None:
     modules = [f"model.layers.{number}.{word}" for number in range(2) for word in words]
     if fits:
-        _refuse_parts(modules)
+        _refuse_parts(modules, "path")
         return
     with pytest.raises(RlctlError) as refused:
-        _refuse_parts(modules)
+        _refuse_parts(modules, "path")
     assert refused.value.reason is Reason.UNSUPPORTED
 
 
 def test_parts_that_differ_between_layers_are_refused() -> None:
     with pytest.raises(RlctlError) as refused:
-        _refuse_parts([*(f"model.layers.0.{word}" for word in ("q_proj", "v_proj")), *ALL_OF_ONE])
+        _refuse_parts([*(f"model.layers.0.{word}" for word in ("q_proj", "v_proj")), *ALL_OF_ONE], "path")
     assert refused.value.reason is Reason.UNSUPPORTED
 
 

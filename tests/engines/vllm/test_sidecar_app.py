@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,6 +16,7 @@ from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
 
 from rlctl.bench.sidecar.upstream import application
 from rlctl.errors import Reason, RlctlError
+from rlctl.gateway.sglang_router import SglangRouter
 
 
 class Serving:
@@ -160,6 +163,67 @@ async def test_it_registers_with_a_router_until_that_takes_it() -> None:
         await asyncio.wait_for(sidecar.registrations[0].taken.wait(), 30)
         assert told == [sidecar.url] * 3
         await sidecar.stop()
+
+
+async def test_sglang_router_has_it_as_a_worker_until_it_leaves(tmp_path: Path) -> None:
+    """The real one, which routes a request to it."""
+    app = application()
+
+    async def healthy(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app.router.add_get("/health", healthy)
+    router = SglangRouter(policy="round_robin", log=tmp_path / "router.log")
+    await asyncio.to_thread(router.start)
+
+    async def until(wanted: set[str]) -> None:
+        while (await asyncio.to_thread(router.workers)).keys() != wanted:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.02)
+
+    try:
+        async with Serving(app) as upstream, aiohttp.ClientSession() as session:
+            config = SidecarConfig(upstream=upstream.url, coordinator="c:1", routers=(router.url,))
+            sidecar = await started(config)
+            await asyncio.wait_for(until({sidecar.url}), 30)
+            body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+            async with session.post(f"{router.url}/generate", json=body) as response:
+                assert response.status == 200, await response.text()
+                answer = await response.json()
+                assert len(answer["output_ids"]) == 4, answer
+            await sidecar.stop()
+            await asyncio.wait_for(until(set()), 30)
+    finally:
+        await asyncio.to_thread(router.stop)
+
+
+async def test_an_answer_that_a_router_reads_and_writes_again_has_the_same_length(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime's does (``slime/router/router.py``), with Starlette's JSONResponse, and keeps the Content-Length."""
+    app = web.Application()
+    small = [{"token": "t", "logprob": value, "top_logprobs": []} for value in (-1.1920928955078125e-07, -1e-05, 0.0)]
+    choice = {
+        "index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": [7, 8, 9],
+        "text": "\u00e9\u4e2d\u0001",
+        "logprobs": {"content": small}, "weight_versions": [{"version": "1", "start": 0, "end": 3}],
+    }  # fmt: skip
+
+    async def generate(request: web.Request) -> web.Response:
+        return web.json_response({"request_id": "r", "choices": [choice], "usage": {"prompt_tokens": 1}})
+
+    app.router.add_post("/inference/v1/generate", generate)
+    for route in application().router.routes():
+        if route.method == "GET" and route.resource is not None:
+            app.router.add_get(route.resource.canonical, route.handler)
+    async with Serving(app) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        async with session.post(f"{sidecar.url}/generate", json=body) as response:
+            said = await response.read()
+        await sidecar.stop()
+    entries = json.loads(said)["meta_info"]["output_token_logprobs"]
+    assert [entry[0] for entry in entries] == [entry["logprob"] for entry in small]
+    assert json.dumps(json.loads(said), ensure_ascii=False, separators=(",", ":")).encode() == said
 
 
 async def test_admin_verbs_ask_for_the_token(session: aiohttp.ClientSession) -> None:

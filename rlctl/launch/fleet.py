@@ -1,8 +1,9 @@
 """A fleet of processes: a coordinator and engines, kept as they are wanted.
 
-:meth:`LocalFleet.want` says which engines there are to be, :meth:`LocalFleet.look` brings the fleet a step nearer to
-that: new engines are started beside those that serve, changed ones are replaced one after another of each model, those
-that are not wanted any more are disabled, drained and stopped. The same steps start a fleet and restart what has ended.
+:meth:`LaunchedFleet.want` says which engines there are to be, :meth:`LaunchedFleet.look` brings the fleet a step nearer
+to that: new engines are started beside those that serve, changed ones are replaced one after another of each model,
+those that are not wanted any more are disabled, drained and stopped. The same steps start a fleet and restart what has
+ended.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
 from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
 from rlctl.v1.fleet_pb2 import Stage
 
-__all__ = ["EngineSpec", "LocalFleet", "interrupted"]
+__all__ = ["EngineSpec", "LaunchedFleet", "interrupted"]
 
 READY_S = 60.0
 POLL_S = 0.05
@@ -39,7 +40,7 @@ def interrupted(processes: int) -> str:
     return f"interrupted; taking {processes} process{'es' if processes != 1 else ''} down"
 
 
-class LocalFleet:
+class LaunchedFleet:
     """Starts and stops the processes of a fleet. As a context manager it is up inside the block.
 
     Nothing outlives this process: children end when it does.

@@ -1,0 +1,98 @@
+"""Ending requests at an engine server, against one that is slow to hear of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from rlctl_servers.generation import Requests
+
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
+
+
+class Stream:
+    """A sample of a server's that says one token after the other, until it is ended."""
+
+    def __init__(self, server: Server, rid: str) -> None:
+        self.tokens = 0
+        self.over = False
+        self._server = server
+        self._rid = rid
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        await self._server.reached.wait()
+        if self._server.ended_at_once:
+            yield {"end": True}
+            return
+        while self._rid not in self._server.ended:
+            yield {}
+            await asyncio.sleep(0)
+        yield {"end": True}
+
+    def take(self, told: dict[str, Any]) -> GenerateResponse:
+        self.over = "end" in told
+        self.tokens += not self.over
+        reason = FinishReason(type=FINISH_TYPE_ABORT) if self.over else None
+        return GenerateResponse(samples=[Sample(completion_tokens=self.tokens, finish_reason=reason)])
+
+
+class Server:
+    """One that gets requests only when ``reached`` is set, and then has none of what it was told before."""
+
+    product = "test"
+
+    def __init__(self, *, ended_at_once: bool = False) -> None:
+        self.begun = asyncio.Event()
+        self.reached = asyncio.Event()
+        self.aborting = asyncio.Event()
+        self.ended_at_once = ended_at_once
+        self.ended: list[str] = []
+
+    async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[Stream]:
+        self.begun.set()
+        return [Stream(self, rid) for rid in engine_rids]
+
+    def ends(self, *, heard: bool) -> bool:
+        return True
+
+    async def end(self, engine_rids: Sequence[str] | None) -> None:
+        if engine_rids is not None:
+            self.ended += engine_rids
+            return
+        # It has looked, and found nothing; requests come in before it says so.
+        self.reached.set()
+        await self.aborting.wait()
+
+
+async def generated(requests: Requests, heard: asyncio.Event) -> list[GenerateResponse]:
+    parts = []
+    async for part in requests.generate(GenerateRequest(rid="r")):
+        parts.append(part)
+        heard.set()
+    return parts
+
+
+async def test_what_reaches_the_server_while_it_ends_all_the_others_is_ended_too() -> None:
+    server, heard = Server(), asyncio.Event()
+    requests = Requests(server)
+    running = asyncio.create_task(generated(requests, heard))
+    await server.begun.wait()
+    aborting = asyncio.create_task(requests.abort([], all_of_them=True))
+    await asyncio.wait_for(heard.wait(), 5)
+    server.aborting.set()
+    assert await aborting == (1, [])
+    parts = await asyncio.wait_for(running, 5)
+    assert parts[-1].samples[0].finish_reason.type == FINISH_TYPE_ABORT
+    assert len(server.ended) == 1
+
+
+async def test_what_the_server_has_ended_is_not_ended_again() -> None:
+    server, heard = Server(ended_at_once=True), asyncio.Event()
+    requests = Requests(server)
+    running = asyncio.create_task(generated(requests, heard))
+    await server.begun.wait()
+    server.aborting.set()
+    assert await requests.abort([], all_of_them=True) == (1, [])
+    assert len(await asyncio.wait_for(running, 5)) == 1
+    assert server.ended == []
