@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +22,7 @@ def embedded(
     listen: str = "127.0.0.1:0",
     token: str | None = None,
     insecure: bool = False,
+    heal_by_hand: Collection[str] = (),
 ) -> EmbeddedFleet:
     """Start a coordinator on threads of this process and take charge of stage servers.
 
@@ -32,15 +33,18 @@ def embedded(
             register by themselves.
         token: bearer token, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none.
         insecure: bind where others can reach it though there is no token.
+        heal_by_hand: models whose late joiners and restarted engines wait for :meth:`Fleet.heal`; others are brought to
+            the published version without being asked.
 
     Raises UNREACHABLE for a stage that does not answer, JOURNAL_FAILED, INSECURE_BIND.
     """
     token = token if token is not None else load_token()
     temporary = tempfile.TemporaryDirectory(prefix="rlctl-") if journal is None else None
     path = Path(temporary.name) / "journal.db" if temporary else Path(str(journal))
+    config = CoordinatorConfig(path, listen, token, insecure, heal_by_hand=heal_by_hand)
     server_loop = LoopThread("rlctl coordinator")
     try:
-        server = server_loop.call(_start(CoordinatorConfig(path, listen, token, insecure), stages))
+        server = server_loop.call(_start(config, stages))
     except BaseException:
         server_loop.stop()
         raise

@@ -52,9 +52,21 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 @click.option(
     "--journal", default="", help="File of the journal.  [default: journal.db in the state directory of the fleet]"
 )
+@click.option(
+    "--heal-by-hand",
+    multiple=True,
+    metavar="MODEL",
+    help="Bring stages of this model to the published version only when asked (`rlctl heal`). May be repeated.",
+)
 @_server_options
 def coordinator(
-    journal: str, listen: str, token_file: str, insecure: bool, log_level: str, end_with_parent: bool
+    journal: str,
+    heal_by_hand: tuple[str, ...],
+    listen: str,
+    token_file: str,
+    insecure: bool,
+    log_level: str,
+    end_with_parent: bool,
 ) -> None:
     """Run a coordinator."""
     from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
@@ -62,7 +74,7 @@ def coordinator(
     from rlctl.transport.auth import load_token
 
     path = Path(journal) if journal else state_directory() / "journal.db"
-    config = CoordinatorConfig(path, listen, load_token(file=token_file), insecure)
+    config = CoordinatorConfig(path, listen, load_token(file=token_file), insecure, heal_by_hand=heal_by_hand)
 
     async def start() -> Callable[[], Any]:
         server = CoordinatorServer(config)

@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from rlctl.client.passing import Pass, in_thread
 from rlctl.client.pending import Progress
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.times import duration, seconds
@@ -28,13 +29,11 @@ from rlctl.weights.announced import Announced
 from rlctl.weights.differences import digest_parts
 from rlctl.weights.digest import ModelDigest, tensor_digest
 from rlctl.weights.groups import WeightGroup, join
-from rlctl.weights.identity import host_id
+from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
 from rlctl.weights.source import WeightSource, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
-
-T = TypeVar("T")
 
 Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
 """Lets the ranks that share memory with this process take segments in; returns once none of them reads them."""
@@ -42,17 +41,24 @@ Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
 STOP_S = 2.0
 """How long an attempt that was stopped may take to end."""
 
+HANGS_S = 10.0
+"""A pass in which no tensor has come for so long hangs in the trainer's own collectives."""
+
 
 class Part:
     """One trainer process in the updates of one model. It keeps its group from update to update."""
 
-    def __init__(self, host: str, source: int | None) -> None:
-        """``host``: address of this process as the engines reach it; ``source``: which source it is, None for none."""
+    def __init__(self, host: str, source: int | None, *, alone: bool = True) -> None:
+        """``host``: address of this process as the engines reach it; ``source``: which source it is, None for none;
+        ``alone``: the trainer has no other process.
+        """
         self.source = source
         self._host = host
+        self._alone = alone
         self._group: WeightGroup | None = None
         self._segments: SegmentSender | None = None
-        self._under_way: asyncio.Future[Sent] | None = None
+        self._pass = Pass()
+        self._under_way: asyncio.Future[None] | None = None
         self._announced = Announced()
 
     def close(self) -> None:
@@ -73,9 +79,9 @@ class Part:
 
         In one pass the weights go over the group and, through ``ship``, to the ranks that share memory. With neither in
         the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not what
-        was offered), or what the weights themselves raise.
+        was offered), ILLEGAL_STATE (the pass before hangs), or what the weights themselves raise.
         """
-        if self._under_way is not None and not self._under_way.done():
+        if not await self.settle(HANGS_S):
             raise Reason.ILLEGAL_STATE.error(
                 "going through the weights for an earlier update has not ended: the trainer's own collectives hang",
                 next_step="Restart the trainer.",
@@ -95,11 +101,18 @@ class Part:
             if attempt.last and not stop.is_set():
                 loop.call_soon_threadsafe(progress.sent.set)
 
+        passing = self._pass = Pass(weights)
+
         def run() -> Sent:
             with progress.ordering.after():
-                return self._work(weights, attempt, stop, ship_from_thread, left)
+                return self._work(passing, attempt, stop, ship_from_thread, left)
 
-        work = self._under_way = _in_thread(run, "rlctl update")
+        def finish() -> None:
+            if not self._alone:
+                with progress.ordering.after():
+                    passing.finish()
+
+        work, self._under_way = in_thread(run, finish, "rlctl update")
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -114,6 +127,16 @@ class Part:
         except BaseException:
             self._leave()
             raise
+
+    async def settle(self, quiet_s: float) -> bool:
+        """Wait for the last pass through the weights to end, unless no tensor comes for ``quiet_s``; whether it has."""
+        started = time.monotonic()
+        while self._under_way is not None and not self._under_way.done():
+            left = max(started, self._pass.moved) + quiet_s - time.monotonic()
+            if left <= 0:
+                return False
+            await asyncio.wait({self._under_way}, timeout=left)
+        return True
 
     def _work(
         self,
@@ -179,11 +202,10 @@ class Part:
         """Copy the weights, in the wire's dtypes, into segments, while the ranks take in the one before; returns the
         bytes.
         """
-        if self._segments is None:
-            self._segments = SegmentSender()
+        segments = self._on(_meeting_place(attempt.shared_devices))
         wire = [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
         lease_s = seconds(attempt.timeout)
-        written = self._segments.write(
+        written = segments.write(
             weights,
             wire,
             devices=attempt.shared_devices,
@@ -197,18 +219,26 @@ class Part:
             with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ship") as shipper:
                 sizes = []
                 for segment in written:
-                    deliveries.append(shipper.submit(_deliver, segment, ship, self._segments))
+                    deliveries.append(shipper.submit(_deliver, segment, ship, segments))
                     sizes.append(segment.nbytes)
             for delivery in deliveries:
                 delivery.result()
             return sum(sizes)
         except BaseException:
             # Somebody may still read what was lent: it is left to them, and the next update gets memory of its own.
-            segments, self._segments = self._segments, None
+            self._segments = None
             segments.close()
             for delivery in deliveries:
                 delivery.result()  # why the segments were closed, if they were
             raise
+
+    def _on(self, device: torch.device) -> SegmentSender:
+        """The segments that there are on a device, or new ones in place of those on another."""
+        if self._segments is None or self._segments.pool.device != device:
+            if self._segments is not None:
+                self._segments.close()
+            self._segments = SegmentSender(device)
+        return self._segments
 
     def _join(self, wanted: GroupPlan, attempt: Attempt, stop: threading.Event) -> WeightGroup:
         """The group that stands, or a new one that every target rank joins with us."""
@@ -228,6 +258,17 @@ class Part:
         return self._group
 
 
+def _meeting_place(readers: Sequence[str]) -> torch.device:
+    """Where segments lie best for ranks on these devices: on this process's GPU if it is all of theirs, else in the
+    host's memory, which ranks on any GPU read as well.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        own = torch.device("cuda", torch.cuda.current_device())
+        if set(readers) == {device_id(own)}:
+            return own
+    return torch.device(CPU)
+
+
 def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], None], segments: SegmentSender) -> None:
     """Let the ranks take a segment in. When they do not, whoever waits to write another one is let go."""
     try:
@@ -236,33 +277,6 @@ def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], Non
         segments.close()
         raise
     segment.release()
-
-
-def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run blocking work in a daemon thread: one that hangs keeps neither the loop nor the interpreter from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-            future.exception()  # retrieved: whoever stopped the attempt no longer waits
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, torch.dtype]) -> Sent:

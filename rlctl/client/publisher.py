@@ -8,6 +8,7 @@ and commits: the version is served once every target has proved that it holds it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ from torch import nn
 from rlctl.client.enums import number
 from rlctl.client.following import follow
 from rlctl.client.leading import Leading
-from rlctl.client.part import Part
+from rlctl.client.part import STOP_S, Part
 from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.probe import Probe
 from rlctl.client.published import UpdateResult
@@ -55,6 +56,7 @@ DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
 
 _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
+_TRANSPORTS = {"gloo": [], "nccl": [common_pb2.TRANSPORT_TORCH_NCCL]}
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
@@ -76,6 +78,7 @@ class AsyncPublisher:
         trainer_group: dist.ProcessGroup | None = None,
         source: int | None = None,
         path: str = "broadcast",
+        backend: str = "gloo",
         bucket_bytes: int = BUCKET_BYTES,
         host: str = "127.0.0.1",
         trainer: str = "",
@@ -86,10 +89,13 @@ class AsyncPublisher:
         ``trainer_group``: torch process group of all trainer ranks; None for a trainer of one process. ``source``:
         which source this rank is, counted from 0 without gaps; None for a rank that only takes part in gathering
         (by default rank 0 is the only source). ``path``: broadcast, ipc (shared memory, for engines on this host), or
-        auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). ``host``:
-        address of this process as the engines' ranks and the other trainer ranks reach it; the groups' store and the
-        source bind it. ``trainer``: name for messages. ``incarnation``: give a higher one when training resumes from an
-        older checkpoint; lower ones are fenced from then on.
+        auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). Shared
+        memory lies on the GPU where the source's current CUDA device is that of all ranks that read it. ``backend``: of
+        the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
+        the ranks', which must all be different ones. ``host``: address of this process as the engines' ranks and the
+        other trainer ranks reach it; the groups' store and the source bind it. ``trainer``: name for messages.
+        ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones are fenced from
+        then on.
         """
         self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
         if (self._rank == 0) != (fleet is not None):
@@ -101,11 +107,16 @@ class AsyncPublisher:
         self._bucket_bytes = bucket_bytes
         if path not in _PATHS:
             raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
+        if backend not in _TRANSPORTS:
+            known = ", ".join(_TRANSPORTS)
+            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be one of {known}", field="backend")
         self._path = _PATHS[path]
+        self._transports = _TRANSPORTS[backend]
         self._host = host
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group
-        self._part = Part(host, 0 if source is None and self._rank == 0 else source)
+        self._size = 1 if trainer_group is None else dist.get_world_size(trainer_group)
+        self._part = Part(host, 0 if source is None and self._rank == 0 else source, alone=self._size == 1)
         self._members: Members | None = None
         self._leading: Leading | None = None
         self._lead: Lead | None = None
@@ -132,6 +143,7 @@ class AsyncPublisher:
         retries: int = 0,
         partial: bool = False,
         base: str = "",
+        selector: str = "",
         apply: str = "in_place",
         rollout: RolloutStrategy | None = None,
         deadline_s: float = DEADLINE_S,
@@ -152,12 +164,13 @@ class AsyncPublisher:
         compares. ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the sources go through their
         weights again after a group failed, without the targets that are gone. ``partial``: not every parameter is sent.
         ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
-        from it are sent, after a pass that digests all. ``apply``: in_place, under the pause, or staged: into a second
-        copy of the weights while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets
-        have the version at once, :func:`rolling` batch by batch: staged out of the copies, in place by a pass of the
-        sources for each batch, in which they must give the same again. ``stream``: weights on a GPU are read after what
-        this stream was given before the call; None: after what the caller's current stream was given. ``progress``:
-        what :meth:`update_async` follows it by; leave it out.
+        from it are sent, after a pass that digests all. ``selector``: of engines that have a draft model: target,
+        draft, or all; "" for all. ``apply``: in_place, under the pause, or staged: into a second copy of the weights
+        while generation goes on; the pause is for the swap only. ``rollout``: None lets all targets have the version at
+        once, :func:`rolling` batch by batch: staged out of the copies, in place by a pass of the sources for each
+        batch, in which they must give the same again. ``stream``: weights on a GPU are read after what this stream was
+        given before the call; None: after what the caller's current stream was given. ``progress``: what
+        :meth:`update_async` follows it by; leave it out.
 
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
@@ -200,6 +213,7 @@ class AsyncPublisher:
                         model=self._model,
                         version=version,
                         path=self._path,
+                        transports=self._transports,
                         kind=kind,
                         base=WeightVersion(label=base) if base else None,
                         adapter=adapter,
@@ -213,6 +227,7 @@ class AsyncPublisher:
                             quorum=quorum,
                             probe=None if probe is None else probe.to_proto(),
                             adapters=_number(verbs_pb2.AdapterPolicy, adapters, "adapters"),
+                            selector=_number(common_pb2.WeightSelector, selector, "selector"),
                         ),
                         apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
                         rollout=rollout,
@@ -232,7 +247,13 @@ class AsyncPublisher:
                 raise  # the source's own
             raise Reason.DEADLINE_EXCEEDED.error(f"the update did not end within {deadline_s:g} s") from None
         finally:
-            progress.end()
+            try:
+                # The trainer's next collectives must not meet those of a pass that is still going on.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(limit.when()):
+                        await self._part.settle(STOP_S)
+            finally:
+                progress.end()
         return UpdateResult(
             version=operation.weight_version,
             operation=operation,
@@ -284,13 +305,12 @@ class AsyncPublisher:
         """Once: the members connect to the lead, whose address goes through the trainer's own group."""
         if self._lead is not None or self._leading is not None:
             return
-        size = 1 if self._trainer_group is None else dist.get_world_size(self._trainer_group)
         told = ""
         if self._fleet is not None:
-            self._members = Members(size)
-            if size > 1:
+            self._members = Members(self._size)
+            if self._size > 1:
                 told = json.dumps(await self._members.start(self._host))
-        if self._trainer_group is not None and size > 1:
+        if self._trainer_group is not None and self._size > 1:
             address, token = json.loads(await asyncio.to_thread(share, self._trainer_group, told))
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import NoReturn
 
 from google.protobuf.message import Message
@@ -78,11 +78,12 @@ class Coordinator:
         clock: Clock,
         *,
         lease_s: float = SERVING_LEASE_S,
-        heal: bool = True,
+        heal_by_hand: Collection[str] = (),
         retained: int = RETAINED,
     ) -> None:
-        """``lease_s``: how long a stage may serve without hearing from here; ``heal``: late joiners and restarted
-        engines are brought to the published version without being asked; ``retained``: ended operations that are kept.
+        """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
+        joiners and restarted engines wait until somebody asks, where others are brought to the published version;
+        ``retained``: ended operations that are kept.
         """
         self._journal = journal
         self._dialer = dialer
@@ -106,7 +107,7 @@ class Coordinator:
             groups=groups,
             planner=planner,
             attempts=attempts,
-            heal=heal,
+            heal_by_hand=heal_by_hand,
         )
         self._disk = FromDisk(self.updates, self.roster, planner, clock)
         self.implicit = Implicit(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,16 +94,16 @@ class Healer:
         journal: Journal,
         clock: Clock,
         *,
-        automatic: bool,
+        by_hand: Collection[str],
     ) -> None:
-        """``automatic``: heal late joiners and restarted engines without being asked."""
+        """``by_hand``: models whose stages are healed only when somebody asks."""
         self._roster = roster
         self._peers = peers
         self._fanout = fanout
         self._operations = operations
         self._journal = journal
         self._clock = clock
-        self._automatic = automatic
+        self._by_hand = frozenset(by_hand)
         self._running: dict[str, _Running] = {}
         self._looking: dict[Slot, asyncio.Task[None]] = {}
         self._spoilt: dict[Slot, float] = {}
@@ -182,7 +182,7 @@ class Healer:
         """Heal a stage that came late or was spoilt, if that is the policy and there is a source; otherwise say that
         there is none.
         """
-        if not self._automatic or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
+        if slot.model in self._by_hand or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
             return
         if slot.model in self._running or slot in self._looking or self._roster.models[slot.model].update_id:
             return

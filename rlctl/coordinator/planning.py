@@ -221,6 +221,8 @@ class Planner:
                 field="transports",
             )
         transport = _transport(request, slot)
+        if request.transports and transport in _BACKENDS and transport not in slot.capabilities.transports:
+            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {_BACKENDS[transport]} group", field="transports")
         writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
         missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class CoordinatorConfig:
         token: bearer token that guards it and is sent to the stages.
         insecure: bind where others can reach it though there is no token.
         serving_lease_s: how long a stage may serve without hearing from it.
-        heal: bring late joiners and restarted engines to the published version without being asked.
+        heal_by_hand: models whose late joiners and restarted engines wait until somebody asks for a heal; others are
+            brought to the published version without being asked.
     """
 
     journal: Path
@@ -40,7 +41,7 @@ class CoordinatorConfig:
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
     serving_lease_s: float = 10.0
-    heal: bool = True
+    heal_by_hand: Collection[str] = ()
 
 
 class CoordinatorServer:
@@ -55,7 +56,7 @@ class CoordinatorServer:
             GrpcDialer(StageServiceStub, config.token),
             SystemClock(),
             lease_s=config.serving_lease_s,
-            heal=config.heal,
+            heal_by_hand=config.heal_by_hand,
         )
         handler = generic_handler(SERVICE, methods(self.coordinator))
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)

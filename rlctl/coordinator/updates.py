@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from google.protobuf.message import Message
 
@@ -75,9 +75,9 @@ class Updates:
         groups: GroupBook,
         planner: Planner,
         attempts: Attempts,
-        heal: bool,
+        heal_by_hand: Collection[str],
     ) -> None:
-        """``heal``: heal late joiners and restarted engines without being asked."""
+        """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
         self._roster = roster
         self._peers = peers
         self._fanout = fanout
@@ -88,7 +88,7 @@ class Updates:
         self._planner = planner
         self._attempts = attempts
         self._rolling = Rolling(self._groups, self._planner, journal)
-        self._healer = Healer(roster, peers, fanout, operations, journal, clock, automatic=heal)
+        self._healer = Healer(roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
         self.joining = Joining(operations)
         self._open: dict[str, OpenUpdate] = {}

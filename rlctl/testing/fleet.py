@@ -46,6 +46,7 @@ class InProcessFleet:
         lease_s: float = 10.0,
         heal: bool = True,
     ) -> None:
+        """``heal``: late joiners and restarted engines of model "actor" are healed without being asked."""
         self.journal = journal
         self.specs = list(stages)
         self.token = token
@@ -72,7 +73,13 @@ class InProcessFleet:
 
     async def start_coordinator(self, listen: str = "127.0.0.1:0") -> None:
         """Start a coordinator on the fleet's journal."""
-        config = CoordinatorConfig(self.journal, listen, token=self.token, serving_lease_s=self.lease_s, heal=self.heal)
+        config = CoordinatorConfig(
+            self.journal,
+            listen,
+            token=self.token,
+            serving_lease_s=self.lease_s,
+            heal_by_hand=() if self.heal else ("actor",),
+        )
         self.server = CoordinatorServer(config)
         await self.server.start()
         self.channel: grpc.aio.Channel = open_channel(self.server.address)

@@ -102,14 +102,15 @@ class SegmentPool:
     """At most ``most`` segments on one device. From any thread.
 
     Attributes:
-        device_id: identity of the device that the segments lie on.
+        device: what the segments lie on.
+        device_id: identity of that device.
         allocations: segments made so far; it does not grow while their sizes do.
     """
 
     def __init__(self, device: torch.device, most: int) -> None:
         self.device_id = device_id(device)
         self.allocations = 0
-        self._device = device
+        self.device = device
         self._most = most
         self._entries: list[_Entry] = []
         self._changed = threading.Condition()
@@ -189,8 +190,8 @@ class SegmentPool:
                 return None
             self._entries.remove(free[0])
             free[0].memory.close()
-        cuda = self._device.type == "cuda"
-        entry = _Entry(CudaMemory(nbytes, self._device) if cuda else HostMemory(nbytes))
+        cuda = self.device.type == "cuda"
+        entry = _Entry(CudaMemory(nbytes, self.device) if cuda else HostMemory(nbytes))
         self._entries.append(entry)
         self.allocations += 1
         return entry

@@ -15,7 +15,7 @@ from rlctl.errors import Reason
 from rlctl.fingerprints import fingerprints
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
@@ -52,12 +52,22 @@ async def test_without_the_policy_it_waits_for_the_operator(
     async with make_fleet(heal=False, a=1, b=2) as fleet:
         await from_disk(fleet, checkpoint("two"), "two")
         await restart(fleet, "a")
-        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        # What holds for one model does not for another.
+        fleet.specs.append(StageSpec("critic", checkpoint("early"), model="critic"))
+        await fleet.start_stage(fleet.specs[-1])
+        await fleet.until(lambda stages: stages[2].routable)
+        late = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("late"), weight_version="late")
+        late.header.target.model = "critic"
+        assert (await fleet.stub.UpdateWeightsFromDisk(late)).state == OPERATION_STATE_OK
+        await restart(fleet, "critic")
+        await fleet.until(lambda stages: stages[2].incarnation == 2 and stages[2].routable)
+        stale = fleet.stage("a")
+        assert (stale.incarnation, stale.state) == (2, common.STAGE_STATE_STALE)
         operation = await fleet.stub.HealStage(HealStageRequest())
         assert operation.state == OPERATION_STATE_OK
         assert [result.slot for result in operation.stage_results] == ["a"]
         assert fleet.stage("a").routable
-        assert set(weights(fleet)) == {"two"}
+        assert sorted(weights(fleet)) == ["late", "two", "two", "two"]
 
 
 async def test_dirty_stages_are_healed_when_somebody_asks(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:

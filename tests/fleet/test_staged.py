@@ -362,6 +362,11 @@ async def test_an_engine_without_shadow_copies_is_refused_by_name(three: InProce
 
 async def test_nccl_beside_the_collectives_of_several_ranks_is_refused_by_name(three: InProcessFleet) -> None:
     options, transports = v.UpdateOptions(pause=RETRACT), [common.TRANSPORT_TORCH_NCCL]
+    error = await refusal(begin(three, options=options, transports=transports))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "transports")
+    assert error.message == "a joins no nccl group"
+    for slot in three.server.coordinator.roster.slots.values():
+        slot.record.registration.capabilities.transports.extend(transports)
     error = await refusal(begin(three, apply=v.APPLY_MODE_STAGED, options=options, transports=transports))
     assert (error.reason, error.field) == (Reason.UNSUPPORTED, "transports")
     assert error.message.startswith("b:")

@@ -1,4 +1,6 @@
-"""Trainers of several processes: pipeline stages as sources, gathers over the trainer's own groups, ranks that die."""
+"""Trainers of several processes: pipeline stages as sources, experts that lie at different ranks, gathers over the
+trainer's own groups, ranks that die.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainers import FSDP, PP_TP, train
+import trainers
+from trainer_models import make
+from trainers import FSDP, PP_TP
 
 import rlctl
 from rlctl.client.fleet import Fleet
-from rlctl.demo import tiny as demo_tiny
+from rlctl.demo import tiny
 from rlctl.launch.fleet import LaunchedFleet
+from rlctl.launch.spec import EngineSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
+MODEL = "experts"
+
 
 @pytest.fixture(scope="module")
-def fleet(torch_fleet: LaunchedFleet) -> Iterator[Fleet]:
-    with torch_fleet.connect() as fleet:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """An engine with two ranks and one with a single rank."""
+    directory = tmp_path_factory.mktemp("experts")
+    checkpoint = directory / "checkpoint"
+    tiny.save(make(MODEL, 0), checkpoint)
+    engines = [EngineSpec("actor-0", str(checkpoint), tp_size=2), EngineSpec("actor-1", str(checkpoint))]
+    with LaunchedFleet(engines, directory=directory / "fleet") as local, local.connect() as fleet:
         yield fleet
+
+
+def train(fleet: Fleet, directory: Path, **settings: Any) -> list[Any]:
+    return trainers.train(fleet, directory, model=MODEL, **settings)
+
+
+def digest_of(seed: int) -> str:
+    return rlctl.model_digest(make(MODEL, seed))
 
 
 def test_every_source_shares_memory_with_every_engine(fleet: Fleet, tmp_path: Path) -> None:
     said = train(fleet, tmp_path, seeds=[71, 72], path="ipc", **PP_TP)
     for update, seed in enumerate([71, 72]):
-        assert {rank[update]["digest"] for rank in said} == {rlctl.model_digest(demo_tiny.make(seed=seed))}
+        assert {rank[update]["digest"] for rank in said} == {digest_of(seed)}
     assert {rank for rank, updates in enumerate(said) if updates[-1]["sent"]} == {0, 2}
 
 
@@ -40,7 +60,7 @@ def test_every_source_of_a_distributed_trainer_updates_every_engine(
     seeds = [51, 52, 53, 54]
     said = train(fleet, tmp_path, seeds=seeds, deltas=[54], **layout)
     for update, seed in enumerate(seeds):
-        expected = rlctl.model_digest(demo_tiny.make(seed=seed))
+        expected = digest_of(seed)
         assert {rank[update]["digest"] for rank in said} == {expected}
     assert {rank for rank, updates in enumerate(said) if updates[-1]["sent"]} == set(layout["sources"])
     held = {r.check.model_digest for stage in fleet.check_weights().stage_results for r in stage.rank_results}
@@ -57,12 +77,14 @@ def test_a_trainer_rank_that_is_killed_fails_the_update_on_all(fleet: Fleet, tmp
     assert status.models[0].latest.label == "seed-61", "nothing of the failed update is served"
     # A trainer that is started anew gets groups of its own; no engine is restarted.
     again = train(fleet, (tmp_path / "again").mkdir() or tmp_path / "again", seeds=[63], **PP_TP)  # type: ignore[func-returns-value]
-    assert {updates[0]["digest"] for updates in again} == {rlctl.model_digest(demo_tiny.make(seed=63))}
+    assert {updates[0]["digest"] for updates in again} == {digest_of(63)}
     assert all(stage.routable for stage in fleet.status().stages)
     assert {stage.incarnation for stage in fleet.status().stages} == {1}
 
 
-@pytest.mark.parametrize(("dies", "path"), [(0, "broadcast"), (2, "ipc")], ids=["lead", "source"])
+@pytest.mark.parametrize(
+    ("dies", "path"), [(0, "broadcast"), (2, "broadcast"), (2, "ipc")], ids=["lead", "source", "sharing-source"]
+)
 def test_the_next_trainer_helps_engines_whose_trainer_was_killed(
     fleet: Fleet, tmp_path: Path, dies: int, path: str
 ) -> None:
@@ -77,7 +99,7 @@ def test_the_next_trainer_helps_engines_whose_trainer_was_killed(
     for stage in fleet.status().stages:
         assert stage.routable == (stage.state == common.STAGE_STATE_READY), "DIRTY, or as it was"
     publisher = fleet.publisher("actor")
-    model = demo_tiny.make(seed=66)
+    model = make(MODEL, 66)
     publisher.update(model, version=f"helped-{dies}-{path}", deadline_s=60)
     publisher.close()
     held = {r.check.model_digest for stage in fleet.check_weights().stage_results for r in stage.rank_results}

@@ -45,7 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> I
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update takes many more segments than there are."""
-    monkeypatch.setattr("rlctl.client.part.SegmentSender", lambda: SegmentSender(segment_bytes=32 << 10))
+    monkeypatch.setattr("rlctl.client.part.SegmentSender", lambda device: SegmentSender(device, segment_bytes=32 << 10))
 
 
 class Counted:

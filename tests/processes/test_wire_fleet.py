@@ -151,3 +151,21 @@ def test_weights_that_are_not_in_wire_form_are_refused_and_named(
     assert fleet.status().models[0].latest == version
     result = publisher.update(wire.items(), version="whole")
     assert result.model_digest == rlctl.model_digest(wire.items())
+
+
+def test_what_no_engine_can_take_is_refused(fleet: Fleet, publisher: Publisher, trainer: Any, checkpoint: Path) -> None:
+    version = fleet.status().models[0].latest
+    source = BlockFp8(trainer, open_checkpoint(str(checkpoint)))
+    with pytest.raises(RlctlError, match="draft") as caught:
+        publisher.update(source, version="draft", selector="draft")
+    assert caught.value.reason is Reason.UNSUPPORTED
+    between_gpus = fleet.publisher("actor", backend="nccl")
+    with pytest.raises(RlctlError, match="actor-0 joins no nccl group") as caught:
+        between_gpus.update(source, version="nccl")
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "transports")
+    between_gpus.close()
+    with pytest.raises(RlctlError) as caught:
+        fleet.publisher("actor", backend="mpi")
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "backend")
+    assert fleet.status().models[0].latest == version
+    assert all(stage.routable for stage in fleet.status().stages)

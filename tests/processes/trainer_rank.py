@@ -1,7 +1,7 @@
 """One rank of a distributed trainer, as a process of its own: `python trainer_rank.py SETTINGS` (JSON).
 
-Layouts: "pp-tp" (two pipeline stages of two tensor-parallel ranks, each stage a source, gathers over gloo) and "fsdp"
-(fully_shard over all ranks, rank 0 the source). Prints one JSON object for every update.
+Layouts: "pp-tp" (two pipeline stages of two ranks, which share rows of tensors and experts; each stage a source;
+gathers over gloo) and "fsdp" (fully_shard over all ranks, rank 0 the source). Prints one JSON object for every update.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import trainer_models
 
 import rlctl
 from rlctl.client import publisher as publishing
-from rlctl.demo import tiny
+from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
+
+BUCKET_BYTES = 16 << 10
+"""Small, so that what happens half way happens between two broadcasts."""
 
 
 def rows_of(name: str) -> bool:
@@ -29,49 +33,64 @@ def rows_of(name: str) -> bool:
     return any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "lm_head"))
 
 
+def expert_of(name: str) -> int | None:
+    """Which expert a tensor belongs to, if any."""
+    _, found, rest = name.partition(".experts.")
+    return int(rest.partition(".")[0]) if found else None
+
+
 class StageSource:
-    """What one pipeline stage holds, cut over its ranks; iterating gathers over the stage's group."""
+    """What one pipeline stage holds, shared out over its ranks; iterating gathers over the stage's group.
+
+    Every rank has its rows of the tensors that are cut, half of the experts, and whole what is neither.
+    """
 
     def __init__(
-        self, model: Any, stage: int, group: dist.ProcessGroup, die_at: int, happens: Callable[[], None] | None = None
+        self, model: Any, stage: int, group: dist.ProcessGroup, happens: Callable[[], None] | None = None
     ) -> None:
         """``happens``: called half way through the first pass."""
-        named = list(model.named_parameters())
+        named = list(as_source(model).tensors())
         half = len(named) // 2
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
-        self._die_at = die_at
         self._happens = happens
-        self._metas = [TensorMeta.of(name, p) for name, p in (named[:half] if stage == 0 else named[half:])]
-        whole = {name: parameter.detach() for name, parameter in named}
-        self._local = {
-            meta.name: self._cut(whole[meta.name]) if rows_of(meta.name) else whole[meta.name] for meta in self._metas
-        }
+        own = named[:half] if stage == 0 else named[half:]
+        self._metas = [TensorMeta.of(name, tensor) for name, tensor in own]
+        parts = {name: self._part(name, tensor) for name, tensor in own}
+        self._local = {name: part.clone() for name, part in parts.items() if part is not None}
 
-    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(self._size, 0)[self._rank].clone()
+    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        expert = expert_of(name)
+        if expert is not None:
+            return tensor if expert % self._size == self._rank else None
+        return tensor.chunk(self._size, 0)[self._rank] if rows_of(name) else tensor
 
     def metas(self) -> list[TensorMeta]:
         return self._metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, meta in enumerate(self._metas):
-            if index == self._die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
             if index == len(self._metas) // 2 and self._happens is not None:
                 happens, self._happens = self._happens, None
                 happens()
-            local = self._local[meta.name]
-            if rows_of(meta.name):
-                parts = [torch.empty_like(local) for _ in range(self._size)]
-                dist.all_gather(parts, local, group=self._group)
-                yield meta.name, torch.cat(parts)
-            else:
-                yield meta.name, local
+            yield meta.name, self._gathered(meta)
+
+    def _gathered(self, meta: TensorMeta) -> torch.Tensor:
+        expert, local = expert_of(meta.name), self._local.get(meta.name)
+        if expert is not None:
+            whole = torch.empty(meta.shape, dtype=meta.dtype) if local is None else local
+            dist.broadcast(whole, group=self._group, group_src=expert % self._size)
+            return whole
+        assert local is not None
+        if not rows_of(meta.name):
+            return local
+        parts = [torch.empty_like(local) for _ in range(self._size)]
+        dist.all_gather(parts, local, group=self._group)
+        return torch.cat(parts)
 
 
 def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGroup | None) -> Any:
-    model = tiny.make(seed=seed)
+    model = trainer_models.make(settings["model"], seed)
     rank = dist.get_rank()
     if settings["layout"] == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
@@ -81,11 +100,9 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
         return model
     assert stage_group is not None
     last = seed == settings["seeds"][-1]
-    dies = rank == settings.get("dies") and last
-    happens = None
-    if last and rank == 0 and "kills" in settings:
-        happens = functools.partial(os.kill, settings["kills"], signal.SIGKILL)
-    return StageSource(model, rank // 2, stage_group, 3 if dies else -1, happens)
+    victim = os.getpid() if rank == settings.get("dies") else settings.get("kills") if rank == 0 else None
+    happens = functools.partial(os.kill, victim, signal.SIGKILL) if last and victim is not None else None
+    return StageSource(model, rank // 2, stage_group, happens)
 
 
 def scramble(weights: Any) -> None:
@@ -117,6 +134,7 @@ def main() -> None:
         trainer_group=dist.group.WORLD,
         source=sources.index(rank) if rank in sources else None,
         path=settings.get("path", "broadcast"),
+        bucket_bytes=BUCKET_BYTES,
     )
     version = ""
     for seed in settings["seeds"]:

@@ -15,9 +15,12 @@ PP_TP = {"layout": "pp-tp", "size": 4, "sources": [0, 2]}
 FSDP = {"layout": "fsdp", "size": 2, "sources": [0]}
 
 
-def train(fleet: Fleet, directory: Path, *, seeds: list[int], deadline_s: float = 60.0, **settings: Any) -> list[Any]:
+def train(
+    fleet: Fleet, directory: Path, *, seeds: list[int], model: str = "dense", deadline_s: float = 60.0, **settings: Any
+) -> list[Any]:
     """Run a trainer to its end: what each rank said of each update, by rank; a rank that was killed says less."""
     common = settings | {
+        "model": model,
         "seeds": seeds,
         "deadline_s": deadline_s,
         "address": fleet.aio.connection.address,

@@ -1,0 +1,91 @@
+"""Going through a trainer's weights once: in a thread of its own, and to the end, since gathering takes every rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from rlctl.weights.source import WeightSource, as_source, atomic_lists, is_stable
+from rlctl.weights.tensors import TensorMeta
+
+T = TypeVar("T")
+
+
+class Pass:
+    """Weights that are gone through once, and to their end also where what is done with them fails half way: the other
+    ranks of the trainer wait in every gather, and another pass can only begin where all have ended this one.
+
+    Attributes:
+        moved: when the last tensor came, on :func:`time.monotonic`'s clock.
+    """
+
+    def __init__(self, weights: WeightSource | None = None) -> None:
+        self.moved = time.monotonic()
+        self._weights = as_source([]) if weights is None else weights
+        self._rest: Iterator[tuple[str, torch.Tensor]] | None = None
+        self.stable = is_stable(self._weights)
+
+    def metas(self) -> list[TensorMeta]:
+        """The weights'."""
+        return self._weights.metas()
+
+    def together(self) -> list[tuple[str, ...]]:
+        """The weights'."""
+        return atomic_lists(self._weights)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights'; once."""
+        self._rest = iter(self._weights.tensors()) if self._rest is None else self._rest
+        for pair in self._rest:
+            self.moved = time.monotonic()
+            yield pair
+
+    def finish(self) -> None:
+        """Go through what is left. What they raise has been raised before, or matters to nobody any more."""
+        with contextlib.suppress(Exception):
+            deque(self.tensors(), maxlen=0)
+
+
+def in_thread(
+    work: Callable[[], T], then: Callable[[], None], name: str
+) -> tuple[asyncio.Future[T], asyncio.Future[None]]:
+    """Run blocking work in a daemon thread: one that hangs keeps neither the loop nor the interpreter from ending.
+
+    What comes of it, and the thread's end, before which ``then`` is done.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+            future.exception()  # retrieved: whoever stopped the attempt no longer waits
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def tell(callback: Callable[..., None], *arguments: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(callback, *arguments)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            failure = error
+        tell(settle, result, failure)
+        then()
+        tell(ended.set_result, None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future, ended

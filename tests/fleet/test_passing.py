@@ -1,0 +1,110 @@
+"""A trainer's rank goes through its weights: to the end, one pass after the other, and where its segments lie."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from rlctl.client import part as parts
+from rlctl.client.part import Part
+from rlctl.client.pending import Progress
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.trainer_pb2 import Attempt
+from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.tensors import TensorMeta
+
+TENSORS = 10
+
+
+class Gathered:
+    """Weights of which every tensor takes another rank: it must ask for the same one at the same time."""
+
+    def __init__(self) -> None:
+        self.gathers = threading.Barrier(2)
+        self.given: list[int] = []
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta(str(number), torch.float32, (1,)) for number in range(TENSORS)]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(TENSORS):
+            self.gathers.wait(10)
+            self.given.append(number)
+            yield str(number), torch.zeros(1)
+
+
+async def nothing(segments: Sequence[TensorSegment]) -> None:
+    del segments
+
+
+def gather_along(weights: Gathered, count: int) -> None:
+    """The other rank's side of so many gathers."""
+    for _ in range(count):
+        weights.gathers.wait(10)
+
+
+async def half_way(part: Part, weights: Gathered) -> asyncio.Task[object]:
+    attempt = asyncio.create_task(part.attempt(weights, Attempt(), nothing, Progress()))
+    await asyncio.to_thread(gather_along, weights, TENSORS // 2)
+    return attempt
+
+
+async def test_a_pass_that_is_stopped_goes_on_to_its_end_and_the_next_one_begins_after_it() -> None:
+    weights = Gathered()
+    part = Part("127.0.0.1", None, alone=False)
+    stopped = await half_way(part, weights)
+    stopped.cancel()
+    again = asyncio.create_task(part.attempt(weights, Attempt(), nothing, Progress()))
+    # The other rank's pass did not fail: it goes to its end, and then a second time through all.
+    await asyncio.to_thread(gather_along, weights, TENSORS - TENSORS // 2)
+    await asyncio.to_thread(gather_along, weights, TENSORS)
+    await again
+    assert weights.given == [*range(TENSORS), *range(TENSORS)]
+    with pytest.raises(asyncio.CancelledError):
+        await stopped
+
+
+async def test_the_only_rank_of_its_trainer_stops_at_once() -> None:
+    weights = Gathered()
+    part = Part("127.0.0.1", None)
+    stopped = await half_way(part, weights)
+    stopped.cancel()
+    while not await part.settle(0.05):
+        await asyncio.to_thread(gather_along, weights, 1)
+    assert len(weights.given) < TENSORS
+    with pytest.raises(asyncio.CancelledError):
+        await stopped
+
+
+async def test_a_pass_in_which_nothing_comes_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "STOP_S", 0.1)
+    monkeypatch.setattr(parts, "HANGS_S", 0.1)
+    weights = Gathered()
+    part = Part("127.0.0.1", None, alone=False)
+    stopped = await half_way(part, weights)
+    stopped.cancel()
+    with pytest.raises(RlctlError, match="hang") as caught:
+        await part.attempt(weights, Attempt(), nothing, Progress())
+    assert caught.value.reason is Reason.ILLEGAL_STATE
+    weights.gathers.abort()
+    assert await part.settle(5)
+
+
+def test_segments_lie_on_a_gpu_where_that_is_every_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(parts, "device_id", lambda device: f"GPU-{device.index}")
+    for readers, place in (
+        (["GPU-3"], "cuda:3"),
+        (["GPU-3", "GPU-4"], "cpu"),
+        (["GPU-4"], "cpu"),
+        (["cpu"], "cpu"),
+        ([], "cpu"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert parts._meeting_place(readers) == torch.device(place)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        assert parts._meeting_place(readers) == torch.device("cpu")
