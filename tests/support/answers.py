@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from rlctl.client.fleet import Fleet
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
+PATIENCE_S = 60.0
 
-def of_each(
-    fleet: Fleet, prompt: Sequence[int], *, slots: Sequence[str] = ("actor-0", "actor-1"), **settings: Any
-) -> list[GenerateResponse]:
-    """What each slot answers first. They are asked until all have answered: the SDK routes by a watch, which follows
-    what changes at the coordinator within a moment."""
+
+def of_each(fleet: Fleet, prompt: Sequence[int], **settings: Any) -> list[GenerateResponse]:
+    """What each stage answers first, in slot order. They are asked until all have answered: the SDK routes by a watch,
+    which follows what changes at the coordinator within a moment."""
+    slots = sorted(stage.registration.slot for stage in fleet.status().stages)
     answers: dict[str, GenerateResponse] = {}
+    deadline = time.monotonic() + PATIENCE_S
     while not set(slots) <= answers.keys():
+        assert time.monotonic() < deadline, f"of {slots} only {list(answers)} answered: {fleet.status()}"
         for response in fleet.generate_batch([prompt] * len(slots), **settings):
             answers.setdefault(response.slot, response)
     return [answers[slot] for slot in slots]

@@ -29,8 +29,8 @@ asyncio.run(Starting(Http("Test", "http://127.0.0.1:1"), sys.executable, 600).st
 SERVER = """
 import subprocess, sys
 worker = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-print(worker.pid, flush=True)
 keeps = subprocess.Popen(["sleep", "600"], stdin=worker.stdin)
+print(worker.pid, flush=True)
 worker.wait()
 """
 """A server whose worker does not notice that it has ended: another process keeps the pipe open."""
@@ -41,9 +41,11 @@ def test_every_process_of_the_server_ends_with_the_stage_server() -> None:
     command = [sys.executable, "-c", STAGE, SERVER]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as stage:
         assert stage.stderr is not None
-        server = psutil.Process(int(stage.stderr.readline().removeprefix("test: ")))
-        everything = psutil.Process(stage.pid).children(recursive=True)
+        try:
+            server = psutil.Process(int(stage.stderr.readline().removeprefix("test: ")))
+            everything = psutil.Process(stage.pid).children(recursive=True)
+        finally:
+            stage.kill()
         assert server in everything
         assert len(everything) >= 4, "server, worker, what keeps its pipe, and the watcher"
-        stage.kill()
         assert psutil.wait_procs(everything, timeout=30)[1] == []
