@@ -25,7 +25,7 @@ def check_passed(code: int, objects: list[dict[str, Any]], stderr: str, steps: i
     *seen, verdict = objects
     assert code == 0, stderr
     assert verdict["passed"]
-    assert verdict["reward_last"] - verdict["reward_first"] >= 0.1
+    assert round(verdict["reward_last"] - verdict["reward_first"], 9) >= 0.1
     assert verdict["checksums_equal"]
     assert verdict["max_logprob_diff"] < 1e-4
     assert [step["step"] for step in seen] == list(range(1, steps + 1))
@@ -42,10 +42,13 @@ def test_the_demo_passes_and_plots(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("mode", "staleness"), [("one-step-off", {1}), ("async", {1, 2, 3, 4})])
-def test_samples_made_beside_training_are_of_the_versions_that_they_say(mode: str, staleness: set[int]) -> None:
-    code, objects, stderr = run("--steps", "8", "--mode", mode)
-    check_passed(code, objects, stderr, steps=8)
+# What is finished first, and so how much eight steps teach, is chance when training waits for nobody.
+@pytest.mark.parametrize(("mode", "steps", "staleness"), [("one-step-off", 8, {1}), ("async", 24, {1, 2, 3, 4})])
+def test_samples_made_beside_training_are_of_the_versions_that_they_say(
+    mode: str, steps: int, staleness: set[int]
+) -> None:
+    code, objects, stderr = run("--steps", str(steps), "--mode", mode)
+    check_passed(code, objects, stderr, steps=steps)
     assert objects[-1]["max_staleness"] in staleness, "and some were behind, or nothing was shown"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_fleet import all_generate_like, changed, digests
+from models import changed
+from test_torch_fleet import all_generate_like, digests
 
 import rlctl
 from rlctl.client.fleet import Fleet

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_staged_processes import Halfway
-from test_torch_fleet import all_generate_like, changed, digests, greedy
+from models import Halfway, changed, greedy
+from test_torch_fleet import all_generate_like, digests
 
 import rlctl
 from rlctl.client.fleet import Fleet

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_torch_fleet import all_generate_like, changed, digests, greedy
+from models import Halfway, changed, greedy
+from test_torch_fleet import all_generate_like, digests
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -20,7 +20,6 @@ from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
-from rlctl.weights.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -42,23 +41,6 @@ def publisher(fleet: Fleet) -> Iterator[Publisher]:
     publisher = fleet.publisher("actor", trainer="staged", bucket_bytes=4096)
     yield publisher
     publisher.close()
-
-
-class Halfway:
-    """A model's tensors; after some of them something else happens first."""
-
-    def __init__(self, model: Any, then: Callable[[], None]) -> None:
-        self._source = as_source(model)
-        self._then = then
-
-    def metas(self) -> Any:
-        return self._source.metas()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for count, pair in enumerate(self._source.tensors()):
-            if count == 5:
-                self._then()
-            yield pair
 
 
 def routable(fleet: Fleet) -> bool:
@@ -149,8 +131,8 @@ def test_a_trainer_that_is_killed_half_way_costs_no_token(
 import sys, threading
 import rlctl
 from rlctl.demo import tiny
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_staged_processes import Halfway
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+from models import Halfway
 
 def hang():
     print("half way", flush=True)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from answers import of_each
+from models import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -46,27 +47,9 @@ def publisher(fleet: Fleet) -> Iterator[Publisher]:
     publisher.close()
 
 
-def changed(model: Any, seed: int) -> Any:
-    """The model with other weights."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return other
-
-
 def digests(fleet: Fleet) -> set[str]:
     operation = fleet.check_weights()
     return {rank.check.model_digest for stage in operation.stage_results for rank in stage.rank_results}
-
-
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
 
 
 def all_generate_like(fleet: Fleet, model: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from answers import of_each
+from models import changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -82,15 +83,6 @@ def publisher(fleet: Fleet) -> Iterator[Publisher]:
     publisher.close()
 
 
-def trained(model: Any, seed: int) -> Any:
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return other
-
-
 def sent(source: BlockFp8, checkpoint: Path) -> dict[str, torch.Tensor]:
     """What goes over the wire: in the checkpoint's dtypes."""
     metas = open_checkpoint(str(checkpoint)).metas
@@ -111,7 +103,7 @@ def dequantised(model: Any, wire: dict[str, torch.Tensor], directory: Path) -> A
 def test_a_bf16_trainer_feeds_fp8_experts_on_every_layout(
     fleet: Fleet, publisher: Publisher, trainer: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = trained(trainer, seed=1)
+    model = changed(trainer, seed=1)
     source = BlockFp8(model, open_checkpoint(str(checkpoint)))
     result = publisher.update(source, version="fp8")
     wire = sent(source, checkpoint)
@@ -139,7 +131,7 @@ def test_weights_that_are_not_in_wire_form_are_refused_and_named(
         publisher.update(trainer, version="not quantised")
     assert caught.value.reason is Reason.FIELD_INVALID
     assert "BlockFp8" in caught.value.next_step
-    wire = sent(BlockFp8(trained(trainer, seed=2), open_checkpoint(str(checkpoint))), checkpoint)
+    wire = sent(BlockFp8(changed(trainer, seed=2), open_checkpoint(str(checkpoint))), checkpoint)
     without_scales = {name: tensor for name, tensor in wire.items() if not name.endswith("_scale_inv")}
     with pytest.raises(RlctlError, match="_scale_inv") as caught:
         publisher.update(without_scales.items(), version="without scales")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_stage import changed, greedy
+from models import changed, greedy
 
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode

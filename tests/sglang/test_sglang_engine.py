@@ -11,8 +11,9 @@ import pytest
 import torch
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
+from models import changed, greedy
 from rlctl_sglang import SGLangEngine
-from server_stage import Driver, Segments, Source, changed, greedy, prompt
+from server_stage import Driver, Segments, Source, prompt
 from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from answers import of_each
-from server_stage import changed, greedy
+from models import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
+from models import changed, greedy
 from rlctl_sglang import facts
-from server_stage import Driver, Segments, Source, broken_checkpoint, changed, greedy, prompt, refusal
+from server_stage import Driver, Segments, Source, broken_checkpoint, prompt, refusal
 
 import rlctl
 from rlctl.demo.tiny import encode

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_stage import changed, greedy
+from models import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet

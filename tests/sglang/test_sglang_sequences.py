@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import changed, greedy
 from rlctl_sglang import SGLangEngine, facts
-from server_stage import Driver, Generating, Source, changed, greedy, prompt
+from server_stage import Driver, Generating, Source, prompt
 from sglang_model import BROADCASTS, CHECKPOINTS, Model, Request, choose
 
 import rlctl

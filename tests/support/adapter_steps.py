@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from loras import CONFIG, lora, merged_says, save
-from server_stage import changed
+from models import changed
 
 import rlctl
 from rlctl.client.fleet import Fleet

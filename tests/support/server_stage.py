@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import itertools
 import json
 import shutil
@@ -133,31 +132,12 @@ class Generating:
         return [token for part in self.parts for sample in part.samples for token in sample.output_ids]
 
 
-def changed(model: Any, seed: int) -> Any:
-    """The model with other weights."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return other
-
-
 def prompt(ids: list[int], count: int, **fields: Any) -> rollout_pb2.GenerateRequest:
     """A greedy request for so many tokens."""
     params = rollout_pb2.SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
     return rollout_pb2.GenerateRequest(
         input_ids=rollout_pb2.TokenIds(ids=ids), sampling_params=fields.pop("sampling_params", params), **fields
     )
-
-
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    """What transformers generates."""
-    tokens = list(ids)
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(ids) :]
 
 
 class Segments:

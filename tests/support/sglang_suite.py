@@ -7,7 +7,6 @@ fleet does otherwise on purpose is marked by ``server.real``, and stands in the 
 from __future__ import annotations
 
 import asyncio
-import copy
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-import torch
+from models import changed, greedy
 
 from rlctl.ports import new_uuid7
 
@@ -143,24 +142,6 @@ class Server:
 PROMPT = [5, 6, 7]
 
 
-def other(model: Any, seed: int) -> Any:
-    """The model with other weights."""
-    made = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return made
-
-
-def expected(model: Any, count: int = 6) -> list[int]:
-    tokens = list(PROMPT)
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(PROMPT) :]
-
-
 # Reading.
 
 
@@ -277,7 +258,7 @@ async def test_memory(server: Server) -> None:
         status, body = await server.ask("POST", path, {"tags": ["kv_cache"]})
         assert (status, body) == (200, None) if server.releases else (400, body)
     await server.every("POST", "/continue_generation", {})
-    assert await server.greedy(0) == expected(server.tiny[0])
+    assert await server.greedy(0) == greedy(server.tiny[0], PROMPT, 6)
 
 
 async def test_a_co_located_step(server: Server) -> None:
@@ -285,7 +266,7 @@ async def test_a_co_located_step(server: Server) -> None:
     if not server.releases:
         pytest.skip("it gives no memory back")
     group = await server.form()
-    model = other(server.tiny[0], seed=7)
+    model = changed(server.tiny[0], seed=7, scale=0.3)
     assert [status for status, _ in await server.every("GET", "/flush_cache")] == [200] * len(server.engines)
     for path, body in (
         ("/release_memory_occupation", {}),
@@ -306,7 +287,7 @@ async def test_a_co_located_step(server: Server) -> None:
         assert told == [(200, None)] * len(server.engines), told
     assert [status for status, _ in await server.every("GET", "/ready")] == [200] * len(server.engines)
     for engine in range(len(server.engines)):
-        assert await server.greedy(engine) == expected(model)
+        assert await server.greedy(engine) == greedy(model, PROMPT, 6)
     await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
 
 
@@ -331,23 +312,23 @@ async def test_the_checker(server: Server) -> None:
 
 
 async def test_from_disk(server: Server, tmp_path: Path) -> None:
-    model = other(server.tiny[0], seed=1)
+    model = changed(server.tiny[0], seed=1, scale=0.3)
     model.save_pretrained(tmp_path / "saved")
     body = {"model_path": str(tmp_path / "saved"), "weight_version": "from-disk"}
     for status, told in await server.every("POST", "/update_weights_from_disk", body):
         assert (status, told["success"], told["num_paused_requests"]) == (200, True, 0)
     assert await server.version() == {"from-disk"}
-    assert await server.greedy(0) == expected(model)
+    assert await server.greedy(0) == greedy(model, PROMPT, 6)
     missing = {"model_path": str(tmp_path / "nowhere")}
     status, told = await server.ask("POST", "/update_weights_from_disk", missing)
     assert (status, told["success"]) == (400, False)
     assert (await server.ask("POST", "/update_weights_from_disk", {}))[0] == 400
-    assert await server.greedy(0) == expected(model), "what is refused leaves the weights alone"
+    assert await server.greedy(0) == greedy(model, PROMPT, 6), "what is refused leaves the weights alone"
 
 
 async def test_an_update_in_a_session(server: Server) -> None:
     group = await server.form()
-    model = other(server.tiny[0], seed=2)
+    model = changed(server.tiny[0], seed=2, scale=0.3)
     await server.every("POST", "/pause_generation", {"mode": "retract"})
     for status, told in await server.every("POST", "/begin_weight_update", {"selector": "all"}):
         assert (status, told["success"]) == (200, True)
@@ -360,7 +341,7 @@ async def test_an_update_in_a_session(server: Server) -> None:
     await server.every("POST", "/continue_generation", {})
     assert await server.version() == {"step-1b"}
     for engine in range(len(server.engines)):
-        assert await server.greedy(engine) == expected(model)
+        assert await server.greedy(engine) == greedy(model, PROMPT, 6)
     for status, told in await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group}):
         assert (status, told["success"]) == (200, True)
     status, told = await server.ask("POST", "/destroy_weights_update_group", {"group_name": server.group})
@@ -370,7 +351,7 @@ async def test_an_update_in_a_session(server: Server) -> None:
 async def test_an_update_without_a_session(server: Server) -> None:
     """SGLang 0.5.23 refuses it; a fleet opens the update by itself, and commits it when generation continues."""
     group = await server.form()
-    model = other(server.tiny[0], seed=3)
+    model = changed(server.tiny[0], seed=3, scale=0.3)
     await server.every("POST", "/pause_generation", {})
     if server.real:
         body = described(next(buckets(model))) | {"group_name": server.group}
@@ -384,7 +365,7 @@ async def test_an_update_without_a_session(server: Server) -> None:
         for status, told in await server.every("POST", "/continue_generation", {}):
             assert (status, told["status"]) == (200, "ok")
         assert await server.version() == {"step-2"}
-        assert await server.greedy(0) == expected(model)
+        assert await server.greedy(0) == greedy(model, PROMPT, 6)
     await server.every("POST", "/destroy_weights_update_group", {"group_name": server.group})
 
 
@@ -395,7 +376,7 @@ async def test_half_of_an_update_is_not_served(server: Server) -> None:
     group = await server.form()
     before = await server.version()
     await server.every("POST", "/pause_generation", {})
-    bucket = next(buckets(other(server.tiny[0], seed=4)))
+    bucket = next(buckets(changed(server.tiny[0], seed=4, scale=0.3)))
     body = described(bucket) | {"group_name": server.group, "flush_cache": False, "weight_version": "half"}
     told = asyncio.create_task(server.every("POST", "/update_weights_from_distributed", body))
     await asyncio.to_thread(broadcast, group, [tensor for _, tensor in bucket])
@@ -437,7 +418,7 @@ async def test_tensors_as_pickles(server: Server) -> None:
 async def test_a_key_makes_a_repeat_exact(server: Server, tmp_path: Path) -> None:
     if server.real:
         pytest.skip("SGLang has no keys")
-    other(server.tiny[0], seed=5).save_pretrained(tmp_path / "saved")
+    changed(server.tiny[0], seed=5, scale=0.3).save_pretrained(tmp_path / "saved")
     body = {"model_path": str(tmp_path / "saved"), "weight_version": "keyed"}
     key = {"Idempotency-Key": "the fifth"}
     first = await server.ask("POST", "/update_weights_from_disk", body, **key)
@@ -463,7 +444,7 @@ async def test_the_fleet_at_the_root_is_one_server(server: Server, tmp_path: Pat
     if server.real:
         pytest.skip("a server is one engine")
     root = {"at": server.root}
-    model = other(server.tiny[0], seed=6)
+    model = changed(server.tiny[0], seed=6, scale=0.3)
     model.save_pretrained(tmp_path / "saved")
     body = {"model_path": str(tmp_path / "saved"), "weight_version": "at-the-root"}
     assert (await server.ask("POST", "/update_weights_from_disk", body, **root))[0] == 200

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from server_stage import changed, greedy
+from models import changed, greedy
 
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import changed, greedy
 from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
-from server_stage import changed, greedy
 
 from rlctl.demo.tiny import encode
 from rlctl.loops import LoopThread

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import changed, greedy
 from rlctl_servers.http import Http
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import Options
 from rlctl_vllm.process import VLLMProcess
-from server_stage import Driver, changed, greedy, prompt, refusal
+from server_stage import Driver, prompt, refusal
 from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from server_stage import Driver, Source, changed, greedy, prompt, refusal
+from models import changed, greedy
+from server_stage import Driver, Source, prompt, refusal
 
 import rlctl
 from rlctl.client.probe import Probe

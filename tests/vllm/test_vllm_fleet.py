@@ -11,7 +11,7 @@ import adapter_steps
 import pytest
 import torch
 from loras import lora, merged_says, save
-from server_stage import changed, greedy
+from models import changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet

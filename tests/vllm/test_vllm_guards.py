@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
+from models import changed
 from rlctl_vllm import facts
-from server_stage import Driver, Source, broken_checkpoint, changed, prompt, refusal
+from server_stage import Driver, Source, broken_checkpoint, prompt, refusal
 
 import rlctl
 from rlctl.demo.tiny import encode

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import changed, greedy
 from rlctl_vllm.engine import VLLMEngine
-from server_stage import Driver, Source, changed, greedy, prompt, refusal
+from server_stage import Driver, Source, prompt, refusal
 
 import rlctl
 from rlctl.client.probe import Probe

@@ -1,0 +1,47 @@
+"""Tiny models with other weights, and what they generate."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlctl.weights.source import as_source
+
+
+def changed(model: Any, seed: int, scale: float = 0.05) -> Any:
+    """The model with other weights."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return other
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What transformers generates."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+class Halfway:
+    """A model's tensors; after some of them something else happens first."""
+
+    def __init__(self, model: Any, then: Callable[[], None]) -> None:
+        self._source = as_source(model)
+        self._then = then
+
+    def metas(self) -> Any:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for count, pair in enumerate(self._source.tensors()):
+            if count == 5:
+                self._then()
+            yield pair
