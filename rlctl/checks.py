@@ -29,6 +29,14 @@ MOST_ADAPTER_NAME = 256
 MOST_WATCH_ID = 128
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
+_ON_OPEN_UPDATE = (
+    update_pb2.RetryWeightUpdateRequest,
+    update_pb2.CommitBatchRequest,
+    update_pb2.CommitWeightUpdateRequest,
+    update_pb2.AbortWeightUpdateRequest,
+    update_pb2.RenewLeaseRequest,
+)
+
 M = TypeVar("M", bound=Message)
 _RULES: dict[type[Message], Callable[..., None]] = {}
 
@@ -50,6 +58,8 @@ def check(request: Message) -> None:
             timeout_s(header.timeout, "header.timeout")
         if header.request_id:
             request_id(header.request_id, "header.request_id")
+        if header.validate_only and isinstance(request, _ON_OPEN_UPDATE):
+            raise _invalid("what is done to an open update cannot be tried without doing it", "header.validate_only")
     rule = _RULES.get(type(request))
     if rule is not None:
         rule(request)

@@ -403,3 +403,20 @@ async def test_a_draft_model_that_nobody_has_is_refused_before_anything_is_pause
     refused = await refusal(fleet.stub.UpdateWeightsFromDisk(from_disk))
     assert (refused.reason, refused.field) == (Reason.UNSUPPORTED, "options.selector")
     assert not any(fleet.stage(name).report.paused for name in "ab")
+
+
+async def test_nothing_is_done_to_an_open_update_on_trial(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    trial = RequestHeader(validate_only=True)
+    owner = {"header": trial, "update_id": plan.update_id, "fencing_token": plan.fencing_token}
+    for call in (
+        fleet.stub.CommitWeightUpdate(u.CommitWeightUpdateRequest(**owner, expected_digest=digest("w1"))),
+        fleet.stub.AbortWeightUpdate(u.AbortWeightUpdateRequest(**owner)),
+        fleet.stub.RetryWeightUpdate(u.RetryWeightUpdateRequest(**owner, failed_attempt=1)),
+    ):
+        error = await refusal(call)
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "header.validate_only")
+    assert version_of(fleet) == ("initial", 1)
+    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
