@@ -125,7 +125,7 @@ class Healer:
 
         async def work(run: Run) -> None:
             failure: RlctlError | None = None
-            for slot in slots:
+            for index, slot in enumerate(slots):
                 try:
                     if _needs_heal(slot) or not self._lacks_adapters(slot):
                         source = self._source(slot, request.checkpoint)
@@ -136,8 +136,14 @@ class Healer:
                         await self._one(run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
-                    if not any(result.slot == slot.name for result in run.operation.stage_results):
-                        run.add(_not_healed(slot, error))
+                    # The update that a heal made way for waits for this operation, which holds all of its stages.
+                    gives_way = error.reason is Reason.CANCELLED
+                    answered = {result.slot for result in run.operation.stage_results}
+                    for left in slots[index:] if gives_way else [slot]:
+                        if left.name not in answered:
+                            run.add(_not_healed(left, error))
+                    if gives_way:
+                        break
             if failure is not None and len(slots) == 1:
                 raise failure
 

@@ -340,3 +340,26 @@ async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., A
         assert error.reason is Reason.UNHEALABLE
         assert "nobody knows the version's digest" in error.message
         assert fleet.stage("a").state == common.STAGE_STATE_STALE
+
+
+async def test_an_update_does_not_wait_for_the_rest_of_a_heal_of_several_stages(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.coordinator.healing.MAKE_WAY_S", 2.0)
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await dirty(fleet)
+        preparing, going_on = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "prepare_update" and engine.config.tp_size == 2:
+                await going_on.wait()
+            preparing.set()
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+        healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest()))
+        await preparing.wait()
+        await begin(fleet, "three")
+        going_on.set()
+        healed = await healing
+        assert [(r.slot, r.error.reason) for r in healed.stage_results] == [("a", "CANCELLED"), ("b", "CANCELLED")]
