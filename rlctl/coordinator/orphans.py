@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.roster import Roster, Slot, unsupported
 from rlctl.coordinator.versions import surplus
+from rlctl.coordinator.waking import Waking
 from rlctl.errors import RlctlError
 from rlctl.ports import Clock
-from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.verbs_pb2 import AbortUpdateRequest, ContinueGenerationRequest, UnloadAdapterRequest
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Orphans:
         self._roster = roster
         self._fanout = fanout
         self._clock = clock
+        self._waking = Waking(roster, fanout, clock)
         self._is_open = is_open
         self._tasks: dict[Slot, asyncio.Task[None]] = {}
         self._steps = 0
@@ -90,13 +92,15 @@ class Orphans:
             self._steps += 1
             update_id = request.header.fence.update_id or type(request).DESCRIPTOR.name
             try:
-                await self._fanout.run(
+                [result] = await self._fanout.run(
                     request,
                     [slot],
                     operation_id=update_id,
                     step=f"orphan-{self._roster.epoch}-{self._steps}",
                     deadline=self._clock.now() + END_S,
                 )
+                if isinstance(request, ContinueGenerationRequest) and result.outcome == OUTCOME_APPLIED:
+                    await self._waking.forget([slot])
             except RlctlError as error:
                 log.warning("%s: %s could not be ended: %s", slot.name, update_id, error)
             await asyncio.sleep(AGAIN_S[min(tries, len(AGAIN_S) - 1)])
