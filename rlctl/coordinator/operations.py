@@ -272,7 +272,8 @@ class Operations:
         running = [run.task for run in self._runs.values() if run.task and not run.task.done()]
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _hold(self, operation_id: str, targets: Sequence[Slot]) -> None:
+    def refuse_held(self, targets: Sequence[Slot]) -> None:
+        """Raise OPERATION_CONFLICT when an exclusive operation is running on one of these stages."""
         for slot in targets:
             holder = self._holders.get(slot.name)
             if holder is not None:
@@ -280,6 +281,9 @@ class Operations:
                 raise Reason.OPERATION_CONFLICT.error(
                     f"{verb} {holder} is running on {slot.name}", metadata={"holder": holder, "slot": slot.name}
                 )
+
+    def _hold(self, operation_id: str, targets: Sequence[Slot]) -> None:
+        self.refuse_held(targets)
         for slot in targets:
             self._holders[slot.name] = operation_id
 

@@ -119,3 +119,24 @@ async def test_the_lease_is_watched_while_a_stage_does_not_leave_its_groups(
     never.set()
     # What could not be left is left by the next one.
     assert groups(fleet) == [{await update(fleet, "three", "third")}] * 3
+
+
+async def test_an_update_that_a_running_operation_keeps_out_reserves_nothing(fleet: InProcessFleet) -> None:
+    engine, flushing, held = fleet.stages["a"]._engine, asyncio.Event(), asyncio.Event()
+    flush = engine.flush_cache
+
+    async def slowly(*args: object) -> object:
+        flushing.set()
+        await held.wait()
+        return await flush(*args)
+
+    engine.flush_cache = slowly
+    running = asyncio.ensure_future(fleet.stub.FlushCache(v.FlushCacheRequest()))
+    await flushing.wait()
+    model, journal = fleet.server.coordinator.roster.models["actor"], fleet.server.coordinator._journal
+    before = model.record.SerializeToString(deterministic=True)
+    assert (await refusal(begin(fleet))).reason is Reason.OPERATION_CONFLICT
+    assert model.record.SerializeToString(deterministic=True) == before
+    assert list(journal.read("update")) == []
+    held.set()
+    assert (await running).state == OPERATION_STATE_OK

@@ -11,8 +11,10 @@ from updating import begin, commit, digest, join, write
 
 from rlctl.errors import Reason
 from rlctl.ports import Put
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import coordinator_pb2 as rpc
+from rlctl.v1 import update_pb2 as u
 from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 
@@ -117,3 +119,27 @@ async def test_a_stage_that_registers_while_a_version_is_published_does_not_set_
     (body,) = [body for _, body in coordinator._journal.read("model")]
     assert ModelRecord.FromString(body).latest.sequence == 2
     assert fleet.stage("a").incarnation == 1
+
+
+async def test_an_update_that_begins_while_the_first_version_is_published_gets_the_sequence_after_it(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    beginning: list[asyncio.Task[Any]] = []
+
+    async def early() -> None:
+        request = u.BeginWeightUpdateRequest(model="critic", version="step-1", trainer=u.Trainer(name="trainer"))
+        beginning.append(asyncio.create_task(fleet.server.coordinator.begin_weight_update(request)))
+        await asyncio.wait(beginning, timeout=MEANWHILE_S)
+
+    def first(put: Put) -> bool:
+        return (put.kind, put.key) == ("model", "critic") and ModelRecord.FromString(put.body).latest.sequence == 1
+
+    async with at_write(fleet, first, before=early):
+        await fleet.start_stage(StageSpec("critic", checkpoint("early"), model="critic"))
+        await eventually(lambda: beginning)
+        plan = await beginning[0]
+    assert plan.version.sequence == 2
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    ended = await commit(fleet, plan, digest("w1"))
+    assert ended.state == OPERATION_STATE_OK, ended.error
