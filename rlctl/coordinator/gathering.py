@@ -80,12 +80,15 @@ class Gathering:
             return await _begin(body, given, start)
 
         try:
-            return await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
+            joined = await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
         except BaseException:
             # Who has left joins nothing.
             pending.offsets.pop(engine.name, None)
             pending.changed.set()
             raise
+        if self._pending.get(place) is pending:
+            del self._pending[place]  # a repeat, whose group was complete before it came: nobody gathers this one
+        return joined
 
     @staticmethod
     def _refuse_contradiction(

@@ -177,15 +177,15 @@ class Implicit:
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
         """Open an implicit update, or confirm one that nothing was written in yet. Raises UPDATE_IN_PROGRESS."""
-        known = self._operations.known(request.header.request_id, request)
-        if known is not None:
-            return self._updates.get(known.operation.update_id).session.record.plan
         begin = BeginWeightUpdateRequest()
         begin.CopyFrom(request)
         begin.model = self._model(Target(model=request.model), request.header.for_slot)
         async with self._opening:
+            known = self._operations.known(request.header.request_id, request)
+            if known is not None:
+                return self._updates.get(known.operation.update_id).session.record.plan
             opened = self._updates.implicit_of(begin.model)
-            if opened is not None and not opened.decided.is_set() and not opened.session.written:
+            if opened is not None and self._takes_writes(opened) and not opened.session.written:
                 opened.renew(self._clock.now())
                 await self._operations.join(opened.run, request)
             else:
@@ -269,10 +269,14 @@ class Implicit:
         known = {tensor.name for rank in result.rank_results for tensor in rank.model_info.reference}
         return UPDATE_KIND_FULL if known <= _names(request) else UPDATE_KIND_PARTIAL
 
+    def _takes_writes(self, opened: OpenUpdate) -> bool:
+        """Whether further writes may become part of it: it is not decided, and not the whole of a single one."""
+        return opened.session.update_id in self._sequences and not opened.decided.is_set()
+
     def _refuse(self, opened: OpenUpdate, request: Write) -> None:
         """A write that does not fit into the update that is open."""
         begin = opened.session.record.request
-        if opened.decided.is_set():
+        if not self._takes_writes(opened):
             raise in_progress(opened.session.model)
         if request.kind not in (UPDATE_KIND_UNSPECIFIED, begin.kind):
             raise Reason.FIELD_CONFLICT.error(

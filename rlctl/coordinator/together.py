@@ -69,6 +69,8 @@ class Together:
             step = f"probe-{attempt}" if attempt else "probe"
             results = await self.run(probe, min(timeout_s, PROBE_S), step=step, spares=_comes if patient else None)
             failed = [result for result in results if not acknowledged(result, update=True)]
+            if self._leaving is not None and self._failed is None:
+                raise Reason.CANCELLED.error("cancelled before the group was formed")
             if not (patient and failed and all(map(_comes, failed))):
                 break
             await asyncio.sleep(AGAIN_S)

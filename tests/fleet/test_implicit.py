@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from test_records import MEANWHILE_S, at_write
 from updating import begin, digest, fault, refusal, version_of, weights
 
-from rlctl.coordinator import implicit
+from rlctl.coordinator import implicit, together
+from rlctl.coordinator.joining import Joined
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing.fake_engine import FakeEngine
@@ -409,3 +412,82 @@ async def test_an_operation_that_was_joined_is_known_after_a_restart(fleet: InPr
     assert weights(fleet) == ["w1"] * 3
     assert digest("w1") == again.model_digest
     assert {r.outcome for r in again.stage_results} == {OUTCOME_APPLIED}
+
+
+def hold(fleet: InProcessFleet, method: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let stage a come to a method of its engine and wait there: set when it has come, to be set for it to go on."""
+    engine, entered, held = fleet.stages["a"]._engine, asyncio.Event(), asyncio.Event()
+    go_on = getattr(engine, method)
+
+    async def slowly(*args: object) -> object:
+        entered.set()
+        await held.wait()
+        return await go_on(*args)
+
+    setattr(engine, method, slowly)
+    return entered, held
+
+
+async def test_a_write_that_is_a_whole_update_takes_no_other_one_in(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    entered, held = hold(fleet, "update_weights_from_distributed")
+    whole = asyncio.ensure_future(write(fleet, "w1"))
+    await entered.wait()
+    other = await refusal(write(fleet, "w2"))
+    held.set()
+    assert other.reason is Reason.UPDATE_IN_PROGRESS
+    assert (await whole).state == OPERATION_STATE_OK
+    assert weights(fleet) == ["w1"] * 3
+
+
+async def test_a_repeat_while_a_group_forms_does_not_keep_its_name(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, held = hold(fleet, "init_weights_update_group")
+    joining, joined = fleet.server.coordinator.implicit.joining, list[object]()
+    join = joining.run
+
+    async def counted(*args: Any) -> Joined:
+        joined.append(result := await join(*args))
+        return result
+
+    monkeypatch.setattr(joining, "run", counted)
+    calls = [asyncio.ensure_future(group(fleet, slot, offset)) for slot, offset in (("a", 1), ("b", 2))]
+    await entered.wait()
+    calls.append(asyncio.ensure_future(group(fleet, "a", 1)))
+    await eventually(lambda: len(joined) == 3)
+    held.set()
+    assert len({(await call).operation_id for call in calls}) == 1
+    again = await asyncio.gather(group(fleet, "a", 1, master_port=2), group(fleet, "b", 2, master_port=2))
+    assert {operation.state for operation in again} == {OPERATION_STATE_OK}
+
+
+async def test_a_begin_that_is_repeated_while_it_is_recorded_is_the_same(fleet: InProcessFleet) -> None:
+    request = u.BeginWeightUpdateRequest(header=header("a", new_uuid7()), implicit=True)
+    repeat: list[asyncio.Task[u.BeginWeightUpdateResponse]] = []
+
+    async def once_more() -> None:
+        repeat.append(asyncio.create_task(fleet.server.coordinator.begin_weight_update(request)))
+        await asyncio.wait(repeat, timeout=MEANWHILE_S)
+
+    async with at_write(fleet, lambda put: put.kind == "operation", before=once_more):
+        first = await fleet.stub.BeginWeightUpdate(request)
+    assert (await repeat[0]).update_id == first.update_id
+
+
+async def test_a_group_that_is_cancelled_while_its_store_is_waited_for_is_not_formed(fleet: InProcessFleet) -> None:
+    engine, probed = fleet.stages["a"]._engine, asyncio.Event()
+
+    async def no_store(*_: object) -> object:
+        probed.set()
+        raise Reason.UNREACHABLE.error("nobody listens", field="master_address", outcome=common.OUTCOME_REJECTED)
+
+    engine.init_weights_update_group = no_store
+    calls = [asyncio.ensure_future(group(fleet, slot, offset)) for slot, offset in (("a", 1), ("b", 2))]
+    await probed.wait()
+    [running] = await operations(fleet, "InitWeightsUpdateGroup")
+    async with asyncio.timeout(together.LEAVE_S):
+        await fleet.stub.CancelOperation(rpc.CancelOperationRequest(operation_id=running.operation_id))
+    for call in calls:
+        ended = await call
+        assert (ended.state, ended.error.reason) == (OPERATION_STATE_FAILED, "CANCELLED")
