@@ -51,6 +51,7 @@ async def relabel(
             record = ModelRecord()
             record.CopyFrom(state.record)
             record.latest.label = request.version
+            record.former_labels.append(before.label)
             await journal.write([model_put(record)])
             versions.publish(state, record)
             for slot in roster.slots.values():

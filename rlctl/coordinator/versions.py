@@ -31,14 +31,25 @@ def first_version(model: ModelState, slot: Slot) -> ModelRecord | None:
 
 def adoptable(roster: Roster, slot: Slot) -> bool:
     """Whether the weights that a stage came up with are the latest version: the same digest or, without one, the same
-    checkpoint. A stage that has a version of its own is never told that it is another."""
+    checkpoint. A stage that has a version of its own is never told that it is another; one that missed that it has
+    another label now is told.
+    """
     model = roster.models[slot.model].record
     report = slot.report
-    if report is None or not model.latest.sequence or report.weight_version.sequence or report.state in _UNUSABLE:
+    if report is None or not model.latest.sequence or report.state in _UNUSABLE:
         return False
+    if report.weight_version.sequence:
+        return _relabelled(model, report.weight_version)
     if model.model_digest or report.model_digest:
         return model.model_digest == report.model_digest
     return bool(model.checkpoint) and model.checkpoint == report.checkpoint
+
+
+def _relabelled(model: ModelRecord, held: WeightVersion) -> bool:
+    now = WeightVersion()
+    now.CopyFrom(held)
+    now.label = model.latest.label
+    return now == model.latest and held.label != now.label and held.label in model.former_labels
 
 
 def publish(model: ModelState, record: ModelRecord, beside: Iterable[WeightVersion] = ()) -> None:
@@ -58,6 +69,7 @@ def published(model: ModelState, version: WeightVersion, *, model_digest: str, c
     record.CopyFrom(model.record)
     assert version.sequence > record.latest.sequence, "a sequence is published once, in order"
     record.latest.CopyFrom(version)
+    del record.former_labels[:]
     record.model_digest = model_digest
     record.checkpoint = checkpoint
     return record

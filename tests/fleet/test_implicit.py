@@ -14,7 +14,7 @@ from updating import begin, digest, fault, refusal, version_of, weights
 from rlctl.coordinator import implicit, together
 from rlctl.coordinator.joining import Joined
 from rlctl.errors import Reason
-from rlctl.ports import new_uuid7
+from rlctl.ports import Put, new_uuid7
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
@@ -23,6 +23,7 @@ from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, RequestHeader, Target
+from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
 
 DIRTY, PAUSED, READY = common.STAGE_STATE_DIRTY, common.STAGE_STATE_PAUSED, common.STAGE_STATE_READY
@@ -491,3 +492,26 @@ async def test_a_group_that_is_cancelled_while_its_store_is_waited_for_is_not_fo
     for call in calls:
         ended = await call
         assert (ended.state, ended.error.reason) == (OPERATION_STATE_FAILED, "CANCELLED")
+
+
+async def test_a_stage_that_missed_the_new_label_of_its_version_is_told(fleet: InProcessFleet) -> None:
+    """Its weights are the published ones: where no other stage has them either, nobody could bring it to them."""
+    await form(fleet)
+    assert (await write(fleet, "w1")).state == OPERATION_STATE_OK
+    slots = fleet.server.coordinator.roster.slots.values()
+
+    def renames(put: Put) -> bool:
+        return put.kind == "model" and ModelRecord.FromString(put.body).latest.label == "step-1"
+
+    async def cut() -> None:
+        for slot in slots:
+            assert slot.commander is not None
+            await slot.commander.close()
+        await eventually(lambda: set(states(fleet)) == {common.STAGE_STATE_UNREACHABLE})
+
+    async with at_write(fleet, renames, after=cut):
+        await end(fleet, version="step-1")
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    assert {fleet.stage(slot).report.weight_version.label for slot in "ab"} == {"step-1"}
+    assert version_of(fleet) == ("step-1", 2)
+    assert weights(fleet) == ["w1"] * 3
