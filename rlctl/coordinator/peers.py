@@ -75,7 +75,7 @@ class Peers:
 
     async def disconnect(self) -> None:
         """Close every link; each is dialled again."""
-        for slot in self._roster.slots.values():
+        for slot in list(self._roster.slots.values()):  # others may register meanwhile
             if slot.commander is not None:
                 await slot.commander.close()
 

@@ -15,6 +15,7 @@ from updating import abort, begin, refusal
 from rlctl.control.commander import Commander
 from rlctl.errors import Reason
 from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.waiting import eventually
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
@@ -288,3 +289,21 @@ async def test_a_watch_tells_that_a_stage_has_left(fleet: InProcessFleet) -> Non
                     assert not stage.routable
                     events.cancel()
                     return
+
+
+async def test_a_stage_that_registers_while_the_epoch_is_raised_does_not_end_that(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    coordinator = fleet.server.coordinator
+    commander = coordinator.roster.slots["a"].commander
+    assert commander is not None
+    close = commander.close
+
+    async def slowly() -> None:
+        await fleet.start_stage(StageSpec("c", checkpoint("one")))
+        await eventually(lambda: "c" in coordinator.roster.slots)
+        await close()
+
+    commander.close = slowly  # type: ignore[method-assign]
+    await coordinator._take_over(coordinator.roster.epoch)
+    await fleet.until(lambda stages: len(stages) == 3 and all(stage.routable for stage in stages))
