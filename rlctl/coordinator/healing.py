@@ -214,14 +214,19 @@ class Healer:
         return [running.session for running in self._running.values()]
 
     async def make_way(self, model: str) -> None:
-        """End a heal of this model: an update is about to begin, and reaches its stage too."""
-        while (running := self._running.get(model)) is not None:
+        """End a heal that holds stages of this model: an update is about to begin, and reaches them too."""
+        while (running := self._holding(model)) is not None:
             running.work.cancel()
             try:
                 async with asyncio.timeout(MAKE_WAY_S):
                     await running.run.ended.wait()
             except TimeoutError:
                 raise in_progress(self._roster.models[model]) from None
+
+    def _holding(self, model: str) -> _Running | None:
+        """A heal whose operation has stages of this model, whichever it is at."""
+        names = {slot.name for slot in self._roster.slots.values() if slot.model == model}
+        return next((r for r in self._running.values() if not names.isdisjoint(r.run.operation.targets)), None)
 
     async def stop(self) -> None:
         """End what runs. What takes longer to end is an operation that goes on until it has."""

@@ -34,6 +34,17 @@ async def dirty(fleet: InProcessFleet) -> None:
     assert {fleet.stage(spec.slot).state for spec in fleet.specs} == {common.STAGE_STATE_DIRTY}
 
 
+async def scramble(fleet: InProcessFleet, *slots: str) -> None:
+    """Nobody knows what these hold."""
+    for slot in slots:
+        request = v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS)
+        request.header.target.slots.append(slot)
+        await fleet.stub.CheckWeights(request)
+    await fleet.until(
+        lambda stages: all(s.state == common.STAGE_STATE_DIRTY for s in stages if s.registration.slot in slots)
+    )
+
+
 async def test_an_engine_that_was_restarted_gets_the_published_version_by_itself(
     fleet: InProcessFleet, checkpoint: Checkpoint
 ) -> None:
@@ -363,3 +374,30 @@ async def test_an_update_does_not_wait_for_the_rest_of_a_heal_of_several_stages(
         going_on.set()
         healed = await healing
         assert [(r.slot, r.error.reason) for r in healed.stage_results] == [("a", "CANCELLED"), ("b", "CANCELLED")]
+
+
+async def test_an_update_does_not_wait_for_a_heal_that_is_at_another_model(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        fleet.specs.append(StageSpec("critic", checkpoint("early"), model="critic", frozen=True))
+        await fleet.start_stage(fleet.specs[-1])
+        await fleet.until(lambda stages: stages[2].routable)
+        await from_disk(fleet, checkpoint("two"), "two")
+        await scramble(fleet, "b", "critic")
+        preparing, going_on = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "prepare_update":
+                preparing.set()
+                await going_on.wait()
+
+        fake_engine.FAULTS[fleet.specs[2].model_path, 0] = wait
+        healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest()))
+        await preparing.wait()
+        beginning = asyncio.ensure_future(begin(fleet, "three"))
+        await asyncio.wait({beginning}, timeout=0.1)
+        going_on.set()
+        await beginning
+        healed = await healing
+        assert [(r.slot, r.error.reason) for r in healed.stage_results] == [("b", ""), ("critic", "CANCELLED")]
