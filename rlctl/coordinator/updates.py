@@ -360,8 +360,6 @@ class Updates:
             self._operations.refuse_held(session.frozen)  # before anything is reserved for it
             abandoned = self._planner.add_groups(plan, begin, session.targets)
             record = after(model, begin.trainer.incarnation)
-            if session.adapter is None:
-                plan.version.sequence = record.reserved_sequence  # the first version may have been published meanwhile
             await self._journal.write([model_put(record), session.put()])
             model.record = record
         started = asyncio.Event()

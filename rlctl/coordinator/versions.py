@@ -11,6 +11,7 @@ from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.verbs_pb2 import Adapter
 
 FIRST_LABEL = "initial"
+FIRST_SEQUENCE = 1
 
 POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN)
 """Outcomes after which an effect must be assumed where assuming it is the safe side."""
@@ -22,8 +23,9 @@ def first_version(model: ModelState, slot: Slot) -> ModelRecord | None:
         return None
     record = ModelRecord()
     record.CopyFrom(model.record)
-    record.latest.CopyFrom(WeightVersion(label=slot.record.registration.weight_version or FIRST_LABEL, sequence=1))
-    record.reserved_sequence = max(record.reserved_sequence, 1)
+    label = slot.record.registration.weight_version or FIRST_LABEL
+    record.latest.CopyFrom(WeightVersion(label=label, sequence=FIRST_SEQUENCE))
+    record.reserved_sequence = max(record.reserved_sequence, FIRST_SEQUENCE)
     record.model_digest = slot.report.model_digest
     record.checkpoint = slot.report.checkpoint
     return record
@@ -76,9 +78,12 @@ def published(model: ModelState, version: WeightVersion, *, model_digest: str, c
 
 
 def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
-    """The record after reserving the next sequence for an update, which keeps it from being used twice."""
+    """The record after reserving the next sequence for an update, which keeps it from being used twice.
+
+    The first one is the first version's, which may come while the update is open.
+    """
     record = fenced(model, trainer_incarnation)
-    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence) + 1
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence, FIRST_SEQUENCE) + 1
     return record
 
 

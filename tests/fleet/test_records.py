@@ -143,3 +143,20 @@ async def test_an_update_that_begins_while_the_first_version_is_published_gets_t
     await write(fleet, plan, "w1")
     ended = await commit(fleet, plan, digest("w1"))
     assert ended.state == OPERATION_STATE_OK, ended.error
+
+
+async def test_a_first_version_that_comes_while_an_update_is_open_does_not_get_its_sequence(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    model = fleet.server.coordinator.roster.models["actor"]
+    # As a coordinator with a new journal finds stages that came to it unusable.
+    model.record, model.admitted = ModelRecord(name="actor", updatable=True), []
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    fleet.specs.append(StageSpec("c", checkpoint("one")))
+    await fleet.start_stage(fleet.specs[-1])
+    await eventually(lambda: model.record.latest.label == "initial")
+    ended = await commit(fleet, plan, digest("w1"))
+    assert ended.state == OPERATION_STATE_OK, ended.error
+    assert (model.record.latest.label, model.record.latest.sequence) == ("step-1", 2)
