@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from google.protobuf.message import Message
 
+from rlctl.coordinator import versions
 from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.from_disk import FromDisk
@@ -101,7 +102,8 @@ class Implicit:
         self._clock = clock
         self.joining = updates.joining
         self._gathering = Gathering(self.joining)
-        self._opening = asyncio.Lock()
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By model: one update of it is opened at a time."""
         self._sequences: dict[str, Counter[str]] = {}
         """Buckets that came so far, by update and group."""
 
@@ -180,7 +182,7 @@ class Implicit:
         begin = BeginWeightUpdateRequest()
         begin.CopyFrom(request)
         begin.model = self._model(Target(model=request.model), request.header.for_slot)
-        async with self._opening:
+        async with self._opening[begin.model]:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
                 return self._updates.get(known.operation.update_id).session.record.plan
@@ -205,19 +207,19 @@ class Implicit:
 
     def _complete(self, begin: BeginWeightUpdateRequest) -> None:
         """What such a client does not say."""
-        record = self._roster.model(begin.model).record
+        model = self._roster.model(begin.model)
         begin.implicit = True
         begin.path = begin.path or DATA_PATH_BROADCAST
         begin.kind = begin.kind or UPDATE_KIND_FULL
-        begin.version = begin.version or f"update-{max(record.reserved_sequence, record.latest.sequence) + 1}"
+        begin.version = begin.version or f"update-{versions.reserved(model, 0).reserved_sequence}"
         if not begin.HasField("lease_ttl"):
             begin.lease_ttl.CopyFrom(duration(LEASE_S))
-        begin.trainer.MergeFrom(Trainer(name=begin.trainer.name or OWNER, incarnation=record.trainer_incarnation))
+        begin.trainer.MergeFrom(Trainer(name=begin.trainer.name or OWNER, incarnation=model.record.trainer_incarnation))
 
     # Write.
 
     async def _write(self, request: Write, model: str, timeout_s: float) -> Run:
-        async with self._opening:
+        async with self._opening[model]:
             opened = self._updates.implicit_of(model)
             if opened is None:
                 if self._roster.models[model].update_id:

@@ -15,8 +15,9 @@ from rlctl.coordinator import implicit, together
 from rlctl.coordinator.joining import Joined
 from rlctl.errors import Reason
 from rlctl.ports import Put, new_uuid7
+from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as rpc
@@ -515,3 +516,25 @@ async def test_a_stage_that_missed_the_new_label_of_its_version_is_told(fleet: I
     assert {fleet.stage(slot).report.weight_version.label for slot in "ab"} == {"step-1"}
     assert version_of(fleet) == ("step-1", 2)
     assert weights(fleet) == ["w1"] * 3
+
+
+async def test_an_engine_that_does_not_answer_keeps_no_update_of_another_model_from_beginning(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    fleet.specs.append(StageSpec("critic", checkpoint("early"), model="critic"))
+    await fleet.start_stage(fleet.specs[-1])
+    await fleet.until(lambda stages: stages[2].routable)
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def silent(engine: FakeEngine, name: str, _: object) -> None:
+        if name == "get_model_info":
+            asked.set()
+            await answered.wait()
+
+    fake_engine.FAULTS[fleet.specs[-1].model_path, 0] = silent
+    waiting = asyncio.ensure_future(write(fleet, "w1", slot="critic"))
+    await asked.wait()
+    async with asyncio.timeout(implicit.ASK_S / 2):
+        await fleet.stub.BeginWeightUpdate(u.BeginWeightUpdateRequest(header=header("a"), implicit=True))
+    answered.set()
+    assert (await waiting).state == OPERATION_STATE_FAILED, "it has no group"
