@@ -19,6 +19,7 @@ from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.verification import Expected, Level
+from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal, Put
@@ -351,6 +352,7 @@ class Session:
 
     async def hand_over_pause(self, slots: Sequence[Slot]) -> None:
         """From here on the pause is its owner's, as if asked for by name: no other update lifts it."""
+        await Waking(self._roster, self._fanout, self._clock).forget(slots)
         mode = self.record.request.options.pause or PAUSE_MODE_RETRACT
         paused = [slot for slot in slots if slot.held]
         self._steps += 1

@@ -36,7 +36,7 @@ class Waking:
         self._clock = clock
 
     async def forget(self, targets: Sequence[Slot]) -> None:
-        """Somebody pauses them by name, or continues them now."""
+        """Somebody pauses them by name or continues them now, or their update leaves them paused."""
         await self._remember([slot for slot in targets if slot.record.continue_when_resident], False)
 
     async def go_on(

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from updating import begin, commit, digest, join, write
+
 from rlctl.errors import Reason
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
@@ -107,3 +109,14 @@ async def test_one_that_was_resumed_when_the_coordinator_died_is_let_go_on(make_
         await eventually(lambda: fleet.stage("a").state == READY)
         # Once: a pause that somebody asks for later is theirs.
         await eventually(lambda: not slot.record.continue_when_resident)
+
+
+async def test_an_update_whose_stages_stay_paused_takes_it_back(fleet: InProcessFleet) -> None:
+    await sleep(fleet)
+    await ok(fleet.stub.ContinueGeneration(LATER))
+    plan = await begin(fleet, options=v.UpdateOptions(after=v.AFTER_UPDATE_STAY_PAUSED))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    await ok(commit(fleet, plan, digest("w1")))
+    await resume(fleet)
+    assert states(fleet) == [PAUSED, PAUSED]
