@@ -31,6 +31,10 @@ TOLD_S = 10.0
 """Time that a grant may take to a stage and its report back."""
 
 
+FORMER_LABELS = 64
+"""Of one version that are remembered: a stage that missed more of them is healed."""
+
+
 async def relabel(
     request: CommitWeightUpdateRequest,
     model: str,
@@ -52,6 +56,7 @@ async def relabel(
             record.CopyFrom(state.record)
             record.latest.label = request.version
             record.former_labels.append(before.label)
+            del record.former_labels[:-FORMER_LABELS]
             await journal.write([model_put(record)])
             versions.publish(state, record)
             for slot in roster.slots.values():
