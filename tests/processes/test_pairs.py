@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from models import changed, greedy
-from up_helpers import known, own_state, rlctl_command
+from up_helpers import known, own_state, rlctl_command, when
 
 from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import RlctlError
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pairs.yaml"
 SHARED = Path("/dev/shm")
@@ -50,7 +50,7 @@ def test_a_pair_of_two_cuts_from_a_file(tiny: tuple[Any, Path], tmp_path: Path) 
     file = tmp_path / "pairs.yaml"
     text = EXAMPLE.read_text().replace("/tmp/tiny", str(checkpoint))
     file.write_text(text.replace("name: pairs", "name: pairs\n  restart: {backoff_s: 0.1}"))
-    up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json")
+    up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json", timeout_s=200)
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
     shown = rlctl_command("status", "--endpoint", first["endpoint"]).stdout
@@ -88,7 +88,7 @@ def over_http(name: str, **sampling: Any) -> list[int]:
 def updated_meanwhile(fleet: Fleet, rollout: Any, model: Any) -> None:
     """Three updates beside requests: every token is one of the weights whose version it says."""
     weights = {1: model}
-    with fleet.publisher("actor") as publisher, ThreadPoolExecutor(1) as pool:
+    with contextlib.closing(fleet.publisher("actor")) as publisher, ThreadPoolExecutor(1) as pool:
         for step, pause in ((2, "retract"), (3, "abort"), (4, "in_place")):
             weights[step] = changed(model, step)
             running = pool.submit(
@@ -114,8 +114,7 @@ def something_runs(fleet: Fleet) -> None:
 
 def killed_meanwhile(fleet: Fleet, rollout: Any, slot: str) -> None:
     """Samples go on once the engine has been started again; who does not wait so long is told by its deadline."""
-    before = fleet.status().stages
-    assert all(stage.routable for stage in before)
+    when(fleet, lambda now: len(now) == 2 and all(stage.routable for stage in now.values()))
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(rollout.generate, PROMPT, n=4, max_new_tokens=400, **SAMPLING)
         something_runs(fleet)
