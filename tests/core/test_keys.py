@@ -14,7 +14,20 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put, SystemClock
 
 BODY, OTHER = b"a" * 32, b"b" * 32
-CLOCK = SystemClock()
+
+
+class Clock(SystemClock):
+    """No two of its ids are of the same millisecond."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def new_id(self) -> str:
+        self._made += 1
+        return f"00000000-{self._made:04x}-7000-8000-000000000000"
+
+
+CLOCK = Clock()
 
 
 class Gated(SqliteJournal):
