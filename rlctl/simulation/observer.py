@@ -106,8 +106,8 @@ class Observer:
     def journaled(self, change: Put | Delete) -> None:
         """A record became durable."""
         if isinstance(change, Delete):
-            if change.kind == "update":
-                self._rolled(lambda entry: entry[1] == change.key)
+            if change.kind == "update":  # a successor takes it off the record, and what it admitted runs out
+                self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
             return
         if change.kind == "model":
             self._published(ModelRecord.FromString(change.body))

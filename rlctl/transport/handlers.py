@@ -16,7 +16,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.ports import CALLER, Caller
 from rlctl.transport.channel import REFUSED_ABOVE_BYTES
 from rlctl.transport.status import abort
@@ -71,7 +71,7 @@ def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool
             raise
         except Exception as error:
             log.exception("%s failed", method.full_name)
-            await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))
+            await abort(context, typed(error))
 
     return grpc.unary_unary_rpc_method_handler(unary, response_serializer=_serialise)
 
@@ -88,7 +88,7 @@ def _streaming(
             await abort(context, error)
         except Exception as error:
             log.exception("%s failed", method.full_name)
-            await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))
+            await abort(context, typed(error))
 
     return grpc.unary_stream_rpc_method_handler(stream, response_serializer=_serialise)
 
