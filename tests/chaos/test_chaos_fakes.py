@@ -1,4 +1,4 @@
-"""Faults in the midst of updates of three fake engines, one of them of two ranks, behind proxies."""
+"""Faults in the midst of updates of three fake engines, each a process, behind proxies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlctl.launch.fleet import EngineSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
-RANKS = {"a": 2, "b": 1, "c": 1}
+RANKS = dict.fromkeys("abc", 1)
 DEADLINE_S = 20.0
 
-PROCESSES = ("coordinator", "a", "a.1", "trainer")
+PROCESSES = ("coordinator", "a", "trainer")
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
         directory: Path = tmp_path_factory.mktemp("chaos")
         (directory / "weights.txt").write_text("one")
         options = {"delay": "0.1", "pace": "0.01"}
-        engines = [
-            EngineSpec(slot, str(directory), tp_size=ranks, engine="fake", options=options)
-            for slot, ranks in RANKS.items()
-        ]
+        engines = [EngineSpec(slot, str(directory), engine="fake", options=options) for slot in RANKS]
         return ChaosFleet(engines, directory=directory / "fleet")
 
     fleets = Kept(make)
