@@ -96,6 +96,8 @@ class Operations:
         self._runs: dict[str, Run] = {}
         self._ended: dict[str, None] = {}
         """Ids of those that have ended, in that order."""
+        self._unrecorded: set[str] = set()
+        """Those of them whose end is not in the journal yet."""
         self._holders: dict[str, str] = {}
         self._joined: dict[str, str] = {}
         """Operation by the request id of a call that joined it."""
@@ -162,7 +164,7 @@ class Operations:
         else was accepted under its id since the caller looked.
         """
         operation_id = request.header.request_id or self._clock.new_id()  # type: ignore[attr-defined]
-        if operation_id in self._runs:
+        if self.known(operation_id, request) is not None:
             raise Reason.REQUEST_ID_REUSED.error(
                 f"request_id {operation_id} was used for another {self._runs[operation_id].operation.verb}",
                 field="header.request_id",
@@ -238,12 +240,14 @@ class Operations:
             changes.append(Put("forgotten", "", forgotten.encode()))
         try:
             await self._journal.write([_put(run.record), *changes])
+            self._unrecorded.difference_update(expired)
             for key in expired:
                 for call in self._runs[key].record.joined:
                     del self._joined[call.request_id]
                 del self._runs[key], self._ended[key]
             self._forgotten = forgotten
         except RlctlError as error:
+            self._unrecorded.add(run.operation.operation_id)
             log.warning(
                 "%s %s has ended, which could not be recorded: %s",
                 run.operation.verb,
@@ -254,6 +258,13 @@ class Operations:
             self._ended[run.operation.operation_id] = None
             run.ended.set()
             await run.notify()
+
+    async def record_ended(self) -> None:
+        """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        late = sorted(self._unrecorded)
+        if late:
+            await self._journal.write([_put(self._runs[key].record) for key in late])
+            self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:
         """Let another call be answered with an operation; a repeat of it is too."""

@@ -57,7 +57,9 @@ TRAINERS_UPDATE = "WeightUpdate"
 """What the update of a trainer, of several calls, is recorded as."""
 
 LOOK_S = 10.0
-"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone."""
+"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
+did not take is written again, too.
+"""
 
 
 class Updates:
@@ -314,6 +316,8 @@ class Updates:
             await asyncio.sleep(LOOK_S)
             for slot in list(self._roster.slots.values()):
                 self.look_after(slot)
+            with contextlib.suppress(RlctlError):
+                await self._operations.record_ended()
 
     async def stop(self) -> None:
         """Abort what is open: its owner could not go on with a coordinator that has left."""

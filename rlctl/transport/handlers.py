@@ -5,7 +5,6 @@ A method of the service without an implementation answers UNIMPLEMENTED with a t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -16,8 +15,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from rlctl import calls
 from rlctl.errors import Reason, RlctlError, typed
-from rlctl.ports import CALLER, Caller
 from rlctl.transport.channel import REFUSED_ABOVE_BYTES
 from rlctl.transport.status import abort
 
@@ -58,17 +57,11 @@ def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool
         return _streaming(method, request_type, implementation)
 
     async def unary(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
-        caller = Caller()
-        CALLER.set(caller)
         try:
             request = _parse(method, request_type, data, implementation)
-            work = asyncio.ensure_future(implementation(request, _remaining(context)))
-            return await (work if cancellable else asyncio.shield(work))
+            return await calls.answer(implementation(request, _remaining(context)), cancellable=cancellable)
         except RlctlError as error:
             await abort(context, error)
-        except asyncio.CancelledError:
-            caller.left.set()
-            raise
         except Exception as error:
             log.exception("%s failed", method.full_name)
             await abort(context, typed(error))
