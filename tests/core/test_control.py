@@ -69,10 +69,10 @@ class Wire:
         self.tasks: list[asyncio.Task[None]] = []
         self.reports: list[StageReport] = []
 
-    def connect(self, **settings: object) -> Commander:
+    def connect(self, clock: SystemClock = CLOCK, **settings: object) -> Commander:
         near, self.far = memory_link()
         self.near: MemoryLink = near
-        commander = Commander(near, CLOCK, on_report=self.reports.append, **settings)
+        commander = Commander(near, clock, on_report=self.reports.append, **settings)
         self.tasks += [asyncio.create_task(commander.run()), asyncio.create_task(self.executor.serve(self.far))]
         return commander
 
@@ -214,6 +214,20 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
         await answer(issued)
     assert caught.value.reason is Reason.LINK_LOST
     assert commander.lost
+
+
+async def test_who_was_stopped_takes_nobody_for_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_s = 0.0
+
+    class Clock(SystemClock):
+        def now(self) -> float:
+            return super().now() + stopped_s
+
+    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.05)
+    commander = wire.connect(Clock())
+    heard, stopped_s = commander.last_heard, 60.0
+    await eventually(lambda: commander.lost or commander.last_heard > heard)
+    await answer(commander.issue("c", "o", packed(), soon(120)))
 
 
 async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
