@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +56,7 @@ DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
 
 _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
-_TRANSPORTS = {"gloo": [], "nccl": [common_pb2.TRANSPORT_TORCH_NCCL]}
+_TRANSPORTS = {"gloo": common_pb2.TRANSPORT_TORCH_GLOO, "nccl": common_pb2.TRANSPORT_TORCH_NCCL}
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
@@ -78,7 +78,7 @@ class AsyncPublisher:
         trainer_group: dist.ProcessGroup | None = None,
         source: int | None = None,
         path: str = "broadcast",
-        backend: str = "gloo",
+        backend: str | Sequence[str] = "gloo",
         bucket_bytes: int = BUCKET_BYTES,
         host: str = "127.0.0.1",
         trainer: str = "",
@@ -92,7 +92,8 @@ class AsyncPublisher:
         auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). Shared
         memory lies on the GPU where the source's current CUDA device is that of all ranks that read it. ``backend``: of
         the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
-        the ranks', which must all be different ones. ``host``: address of this process as the engines' ranks and the
+        the ranks', which must all be different ones; of several, each engine gets the first that it offers, in groups
+        apart that one pass through the weights feeds. ``host``: address of this process as the engines' ranks and the
         other trainer ranks reach it; the groups' store and the source bind it. ``trainer``: name for messages.
         ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones are fenced from
         then on.
@@ -107,11 +108,13 @@ class AsyncPublisher:
         self._bucket_bytes = bucket_bytes
         if path not in _PATHS:
             raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
-        if backend not in _TRANSPORTS:
+        backends = [backend] if isinstance(backend, str) else list(backend)
+        if not backends or not set(backends) <= _TRANSPORTS.keys():
             known = ", ".join(_TRANSPORTS)
-            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be one of {known}", field="backend")
+            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {known}", field="backend")
         self._path = _PATHS[path]
-        self._transports = _TRANSPORTS[backend]
+        # gloo alone is what every engine is asked for that says nothing of groups.
+        self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
         self._host = host
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group

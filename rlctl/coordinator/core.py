@@ -276,9 +276,9 @@ class Coordinator:
                 raise Reason.FIELD_REQUIRED.error(
                     f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
                 )
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif header.fence.update_id:
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif isinstance(request, UnloadAdapterRequest):
             targets, excluded = self.updates.adapter_holders(request)
         else:
