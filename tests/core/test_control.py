@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -214,6 +215,18 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
         await answer(issued)
     assert caught.value.reason is Reason.LINK_LOST
     assert commander.lost
+
+
+async def test_time_in_which_this_process_was_stopped_itself_is_no_silence(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.02)
+    commander = wire.connect(silence_s=0.2)
+    await answer(commander.issue("c", "o", packed(), soon()))
+    time.sleep(0.3)  # noqa: ASYNC251 - nothing of this process runs
+    heard = commander.last_heard
+    await eventually(lambda: commander.last_heard > heard or commander.lost)
+    assert not commander.lost
 
 
 async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
