@@ -190,9 +190,14 @@ class Commander:
 
     async def _ping(self) -> None:
         nonce = 0
+        began = listening_since = self._clock.now()
         while not self.lost:
             await asyncio.sleep(PING_EVERY_S)
-            if self._clock.now() - self.last_heard > self._silence_s:
+            now = self._clock.now()
+            if now - began > 2 * PING_EVERY_S:
+                listening_since = now  # this process was stopped itself: what has come meanwhile is yet to be read
+            began = now
+            if now - max(self.last_heard, listening_since) > self._silence_s:
                 await self._link.close()
                 return
             nonce += 1

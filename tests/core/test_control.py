@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -234,6 +235,21 @@ async def test_a_peer_that_takes_long_to_attach_is_not_silent(wire: Wire, monkey
     assert not commander.lost
     wire.rank.loaded.set()
     assert (await attaching).report.incarnation == 4
+
+
+async def test_a_peer_is_not_silent_while_this_process_itself_was_stopped(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of rank 0, a link that it gives up costs the engine.
+    monkeypatch.setattr(commanding, "PING_EVERY_S", 0.05)
+    commander = wire.connect(silence_s=0.5)
+    await asyncio.sleep(0.1)
+    time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP would
+    heard = commander.last_heard
+    async with asyncio.timeout(5.0):
+        await eventually(lambda: commander.lost or commander.last_heard > heard)
+        await asyncio.sleep(0.2)
+    assert not commander.lost
 
 
 async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
