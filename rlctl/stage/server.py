@@ -231,7 +231,7 @@ class StageServer:
                 async with asyncio.timeout(START_S):
                     await self._start_engine()
                 break
-            except Exception as error:  # whatever it is: nobody else starts it
+            except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RESTART_AT_MOST_S)

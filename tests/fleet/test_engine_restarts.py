@@ -1,12 +1,14 @@
-"""An engine that its stage server can start again: whatever keeps it from starting, it is tried again, and what it says
-of its own failure is heard at any time."""
+"""Engines that their stage server can start again: tried again whatever keeps them from starting, heard whenever they
+fail."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import pytest
+
 from rlctl.engine import EngineInfo
 from rlctl.errors import Reason
 from rlctl.stage import server
@@ -22,8 +24,8 @@ class Restartable(FakeEngine):
     """``starts``: what happens at its first start, its second, ...: an error, or a failure right after it."""
 
     started = 0
-    starts: list[Exception | str] = []
-    stops: list[Exception] = []
+    starts: ClassVar[list[Exception | str]] = []
+    stops: ClassVar[list[Exception]] = []
 
     def can_restart(self) -> bool:
         return True
