@@ -11,6 +11,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from rlctl.control import commander as commanding
 from rlctl.control.commander import Commander, Issued
 from rlctl.control.executor import Executor
 from rlctl.engine import Call
@@ -36,10 +37,15 @@ class Rank:
         self.strangers: list[object] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.loaded = asyncio.Event()
+        self.loaded.set()
 
     async def attach(self, attach: Attach, link: object) -> Attached:
+        await self.loaded.wait()
         if attach.fleet_epoch == 13:
             return Attached(error=Reason.EPOCH_FENCED.error("over").detail())
+        if attach.fleet_epoch == 14:
+            raise OSError("no room on the device")
         return Attached(report=StageReport(incarnation=attach.incarnation))
 
     def obeys(self, link: object) -> bool:
@@ -217,15 +223,32 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
     assert commander.lost
 
 
-async def test_time_in_which_this_process_was_stopped_itself_is_no_silence(
+async def test_a_peer_that_takes_long_to_attach_is_not_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A follower loads its engine, for minutes, before it answers.
+    monkeypatch.setattr(commanding, "PING_EVERY_S", 0.05)
+    commander = wire.connect(silence_s=0.5)
+    wire.rank.loaded.clear()
+    attaching = asyncio.create_task(commander.attach(Attach(incarnation=4)))
+    heard = commander.last_heard
+    async with asyncio.timeout(5.0):
+        await eventually(lambda: commander.lost or commander.last_heard > heard + 1.0)
+    assert not commander.lost
+    wire.rank.loaded.set()
+    assert (await attaching).report.incarnation == 4
+
+
+async def test_a_peer_is_not_silent_while_this_process_itself_was_stopped(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.02)
-    commander = wire.connect(silence_s=0.2)
-    await answer(commander.issue("c", "o", packed(), soon()))
-    time.sleep(0.3)  # noqa: ASYNC251 - nothing of this process runs
+    # Of rank 0, a link that it gives up costs the engine.
+    monkeypatch.setattr(commanding, "PING_EVERY_S", 0.05)
+    commander = wire.connect(silence_s=0.5)
+    await asyncio.sleep(0.1)
+    time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP would
     heard = commander.last_heard
-    await eventually(lambda: commander.last_heard > heard or commander.lost)
+    async with asyncio.timeout(5.0):
+        await eventually(lambda: commander.lost or commander.last_heard > heard)
+        await asyncio.sleep(0.2)
     assert not commander.lost
 
 
@@ -235,6 +258,9 @@ async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
     with pytest.raises(RlctlError, match="over") as caught:
         await commander.attach(Attach(fleet_epoch=13))
     assert caught.value.reason is Reason.EPOCH_FENCED
+    async with asyncio.timeout(5.0):
+        with pytest.raises(RlctlError, match="OSError: no room on the device"):
+            await commander.attach(Attach(fleet_epoch=14))
 
 
 async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None:
