@@ -311,7 +311,7 @@ class AsyncPublisher:
             if self._size > 1:
                 told = json.dumps(await self._members.start(self._host))
         if self._trainer_group is not None and self._size > 1:
-            address, token = json.loads(await asyncio.to_thread(share, self._trainer_group, told))
+            address, token = json.loads(await asyncio.to_thread(self._share, self._trainer_group, told))
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token)
         if self._fleet is not None and self._members is not None:
@@ -324,6 +324,12 @@ class AsyncPublisher:
                 trainer=self._trainer,
                 bucket_bytes=self._bucket_bytes,
             )
+
+    def _share(self, group: dist.ProcessGroup, text: str) -> str:
+        """In a thread, whose current device is not the caller's by itself."""
+        assert self._progress is not None
+        with self._progress.ordering.after():
+            return share(group, text)
 
 
 class Publisher:
