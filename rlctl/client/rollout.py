@@ -320,7 +320,7 @@ class AsyncRollout:
         """Try until the sample has ended, or may not be tried again; returns why."""
         progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
-            async with self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
                 had = progress.tokens
                 request = progress.attempt(attempt.floor)
                 failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
