@@ -298,11 +298,15 @@ class AsyncPublisher:
         """
         if self._pending is not None:
             await self._pending.close()
-        self._part.close()
+        self.leave()
         if self._lead is not None:
             await self._lead.close()
         if self._members is not None:
             await self._members.close()
+
+    def leave(self) -> None:
+        """Leave the groups, and remove the segments, where nothing runs any more."""
+        self._part.close()
 
     async def _meet(self) -> None:
         """Once: the members connect to the lead, whose address goes through the trainer's own group."""
@@ -359,7 +363,13 @@ class Publisher:
         return self.aio.update_async(weights, **settings)
 
     def close(self) -> None:
-        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`."""
+        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`.
+
+        Harmless to call again, and after its fleet was closed.
+        """
+        if not self._loop.running:
+            self.aio.leave()
+            return
         self._loop.call(self.aio.close())
         if self._owns_loop:
             self._loop.stop()

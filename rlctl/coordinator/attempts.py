@@ -46,6 +46,8 @@ class OpenUpdate:
         abandoned: groups of earlier updates that its targets may still be in.
         stopped: decided against it while it was being committed: counts for the batches that have not begun.
         turned: set once the present batch is committed, or the update has ended.
+        ended: it is not open any more.
+        planning: held while it is planned anew, for another attempt or the next batch: nobody is told the half of it.
     """
 
     session: Session
@@ -60,6 +62,8 @@ class OpenUpdate:
     abandoned: list[str] = field(default_factory=list)
     stopped: RlctlError | None = None
     turned: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_heard(self) -> bool:
@@ -162,9 +166,10 @@ class Attempts:
     async def retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
         plan = opened.session.record.plan
-        if request.failed_attempt < plan.attempt:
-            return plan  # a repeat
         async with contextlib.AsyncExitStack() as writing:
+            await writing.enter_async_context(opened.planning)
+            if request.failed_attempt < plan.attempt:
+                return plan  # a repeat
             for lock in opened.session.writing.values():  # what is still being taken in ends first
                 await writing.enter_async_context(lock)
             return await self._again(opened, request)
@@ -187,9 +192,10 @@ class Attempts:
         plan.lost.extend(names(lost))
         plan.attempt += 1
         self._book.broke(begin.model)
-        abandoned = self._planner.add_groups(plan, begin, session.targets)
         phase = session.record.phase if session.published else UPDATE_PHASE_WRITING
-        await self._journal.write([model_put(session.model.record), session.put(phase)])
+        async with self._roster.publishing:
+            abandoned = self._planner.add_groups(plan, begin, session.targets)
+            await self._journal.write([model_put(session.model.record), session.put(phase)])
         answers = {slot: _lost(slot, received) for slot in lost}
         for answer in answers.values():
             opened.run.add(answer)

@@ -23,7 +23,7 @@ from rlctl.coordinator.verification import Expected, Level
 from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
-from rlctl.ports import Clock, Journal, Put
+from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -365,13 +365,15 @@ class Session:
         """
         return await asyncio.gather(*steps)
 
-    async def hand_over_pause(self, slots: Sequence[Slot]) -> None:
-        """From here on the pause is its owner's, as if asked for by name: no other update lifts it."""
+    async def hand_over_pause(self, slots: Sequence[Slot]) -> list[StageResult]:
+        """From here on the pause is its owner's, as if asked for by name: no other update lifts it. The results of
+        those that are paused.
+        """
         await Waking(self._roster, self._fanout, self._clock).forget(slots)
         mode = self.record.request.options.pause or PAUSE_MODE_RETRACT
         paused = [slot for slot in slots if slot.held]
         self._steps += 1
-        await self._fanout.run(
+        return await self._fanout.run(
             PauseGenerationRequest(mode=mode),
             paused,
             operation_id=self.update_id,
@@ -470,6 +472,11 @@ class Session:
         """Come to a phase, together with what else changes: durably first."""
         await self._journal.write([*changes, self.put(phase)])
         self.record.phase = phase
+
+    async def forget(self) -> None:
+        """Take it off the journal. Its operation stays on record; what is found without either was never published."""
+        with contextlib.suppress(RlctlError):
+            await self._journal.write([Delete("update", self.update_id)])
 
 
 def _flat(steps: Sequence[Sequence[StageResult]]) -> list[StageResult]:

@@ -10,6 +10,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from rlctl.control import commander as commanding
 from rlctl.control.commander import Commander, Issued
 from rlctl.control.executor import Executor
 from rlctl.engine import Call
@@ -35,10 +36,15 @@ class Rank:
         self.strangers: list[object] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.loaded = asyncio.Event()
+        self.loaded.set()
 
     async def attach(self, attach: Attach, link: object) -> Attached:
+        await self.loaded.wait()
         if attach.fleet_epoch == 13:
             return Attached(error=Reason.EPOCH_FENCED.error("over").detail())
+        if attach.fleet_epoch == 14:
+            raise OSError("no room on the device")
         return Attached(report=StageReport(incarnation=attach.incarnation))
 
     def obeys(self, link: object) -> bool:
@@ -216,6 +222,20 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
     assert commander.lost
 
 
+async def test_a_peer_that_takes_long_to_attach_is_not_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A follower loads its engine, for minutes, before it answers.
+    monkeypatch.setattr(commanding, "PING_EVERY_S", 0.05)
+    commander = wire.connect(silence_s=0.5)
+    wire.rank.loaded.clear()
+    attaching = asyncio.create_task(commander.attach(Attach(incarnation=4)))
+    heard = commander.last_heard
+    async with asyncio.timeout(5.0):
+        await eventually(lambda: commander.lost or commander.last_heard > heard + 1.0)
+    assert not commander.lost
+    wire.rank.loaded.set()
+    assert (await attaching).report.incarnation == 4
+
+
 async def test_who_was_stopped_takes_nobody_for_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped_s = 0.0
 
@@ -223,7 +243,7 @@ async def test_who_was_stopped_takes_nobody_for_silent(wire: Wire, monkeypatch: 
         def now(self) -> float:
             return super().now() + stopped_s
 
-    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.05)
+    monkeypatch.setattr(commanding, "PING_EVERY_S", 0.05)
     commander = wire.connect(Clock())
     heard, stopped_s = commander.last_heard, 60.0
     await eventually(lambda: commander.lost or commander.last_heard > heard)
@@ -236,6 +256,9 @@ async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
     with pytest.raises(RlctlError, match="over") as caught:
         await commander.attach(Attach(fleet_epoch=13))
     assert caught.value.reason is Reason.EPOCH_FENCED
+    async with asyncio.timeout(5.0):
+        with pytest.raises(RlctlError, match="OSError: no room on the device"):
+            await commander.attach(Attach(fleet_epoch=14))
 
 
 async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None:
