@@ -53,10 +53,9 @@ class End:
         """Send. Raises LINK_LOST once this end knows that the connection has ended."""
         if self.ended:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
-        copy = type(message)()
-        copy.CopyFrom(message)
-        self._network.tap(self.node, copy)
-        self._dispatch(copy)
+        # No copy: over gRPC too it is serialised later, and nobody may change what was sent.
+        self._network.tap(self.node, message)
+        self._dispatch(message)
 
     def _dispatch(self, message: Any) -> None:
         """Send a message, or that there will be none any more (None)."""

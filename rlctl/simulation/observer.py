@@ -226,7 +226,7 @@ class Observer:
         """What every stage would serve if it were asked now."""
         for host in self._sim.stages.values():
             stage = host.stage
-            if stage is None or not host.alive or host.node.stopped:
+            if stage is None or stage.serving.state != STAGE_STATE_READY or not host.alive or host.node.stopped:
                 continue
             with contextlib.suppress(RlctlError):
                 stage.serving.refuse(host.now())

@@ -139,7 +139,9 @@ def _strike(fleet: ChaosFleet, trainer: Trainer, fault: Fault) -> None:
 
 
 def _settled(fleet: ChaosFleet) -> None:
-    """Nothing is open, and nothing stays paused: nobody asked for a pause by name, so none has an owner."""
+    """Nothing is open, and nothing stays paused: nobody asked for a pause by name, so none has an owner. What has lost a
+    rank says so, and does nothing more before its restart.
+    """
 
     def condition(state: Fleet) -> bool:
         slots = {spec.slot for spec in fleet.engines}
@@ -150,6 +152,7 @@ def _settled(fleet: ChaosFleet) -> None:
             and not any(
                 stage.report.update_id or (stage.report.paused and stage.state != common.STAGE_STATE_DIRTY)
                 for stage in state.stages
+                if not stage.report.HasField("quarantine")
             )
         )
 
