@@ -31,9 +31,14 @@ from rlctl.v1.control_pb2 import (
     Pong,
     ServingGrant,
 )
+from rlctl.verbs import of_request
 
 REMEMBERED = 4096
 """Ended commands whose results are kept for repeats."""
+
+REMEMBERED_BYTES = 64 << 10
+"""Of a result that is kept, unless it is of a command that changes something. A list of a model's tensors has
+megabytes."""
 
 _TYPES = symbol_database.Default()
 
@@ -195,7 +200,10 @@ class Executor:
             request = unpack(packed)
         except RlctlError as error:
             return self._commanded.refuse(error)
-        return await self._commanded.carry_out(request, call)
+        result = await self._commanded.carry_out(request, call)
+        if result.ByteSize() > REMEMBERED_BYTES and not of_request(request).mutates(request):
+            self._records.pop(call.command_id, None)  # whoever asks again has it carried out again
+        return result
 
     def _forget(self) -> None:
         while len(self._records) > REMEMBERED:

@@ -172,7 +172,7 @@ class Relay:
                 return
             except TimeoutError:
                 return  # the stream may have it: whoever has not answered is UNKNOWN
-            except RlctlError:
+            except Exception:  # noqa: BLE001
                 pass  # an engine that cannot order has failed, and says so in its results
         if not all(r.done() for r in results):
             await self._withdraw(call.command_id)

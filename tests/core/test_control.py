@@ -32,6 +32,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.carried_out: list[str] = []
+        self.says = ""
         self.withdrawn: list[str] = []
         self.strangers: list[object] = []
         self.gate = asyncio.Event()
@@ -57,7 +58,7 @@ class Rank:
         call.accept()
         await self.gate.wait()
         self.carried_out.append(call.command_id)
-        return CommandResult(rank=RankResult(outcome=OUTCOME_APPLIED))
+        return CommandResult(rank=RankResult(outcome=OUTCOME_APPLIED, model_info=v.ModelInfo(model_path=self.says)))
 
     def refuse(self, error: RlctlError) -> CommandResult:
         return CommandResult(rank=RankResult(outcome=OUTCOME_REJECTED, error=error.detail()))
@@ -271,6 +272,19 @@ async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None
     assert not hasattr(wire.rank, "lease")
     # It was not recorded either: the commander that is accepted is obeyed under the same id.
     assert (await answer(wire.connect().issue("c", "o", packed(), soon()))).rank.outcome == OUTCOME_APPLIED
+
+
+async def test_what_a_read_has_found_is_not_kept_when_it_is_long(wire: Wire) -> None:
+    wire.rank.says = "x" * 100_000
+    commander = wire.connect()
+    requests = {"read": v.GetModelInfoRequest(), "check": v.CheckWeightsRequest(), "write": v.PauseGenerationRequest()}
+    for name, request in requests.items():
+        result = await answer(commander.issue(name, "o", packed(request), soon()))
+        assert len(result.rank.model_info.model_path) == 100_000
+    assert list(wire.executor._records) == ["write"]
+    for name, request in requests.items():
+        await answer(commander.issue(name, "o", packed(request), soon()))
+    assert wire.rank.carried_out == ["read", "check", "write", "read", "check"]
 
 
 async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.errors import InvalidRequest
+from rlctl.errors import InvalidRequest, Reason, RlctlError
+from rlctl.launch.gateways import Gateways
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import Process
+from rlctl.launch.spec import GatewaySpec
 from rlctl.weights.interfaces import address_on
 
 PROGRAM = """
@@ -73,6 +76,34 @@ def test_a_process_has_ended_though_one_of_its_children_goes_on(tmp_path: Path, 
     finally:
         os.kill(child, signal.SIGKILL)
         process.wait()
+
+
+def test_a_process_that_the_system_does_not_start_has_failed(
+    tmp_path: Path, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(RlctlError, match="a cannot be started: .*Resource temporarily unavailable") as caught:
+        launcher.start("a", [])
+    assert caught.value.reason is Reason.ENGINE_FAILED
+    gateways = Gateways([GatewaySpec("actor", "127.0.0.1:0")], launcher, 0.0, lambda _: None)
+    for _ in range(3):
+        gateways.look("coordinator", restart=True)
+        assert gateways.errors["actor"].reason is Reason.ENGINE_FAILED
+    assert not gateways.processes
+    wanted, gateways.wanted = gateways.wanted, ()
+    gateways.look("coordinator", restart=True)
+    assert gateways.settled
+    gateways.wanted = wanted
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    gateways.look("coordinator", restart=True)
+    assert not gateways.errors
+    (process,) = gateways.processes
+    assert process.announced(20)["token"] == "secret"
+    gateways.stop()
 
 
 def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:

@@ -35,7 +35,7 @@ class Steps:
     def __init__(self) -> None:
         self.ordered: list[str] = []
         self.ranks: list[Rank] = []
-        self.fails: RlctlError | None = None
+        self.fails: Exception | None = None
         self.stuck = False
         self.withdrawn: list[str] = []
 
@@ -169,9 +169,10 @@ async def test_an_empty_answer_is_not_success(run: Callable) -> None:
     assert [r.outcome for r in results] == [OUTCOME_APPLIED, OUTCOME_UNKNOWN]
 
 
-async def test_an_engine_that_cannot_order_lets_nobody_start(run: Callable) -> None:
+@pytest.mark.parametrize("error", [Reason.ENGINE_FAILED.error("stopped"), OSError("no memory")])
+async def test_an_engine_that_cannot_order_lets_nobody_start(error: Exception) -> None:
     steps, ranks = Steps(), [Rank(0), Rank(1)]
-    steps.fails = Reason.ENGINE_FAILED.error("stopped")
+    steps.fails = error
     relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
     results = await relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 1))
     assert all(rank.withdrawn for rank in ranks)
