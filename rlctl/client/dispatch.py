@@ -120,7 +120,8 @@ class Dispatch:
 
     async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
         """A stage that may take the request, waited for until ``deadline`` on the loop's clock; ``timeout_s`` is named
-        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE.
+        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as
+        :meth:`rlctl.client.view.FleetView.check`.
         """
         picked, floor = await self._pick(wanting, deadline, timeout_s)
         return Attempt(picked, floor, self.lines, self.router)
@@ -130,6 +131,7 @@ class Dispatch:
         wanted = wanting()
         while (remaining := deadline - (now := loop.time())) > 0:
             wanted = wanting()
+            view.check()
             await self.lines.check_model(wanted.model, remaining)
             picked = self.router.pick(view.stages, wanted, now)
             if picked is not None:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
 from rlctl.client.generation import GENERATE_S, Sampling, build_request
-from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unsupported
+from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unauthenticated, Unsupported
 from rlctl.rollout.admission import Admission, parse
 from rlctl.rollout.policies import policy as policy_of
 from rlctl.rollout.progress import Progress, begin, check_continuable
@@ -431,7 +431,7 @@ def _failed(cause: RlctlError, samples: Sequence[RolloutSample]) -> RlctlError:
 
 def _refused(sample: RolloutSample) -> bool:
     """Whether something is wrong with the request itself."""
-    return isinstance(sample.error, InvalidRequest | NotFound | Unsupported) and not sample.output_ids
+    return isinstance(sample.error, InvalidRequest | NotFound | Unauthenticated | Unsupported) and not sample.output_ids
 
 
 def _deadline(timeout_s: float) -> float:
