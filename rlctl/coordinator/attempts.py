@@ -28,7 +28,6 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.verbs import of_request
 
 Write = UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest
 
@@ -130,7 +129,9 @@ class Attempts:
     async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
         """Let targets of an update take in what its sources send; one request after the other."""
         session = opened.session
-        async with session.writing[of_request(request).name]:
+        async with contextlib.AsyncExitStack() as writing:
+            for transport in session.transports_of(request):
+                await writing.enter_async_context(session.writing[transport])
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if opened.broken:
@@ -147,7 +148,7 @@ class Attempts:
             if isinstance(request, UpdateWeightsFromDistributedRequest):
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             try:
-                targets = session.reached_by(of_request(request))
+                targets = session.reached_by(request)
                 await self._together(targets, run, group_names).run(request, timeout_s, aside=session.staged)
             finally:
                 opened.received += run.operation.stage_results

@@ -19,6 +19,7 @@ from rlctl.coordinator.from_disk import FromDisk
 from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
+from rlctl.coordinator.keys import Keys
 from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
@@ -92,6 +93,7 @@ class Coordinator:
         self._raising = asyncio.Lock()
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock, retained)
+        self.keys = Keys(journal, clock)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self._waking = Waking(self.roster, self._fanout, clock)
@@ -132,6 +134,7 @@ class Coordinator:
         self.roster.load()
         self._peers.outlive_predecessor()
         await self.operations.load()
+        self.keys.load()
         for slot in list(self.roster.slots.values()):
             if not slot.record.retired:
                 self._peers.connect(slot)
@@ -278,9 +281,9 @@ class Coordinator:
                 raise Reason.FIELD_REQUIRED.error(
                     f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
                 )
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif header.fence.update_id:
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif isinstance(request, UnloadAdapterRequest):
             targets, excluded = self.updates.adapter_holders(request)
         else:
@@ -361,6 +364,12 @@ class Coordinator:
         return self.updates.renew(request.update_id, request.fencing_token)
 
     # Operations.
+
+    async def reserve_request_id(self, request: rpc.ReserveRequestIdRequest) -> rpc.ReserveRequestIdResponse:
+        """The request_id that a caller's own key stands for."""
+        check(request)
+        request_id = await self.keys.reserve(request.key, request.body_sha256)
+        return rpc.ReserveRequestIdResponse(header=self.roster.header(), request_id=request_id)
 
     async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
         """Read one operation."""

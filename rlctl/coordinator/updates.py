@@ -46,7 +46,7 @@ from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     UnloadAdapterRequest,
 )
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import of_request
 
 Content = Callable[[OpenUpdate], Awaitable[None]]
 """Brings the weights of an update in one call to its targets, and decides for it."""
@@ -289,9 +289,9 @@ class Updates:
         """Whether an update of this id is open."""
         return update_id in self._open or self._healer.is_open(update_id)
 
-    def targets(self, update_id: str, verb: Verb) -> list[Slot]:
-        """The targets of an open update that a verb is for. Raises UPDATE_NOT_FOUND."""
-        return self.get(update_id).session.reached_by(verb)
+    def targets(self, update_id: str, request: Message) -> list[Slot]:
+        """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND."""
+        return self.get(update_id).session.reached_by(request)
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Bring stages to the published version from a known source."""

@@ -80,6 +80,7 @@ class Simulation:
         kinds: what each slot's engine can verify.
         retained: ended operations that a coordinator remembers.
         nameless: every tensor that a trainer has sent that names no update.
+        keys: what callers' own keys stood for when they came first.
     """
 
     seed: int
@@ -97,6 +98,7 @@ class Simulation:
     kinds: dict[str, str] = field(default_factory=dict)
     retained: int = RETAINED
     nameless: set[str] = field(default_factory=set)
+    keys: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)

@@ -443,3 +443,25 @@ async def test_nothing_is_done_to_an_open_update_on_trial(fleet: InProcessFleet)
         assert (error.reason, error.field) == (Reason.FIELD_INVALID, "header.validate_only")
     assert version_of(fleet) == ("initial", 1)
     assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+
+
+@pytest.mark.parametrize("outcome", [common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY])
+async def test_an_update_whose_abort_is_not_known_to_have_been_heard_is_aborted_again(
+    fleet: InProcessFleet, outcome: common.Outcome
+) -> None:
+    told: list[FakeEngine] = []
+
+    async def deaf_once(engine: FakeEngine, method: str, _: Call) -> None:
+        if method == "abort_update" and engine.config.tp_size == 1:
+            told.append(engine)
+            if len(told) == 1:
+                raise Reason.RANK_SILENT.error("it is busy", outcome=outcome)
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = deaf_once
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "half")
+    await abort(fleet, plan)
+    assert fleet.stage("a").report.state != common.STAGE_STATE_READY
+    await eventually(lambda: len(told) == 2 and not told[0]._update)
+    await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_DIRTY for stage in stages))
