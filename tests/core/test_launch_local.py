@@ -85,7 +85,7 @@ def test_a_process_that_the_system_does_not_start_has_failed(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", full)
-    with pytest.raises(RlctlError, match="a cannot be started: .*Resource temporarily unavailable") as caught:
+    with pytest.raises(RlctlError, match=r"a cannot be started: .*Resource temporarily unavailable") as caught:
         launcher.start("a", [])
     assert caught.value.reason is Reason.ENGINE_FAILED
     gateways = Gateways([GatewaySpec("actor", "127.0.0.1:0")], launcher, 0.0, lambda _: None)
