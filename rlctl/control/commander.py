@@ -28,7 +28,7 @@ from rlctl.v1.fleet_pb2 import StageReport
 
 PING_EVERY_S = 1.0
 SILENCE_S = 5.0
-"""A peer that sent nothing for this long, not even a pong, is given up: the link is closed."""
+"""A peer that was asked for this long and sent nothing, not even a pong, is given up: the link is closed."""
 
 HOP_S = 0.25
 """Kept back from the time that a command takes along, at most a tenth of it: whoever runs out of time one hop further
@@ -189,15 +189,14 @@ class Commander:
                 self._on_report(message.report)
 
     async def _ping(self) -> None:
-        nonce = 0
-        began = listening_since = self._clock.now()
+        nonce = unanswered = 0
+        heard = self.last_heard
         while not self.lost:
             await asyncio.sleep(PING_EVERY_S)
-            now = self._clock.now()
-            if now - began > 2 * PING_EVERY_S:
-                listening_since = now  # this process was stopped itself: what has come meanwhile is yet to be read
-            began = now
-            if now - max(self.last_heard, listening_since) > self._silence_s:
+            # In pings and not in time: while this process itself was stopped, it asked for nothing.
+            unanswered = unanswered + 1 if self.last_heard == heard else 0
+            heard = self.last_heard
+            if unanswered * PING_EVERY_S >= self._silence_s:
                 await self._link.close()
                 return
             nonce += 1

@@ -14,6 +14,7 @@ from google.protobuf import symbol_database
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 
+from rlctl.calls import shielded
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
@@ -110,7 +111,7 @@ class Executor:
             task = self._start(command_id, request, remaining_s, on_accepted, together=together)
         except RlctlError as error:
             return self._commanded.refuse(error)
-        return await asyncio.shield(task)
+        return await shielded(task)
 
     def _start(
         self, command_id: str, request: Any, remaining_s: float, on_accepted: Callable[[], None], *, together: bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -77,10 +76,10 @@ class Wire:
         self.tasks: list[asyncio.Task[None]] = []
         self.reports: list[StageReport] = []
 
-    def connect(self, **settings: object) -> Commander:
+    def connect(self, clock: SystemClock = CLOCK, **settings: object) -> Commander:
         near, self.far = memory_link()
         self.near: MemoryLink = near
-        commander = Commander(near, CLOCK, on_report=self.reports.append, **settings)
+        commander = Commander(near, clock, on_report=self.reports.append, **settings)
         self.tasks += [asyncio.create_task(commander.run()), asyncio.create_task(self.executor.serve(self.far))]
         return commander
 
@@ -238,19 +237,18 @@ async def test_a_peer_that_takes_long_to_attach_is_not_silent(wire: Wire, monkey
     assert (await attaching).report.incarnation == 4
 
 
-async def test_a_peer_is_not_silent_while_this_process_itself_was_stopped(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of rank 0, a link that it gives up costs the engine.
+async def test_who_was_stopped_takes_nobody_for_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_s = 0.0
+
+    class Clock(SystemClock):
+        def now(self) -> float:
+            return super().now() + stopped_s
+
     monkeypatch.setattr(commanding, "PING_EVERY_S", 0.05)
-    commander = wire.connect(silence_s=0.5)
-    await asyncio.sleep(0.1)
-    time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP would
-    heard = commander.last_heard
-    async with asyncio.timeout(5.0):
-        await eventually(lambda: commander.lost or commander.last_heard > heard)
-        await asyncio.sleep(0.2)
-    assert not commander.lost
+    commander = wire.connect(Clock())
+    heard, stopped_s = commander.last_heard, 60.0
+    await eventually(lambda: commander.lost or commander.last_heard > heard)
+    await answer(commander.issue("c", "o", packed(), soon(120)))
 
 
 async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
+from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
@@ -287,6 +288,28 @@ async def test_stay_paused_is_honoured(fleet: InProcessFleet, checkpoint: Callab
     assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
     assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_PAUSED}
     assert (await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())).state == OPERATION_STATE_OK
+
+
+async def test_a_stage_that_cannot_be_told_to_stay_paused_is_not_routed_to(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    """Its pause is still the update's, and would be lifted."""
+    paused: list[str] = []
+
+    async def refuse_second(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation" and engine.config.tp_size == 1:
+            paused.append(call.command_id)
+            if len(paused) == 2:
+                raise Reason.ENGINE_FAILED.error("not now")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse_second
+    options = v.UpdateOptions(after=v.AFTER_UPDATE_STAY_PAUSED, pause=common.PAUSE_MODE_RETRACT)
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), options=options)
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert [result.warning.message for result in operation.stage_results] == ["not now", ""]
+    assert fleet.stage("a").quarantine.message == "not now"
+    assert fleet.stage("b").state == common.STAGE_STATE_PAUSED
 
 
 async def test_released_weights_refuse_an_update_before_anything_is_paused(
