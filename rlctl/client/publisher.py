@@ -23,7 +23,8 @@ from torch import nn
 from rlctl.client.enums import number
 from rlctl.client.following import follow
 from rlctl.client.leading import Leading
-from rlctl.client.part import STOP_S, Part
+from rlctl.client.part import STOP_S, Part, stopped
+from rlctl.client.passing import in_thread
 from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.probe import Probe
 from rlctl.client.published import UpdateResult
@@ -120,6 +121,7 @@ class AsyncPublisher:
         self._members: Members | None = None
         self._leading: Leading | None = None
         self._lead: Lead | None = None
+        self._meeting: asyncio.Task[None] | None = None
         self._updates = 0
         self._progress: Progress | None = None
         self._pending: AsyncPending | None = None
@@ -185,6 +187,7 @@ class AsyncPublisher:
         if progress is None:
             progress = self._next(stream)
         self._progress = progress
+        progress.begun = True
         self._updates += 1
         limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
@@ -203,7 +206,7 @@ class AsyncPublisher:
             if pause is None:
                 pause = "in_place" if adapter else "retract"
             async with limit:
-                await self._meet()
+                await self._meet(progress)
                 if self._lead is not None:
                     operation, sent = await follow(self._lead, self._part, source, version, self._updates, progress)
                 else:
@@ -295,6 +298,7 @@ class AsyncPublisher:
         """
         if self._pending is not None:
             await self._pending.close()
+        await stopped(self._meeting)
         self.leave()
         if self._lead is not None:
             await self._lead.close()
@@ -305,17 +309,32 @@ class AsyncPublisher:
         """Leave the groups, and remove the segments, where nothing runs any more."""
         self._part.close()
 
-    async def _meet(self) -> None:
-        """Once: the members connect to the lead, whose address goes through the trainer's own group."""
-        if self._lead is not None or self._leading is not None:
-            return
+    async def _meet(self, progress: Progress) -> None:
+        """Once: the members connect to the lead, whose address goes through the trainer's own group.
+
+        That takes every rank, and goes on when an update no longer waits for it: the next one finds it under way.
+        """
+        if self._meeting is None or (self._meeting.done() and self._lead is self._leading is None):
+            self._meeting = asyncio.create_task(self._met(progress))
+        await asyncio.shield(self._meeting)
+
+    async def _met(self, progress: Progress) -> None:
         told = ""
         if self._fleet is not None:
+            if self._members is not None:
+                await self._members.close()
             self._members = Members(self._size)
             if self._size > 1:
                 told = json.dumps(await self._members.start(self._host))
         if self._trainer_group is not None and self._size > 1:
-            address, token = json.loads(await asyncio.to_thread(share, self._trainer_group, told))
+            group = self._trainer_group
+
+            def meet() -> str:
+                with progress.ordering.after():  # on the trainer's device, which NCCL's groups need
+                    return share(group, told)
+
+            shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
+            address, token = json.loads(await shared)
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token)
         if self._fleet is not None and self._members is not None:
