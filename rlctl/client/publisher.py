@@ -314,7 +314,7 @@ class AsyncPublisher:
 
         That takes every rank, and goes on when an update no longer waits for it: the next one finds it under way.
         """
-        if self._meeting is None or (self._meeting.done() and self._lead is self._leading is None):
+        if self._meeting is None or (self._meeting.done() and (self._lead or self._leading) is None):
             self._meeting = asyncio.create_task(self._met(progress))
         await asyncio.shield(self._meeting)
 
