@@ -112,8 +112,8 @@ def build_request(
     sampling: Mapping[str, Any],
     **fields: Any,
 ) -> GenerateRequest:
-    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, or a prompt
-    that is none.
+    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, and for a
+    prompt that is none.
     """
     known = SamplingParams.DESCRIPTOR.fields_by_name
     for name in sampling:
