@@ -111,7 +111,7 @@ async def aimed(call: Call, request: Any, step: str = "") -> Any:
     :func:`updatable`.
     """
     header = request.header
-    header.request_id, header.unkeyed = call.request_id(step), not call.keyed
+    header.request_id, header.unkeyed = await call.request_id(step), not call.keyed
     header.target.model = call.generation.settings.model
     slots = slots_of(call)
     if slots and isinstance(request, _OF_THE_MODEL):

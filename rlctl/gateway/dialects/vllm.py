@@ -202,7 +202,7 @@ async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
         await call.fleet.call(await engines.aimed(call, left, f"{name} leave"), check=False)
         again = InitWeightsUpdateGroupRequest()
         again.CopyFrom(request)
-        again.header.request_id = call.request_id(f"{name} again")
+        again.header.request_id = await call.request_id(f"{name} again")
         operation = await call.fleet.call(again, check=False)
     return operation
 
