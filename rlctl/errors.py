@@ -431,6 +431,11 @@ def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
     return reason.error(message, field=detail.field, next_step=detail.next_step, metadata=detail.metadata)
 
 
+def typed(error: BaseException) -> RlctlError:
+    """The error itself; of anything else, which is a defect, INTERNAL with what it says."""
+    return error if isinstance(error, RlctlError) else Reason.INTERNAL.error(f"{type(error).__name__}: {error}")
+
+
 class OperationFailed(RlctlError):
     """An operation was accepted and did not end OK.
 

@@ -58,7 +58,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         while True:
-            async with self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 try:
                     response: GenerateResponse = await attempt.stub.Generate(
                         request, timeout=deadline - loop.time(), metadata=self._metadata
@@ -78,7 +78,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         while True:
-            async with self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 begun = False
                 call = attempt.stub.GenerateStream(request, timeout=deadline - loop.time(), metadata=self._metadata)
                 try:

@@ -16,7 +16,17 @@ from rlctl.client.blaming import blame_ranks, parts_in_question
 from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
-from rlctl.client.wire import Offered, Published, changed, combined, digests_of, fit, in_one_order, shared_devices
+from rlctl.client.wire import (
+    Offered,
+    Published,
+    by_backend,
+    changed,
+    combined,
+    digests_of,
+    fit,
+    in_one_order,
+    shared_devices,
+)
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.fingerprints import fingerprints
 from rlctl.ports import new_uuid7
@@ -78,7 +88,7 @@ class Leading:
         self._going_on = False
         self._passes = 0
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
-        self._ordered: tuple[tuple[list[Offered], list[str]], list[verbs_pb2.TensorBucket]] = (([], []), [])
+        self._ordered: tuple[tuple[list[Offered], list[list[str]]], list[verbs_pb2.TensorBucket]] = (([], []), [])
         self._sent = Published()
         self._renew_identity()
 
@@ -260,13 +270,12 @@ class Leading:
             return [Sent()]
         store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
         host, port = ("", 0) if store is None else store.address(self._host)
-        names = [group.group_name for group in sorted(plan.groups, key=lambda group: group.source)]
         attempt = Attempt(
             number=self._next_pass(),
             groups=plan.groups,
             store_address=host,
             store_port=port,
-            buckets=self._in_one_order(wire, names),
+            buckets=self._in_one_order(wire, by_backend(plan)),
             shared_devices=sorted(shared_devices(plan)),
             without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
@@ -294,10 +303,13 @@ class Leading:
         self._progress.sent.set()
         self._members.tell(JoinResponse(update=self._update, delivered=True))
 
-    def _in_one_order(self, wire: list[Offered], names: list[str]) -> list[verbs_pb2.TensorBucket]:
-        """The buckets of all sources; those of the last update again where nothing has changed."""
+    def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
+        """The buckets of all sources, for the groups of one backend after those of the other; those of the last update
+        again where nothing has changed.
+        """
         if self._ordered[0] != (wire, names):
-            self._ordered = ((wire, names), in_one_order(wire, names, self._bucket_bytes))
+            ordered = [bucket for group in names or [[]] for bucket in in_one_order(wire, group, self._bucket_bytes)]
+            self._ordered = ((wire, names), ordered)
         return self._ordered[1]
 
     async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
@@ -316,11 +328,17 @@ class Leading:
             )
             join.header.fence.update_id = plan.update_id
             await self._fleet.call(join, timeout_s=deadline - loop.time())
-        if not plan.groups:
-            return
-        receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=attempt.buckets)
-        receive.header.fence.update_id = plan.update_id
-        await self._fleet.call(receive, timeout_s=deadline - loop.time())
+        receiving = []
+        for names in by_backend(plan):
+            own = [bucket for bucket in attempt.buckets if bucket.group_name in names]
+            receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=own)
+            receive.header.fence.update_id = plan.update_id
+            call = self._fleet.call(receive, timeout_s=deadline - loop.time())
+            receiving.append(asyncio.create_task(call))
+        try:
+            await asyncio.gather(*receiving)
+        finally:
+            await stopped(*receiving)
 
     async def _take_turns(
         self, source: WeightSource, attempt: Attempt, ship: Ship, fleet: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +56,7 @@ DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
 
 _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
-_TRANSPORTS = {"gloo": [], "nccl": [common_pb2.TRANSPORT_TORCH_NCCL]}
+_TRANSPORTS = {"gloo": common_pb2.TRANSPORT_TORCH_GLOO, "nccl": common_pb2.TRANSPORT_TORCH_NCCL}
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
@@ -78,7 +78,7 @@ class AsyncPublisher:
         trainer_group: dist.ProcessGroup | None = None,
         source: int | None = None,
         path: str = "broadcast",
-        backend: str = "gloo",
+        backend: str | Sequence[str] = "gloo",
         bucket_bytes: int = BUCKET_BYTES,
         host: str = "127.0.0.1",
         trainer: str = "",
@@ -92,7 +92,8 @@ class AsyncPublisher:
         auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). Shared
         memory lies on the GPU where the source's current CUDA device is that of all ranks that read it. ``backend``: of
         the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
-        the ranks', which must all be different ones. ``host``: address of this process as the engines' ranks and the
+        the ranks', which must all be different ones; of several, each engine gets the first that it offers, in groups
+        apart that one pass through the weights feeds. ``host``: address of this process as the engines' ranks and the
         other trainer ranks reach it; the groups' store and the source bind it. ``trainer``: name for messages.
         ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones are fenced from
         then on.
@@ -107,11 +108,13 @@ class AsyncPublisher:
         self._bucket_bytes = bucket_bytes
         if path not in _PATHS:
             raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
-        if backend not in _TRANSPORTS:
+        backends = [backend] if isinstance(backend, str) else list(backend)
+        if not backends or not set(backends) <= _TRANSPORTS.keys():
             known = ", ".join(_TRANSPORTS)
-            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be one of {known}", field="backend")
+            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {known}", field="backend")
         self._path = _PATHS[path]
-        self._transports = _TRANSPORTS[backend]
+        # gloo alone is what every engine is asked for that says nothing of groups.
+        self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
         self._host = host
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group
@@ -295,11 +298,15 @@ class AsyncPublisher:
         """
         if self._pending is not None:
             await self._pending.close()
-        self._part.close()
+        self.leave()
         if self._lead is not None:
             await self._lead.close()
         if self._members is not None:
             await self._members.close()
+
+    def leave(self) -> None:
+        """Leave the groups, and remove the segments, where nothing runs any more."""
+        self._part.close()
 
     async def _meet(self) -> None:
         """Once: the members connect to the lead, whose address goes through the trainer's own group."""
@@ -311,7 +318,7 @@ class AsyncPublisher:
             if self._size > 1:
                 told = json.dumps(await self._members.start(self._host))
         if self._trainer_group is not None and self._size > 1:
-            address, token = json.loads(await asyncio.to_thread(share, self._trainer_group, told))
+            address, token = json.loads(await asyncio.to_thread(self._share, self._trainer_group, told))
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token)
         if self._fleet is not None and self._members is not None:
@@ -324,6 +331,12 @@ class AsyncPublisher:
                 trainer=self._trainer,
                 bucket_bytes=self._bucket_bytes,
             )
+
+    def _share(self, group: dist.ProcessGroup, text: str) -> str:
+        """In a thread, whose current device is not the caller's by itself."""
+        assert self._progress is not None
+        with self._progress.ordering.after():
+            return share(group, text)
 
 
 class Publisher:
@@ -350,7 +363,13 @@ class Publisher:
         return self.aio.update_async(weights, **settings)
 
     def close(self) -> None:
-        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`."""
+        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`.
+
+        Harmless to call again, and after its fleet was closed.
+        """
+        if not self._loop.running:
+            self.aio.leave()
+            return
         self._loop.call(self.aio.close())
         if self._owns_loop:
             self._loop.stop()
