@@ -96,6 +96,7 @@ class EngineInfo:
         checkpoint: what it loaded.
         model_digest: hex digest of the full tensors that it loaded, or "".
         fenced: nobody but this object can reach the engine.
+        bootstrap: of a prefill engine: host and port at which decode engines ask for KV entries.
     """
 
     layout: fleet_pb2.StageLayout
@@ -103,6 +104,7 @@ class EngineInfo:
     checkpoint: str = ""
     model_digest: str = ""
     fenced: bool = True
+    bootstrap: tuple[str, int] | None = None
 
 
 class Engine(abc.ABC):

@@ -96,8 +96,9 @@ class SGLangEngine(ServerEngine):
         )
         self._requests = self._ending = Requests(native)
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
-        # Others' requests would be answered while a probe makes the server go on.
-        prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
+        # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
+        probes = self._server.launched and facts.mode == "null"
+        prober = Prober(self._control, self._state, self._requests, limits) if probes else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
         self._workers = layout.workers
         self._checker = Checker(self._control, readback, prober, layout.workers)
@@ -109,6 +110,7 @@ class SGLangEngine(ServerEngine):
             checkpoint=checkpoint,
             model_digest=digest,
             fenced=self._server.fenced,
+            bootstrap=facts.bootstrap(self._server.http.url),
         )
 
     async def stop(self) -> None:

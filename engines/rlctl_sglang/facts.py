@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
@@ -111,7 +112,20 @@ class Facts:
             longest_prompt=int(self.info.get("max_req_input_len") or longest - 1),
             tokenizer=not self.info.get("skip_tokenizer_init"),
             seeds=bool(self.info.get("enable_deterministic_inference")),
+            mode=self.mode,
         )
+
+    @property
+    def mode(self) -> str:
+        """Its part in a pair, "prefill" or "decode"; "null": none."""
+        return str(self.info.get("disaggregation_mode") or "null")
+
+    def bootstrap(self, url: str) -> tuple[str, int] | None:
+        """Of a prefill server that answers at this URL: where decode servers ask for KV entries."""
+        if self.mode != "prefill":
+            return None
+        # It binds the host that the server binds.
+        return urlsplit(url).hostname or "", self._number("disaggregation_bootstrap_port")
 
     @property
     def cache_tiers(self) -> list[str]:
@@ -171,7 +185,10 @@ class Facts:
             memory_tags=sorted(self.memory_tags),
             check_actions=actions,
             cache_tiers=self.cache_tiers,
-            experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
+            experimental=[
+                *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
+                *(["disaggregation"] if self.mode != "null" else []),
+            ],
             unsupported=unsupported,
             answers_for_ranks=self.ranks > 1,
             draft_model=self.draft,

@@ -265,6 +265,14 @@ class StageServer:
         del capabilities.verbs[:]
         capabilities.verbs.extend(verb for verb in self._engine.verbs() if verb not in capabilities.unsupported)
         capabilities.fenced = info.fenced
+        if (self.config.worker_type == "prefill") != (info.bootstrap is not None):
+            raise Reason.FIELD_CONFLICT.error(
+                f"worker type {self.config.worker_type}, and the engine "
+                + ("takes no prompts for others" if info.bootstrap is None else "computes prompts for others"),
+                field="worker_type",
+                next_step="`--worker-type prefill` goes with `--option disaggregation_mode=prefill`.",
+            )
+        bootstrap_host, bootstrap_port = info.bootstrap or ("", 0)
         return StageRegistration(
             slot=self.config.slot,
             model=self.config.model,
@@ -280,6 +288,8 @@ class StageServer:
             model_digest=info.model_digest,
             weight_version=self.config.weight_version,
             frozen=self.config.frozen,
+            bootstrap_host=bootstrap_host,
+            bootstrap_port=bootstrap_port,
             worker_type=common_pb2.WorkerType.Value(f"WORKER_TYPE_{self.config.worker_type.upper()}"),
         )
 

@@ -245,8 +245,11 @@ class _Places:
 def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int, bind: str) -> EngineSpec:
     """One engine, without its places."""
     options = dict(group.overrides)
-    if model.engine == "sglang":
-        options |= _disaggregation(group, index)
+    match model.engine:
+        case "sglang":
+            options |= _disaggregation(group, index)
+        case "torch" if group.worker_type in ("prefill", "decode"):
+            options["disaggregation_mode"] = group.worker_type
     if group.external:
         options = {**options, "url": group.external[index]}
     return EngineSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_topology_resolve import HF, PD, REGULAR, flagged, good, model
+from test_topology_resolve import HF, REGULAR, flagged, good, model
 
 from rlctl.launch.spec import EngineSpec
 from rlctl.topology.diff import Change, difference
@@ -116,6 +116,27 @@ def test_prefill_and_decode_have_slots_sizes_and_flags_of_their_own() -> None:
     assert options["actor-decode-0"] == {"disaggregation_mode": "decode"}
     assert {rank.node for rank in made.engines[3].ranks} == {1}
     assert "--worker-type prefill" in made.engines[0].commands["actor-prefill-0"]
+
+
+def test_pairs_of_the_torch_engine_are_told_their_part_and_find_each_other_by_themselves() -> None:
+    made = planned(model(PD_TP, "name: a\nengine: torch"))
+    assert {engine.spec.slot: dict(engine.spec.options) for engine in made.engines} == {
+        **{f"a-prefill-{index}": {"disaggregation_mode": "prefill"} for index in range(2)},
+        **{f"a-decode-{index}": {"disaggregation_mode": "decode"} for index in range(3)},
+    }
+    assert unsupported(made.topology) == []
+
+
+def test_pairs_of_sglang_on_a_cpu_need_a_way_for_kv_entries_that_works_there() -> None:
+    def wrong(overrides: str) -> list[str]:
+        made = planned(model(PD_TP, f"name: a\ndevice: cpu\noverrides: {overrides}"))
+        assert unsupported(made.topology) == []
+        return [problem.message for problem in missing(made, gpus=0, cores=99) if "directory" not in problem.message]
+
+    told = wrong("{}")
+    assert "between prefill and decode servers need GPUs" in told[0]
+    assert len(told) == 5
+    assert wrong("{disaggregation_transfer_backend: fake}") == []
 
 
 def test_frozen_models_get_no_offsets() -> None:
@@ -235,7 +256,16 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (model(PD), "prefill engines cannot be run yet"),
+        (model(PD_TP + "\n- {worker_type: encoder, num_gpus: 1}"), "encoder engines cannot be run yet"),
+        (model(PD_TP, "name: a\nengine: fake"), "engine fake has no prefill engines"),
+        (
+            "fleet: {launcher: ray}\n" + model(PD_TP, "name: a\nengine: torch"),
+            "prefill and decode engines meet on one host, and launcher ray puts engines on several",
+        ),
+        (
+            model(PD_TP, "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}"),
+            "sglang-router is not put in front of prefill and decode engines",
+        ),
         (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
         (
             model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter_policy: cache_aware"),
