@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Self
 
 import grpc.aio
 
@@ -31,31 +32,51 @@ Metadata = Sequence[tuple[str, str]]
 TELL_S = 1.0
 """Without a routable stage, what is waited for is logged after so long."""
 
+LEFT_S = 5.0
+"""How long a call may go on over a channel that nobody needs any more: an abort that was sent last, say."""
+
 
 class Lines:
-    """What all callers of one fleet share: the view of it, and a channel to every stage."""
+    """What all callers of one fleet share: the view of it, and a channel to every stage that there is."""
 
     def __init__(self, connection: Connection) -> None:
         self.view = FleetView(connection)
         self.metadata = bearer(connection.token)
         self._connection = connection
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._used: Counter[str] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def stub(self, address: str) -> Any:
-        """The RolloutService at an address."""
+    def take(self, address: str) -> Any:
+        """The RolloutService at an address, whose channel is kept until :meth:`give_back` at least."""
+        self._used[address] += 1
         if address not in self._channels:
+            # Stages come back at other ports, or not at all: those that have gone make way for those that come.
+            self._close_left()
             self._channels[address] = open_channel(address)
         return RolloutServiceStub(self._channels[address])
 
+    def give_back(self, address: str) -> None:
+        """One who took it needs it no more."""
+        self._used[address] -= 1
+
+    def _close_left(self) -> None:
+        needed = {stage.registration.rollout_address for stage in self.view.stages} | set(+self._used)
+        for address in self._channels.keys() - needed:
+            del self._used[address]
+            task = asyncio.create_task(self._channels.pop(address).close(LEFT_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
     async def stream(
-        self, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
+        self, stub: Any, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
     ) -> AsyncGenerator[GenerateResponse, None]:
         """What one stage generates, until ``deadline`` on the loop's clock; closing it ends it at the engine. Raises
         RlctlError: also when the coordinator says that the stage is gone, which its connection may not tell for long.
         """
         slot = stage.registration.slot
         left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        call = self.stub(stage.registration.rollout_address).GenerateStream(request, timeout=left, metadata=metadata)
+        call = stub.GenerateStream(request, timeout=left, metadata=metadata)
         gone = Reason.UNREACHABLE.error(f"{slot} is gone, says the coordinator")
         lost: list[RlctlError] = []
 
@@ -94,24 +115,40 @@ class Lines:
         await self.view.close()
         for channel in self._channels.values():
             await channel.close()
+        await asyncio.gather(*self._closing)
 
 
 class Attempt:
-    """A request at one stage, or at a pair."""
+    """A request at one stage, or at a pair, from ``with`` to its end.
+
+    Attributes:
+        stage: the one that generates.
+        stub: RolloutService of it.
+        floor: the least version that was wanted when it was picked.
+    """
 
     def __init__(self, picked: Picked, floor: int, lines: Lines, router: Router) -> None:
-        """``floor``: the least version that was wanted when it was picked."""
+        """It is under way since it was picked."""
         self.stage = picked.stage
         self.floor = floor
-        self._lines = lines
+        self._addresses = [
+            stage.registration.rollout_address for stage in (picked.stage, picked.prefill) if stage is not None
+        ]
+        self.stub, self._prefill_stub = [*(lines.take(address) for address in self._addresses), None][:2]
         self._picked = picked
+        self._lines = lines
         self._router = router
         self._met_at: Stage | None = None
 
-    @property
-    def stub(self) -> Any:
-        """RolloutService of the stage that generates."""
-        return self._lines.stub(self.stage.registration.rollout_address)
+    def __enter__(self) -> Self:
+        """Go on."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It has ended there, however it did."""
+        for address in self._addresses:
+            self._lines.give_back(address)
+        self._router.end(self._picked)
 
     async def whole(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> GenerateResponse:
         """All that is generated. Raises RlctlError."""
@@ -135,9 +172,10 @@ class Attempt:
         """What is generated, message by message; as :meth:`Lines.stream`."""
         prefill = self._picked.prefill
         if prefill is None:
-            return self._lines.stream(self.stage, request, deadline, metadata)
+            return self._lines.stream(self.stub, self.stage, request, deadline, metadata)
         asked = pairing.halves(request, prefill, self.stage)
-        first, second = (self._lines.stream(each, asked, deadline, metadata) for each in (prefill, self.stage))
+        both = ((self._prefill_stub, prefill), (self.stub, self.stage))
+        first, second = (self._lines.stream(stub, stage, asked, deadline, metadata) for stub, stage in both)
         return pairing.together(asked, first, second, lambda: self._meet(prefill))
 
     def _meet(self, stage: Stage) -> None:
@@ -160,22 +198,20 @@ class Dispatch:
         self.router = router
         self._told: str | None = None
 
-    @asynccontextmanager
-    async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> AsyncIterator[Attempt]:
+    async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
         """A stage that may take the request, waited for until ``deadline`` on the loop's clock; ``timeout_s`` is named
-        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE.
+        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as
+        :meth:`rlctl.client.view.FleetView.check`.
         """
         picked, floor = await self._pick(wanting, deadline, timeout_s)
-        try:
-            yield Attempt(picked, floor, self.lines, self.router)
-        finally:
-            self.router.end(picked)
+        return Attempt(picked, floor, self.lines, self.router)
 
     async def _pick(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> tuple[Picked, int]:
         view, loop = self.lines.view, asyncio.get_running_loop()
         wanted = wanting()
         while (remaining := deadline - (now := loop.time())) > 0:
             wanted = wanting()
+            view.check()
             await self.lines.check_model(wanted.model, remaining)
             picked = self.router.pick(view.stages, wanted, now)
             if picked is not None:

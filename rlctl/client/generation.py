@@ -56,7 +56,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         while True:
-            async with self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 try:
                     return await attempt.whole(request, deadline, self._metadata)
                 except RlctlError as failure:
@@ -70,7 +70,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         while True:
-            async with self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 begun = False
                 try:
                     async with aclosing(attempt.stream(request, deadline, self._metadata)) as parts:
@@ -101,7 +101,9 @@ def build_request(
     sampling: Mapping[str, Any],
     **fields: Any,
 ) -> GenerateRequest:
-    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit."""
+    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, and for a
+    prompt that is none.
+    """
     known = SamplingParams.DESCRIPTOR.fields_by_name
     for name in sampling:
         if name not in known:
@@ -116,6 +118,9 @@ def build_request(
         raise Reason.FIELD_INVALID.error(str(error), field="sampling_params") from None
     if isinstance(prompt, str):
         request.text = prompt
-    else:
+        return request
+    try:
         request.input_ids.CopyFrom(TokenIds(ids=prompt))
+    except (TypeError, ValueError) as error:
+        raise Reason.FIELD_INVALID.error(f"a prompt is a text or token ids: {error}", field="input_ids") from None
     return request

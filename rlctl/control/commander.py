@@ -28,7 +28,7 @@ from rlctl.v1.fleet_pb2 import StageReport
 
 PING_EVERY_S = 1.0
 SILENCE_S = 5.0
-"""A peer that sent nothing for this long, not even a pong, is given up: the link is closed."""
+"""A peer that was asked for this long and sent nothing, not even a pong, is given up: the link is closed."""
 
 HOP_S = 0.25
 """Kept back from the time that a command takes along, at most a tenth of it: whoever runs out of time one hop further
@@ -189,10 +189,14 @@ class Commander:
                 self._on_report(message.report)
 
     async def _ping(self) -> None:
-        nonce = 0
+        nonce = unanswered = 0
+        heard = self.last_heard
         while not self.lost:
             await asyncio.sleep(PING_EVERY_S)
-            if self._clock.now() - self.last_heard > self._silence_s:
+            # In pings and not in time: while this process itself was stopped, it asked for nothing.
+            unanswered = unanswered + 1 if self.last_heard == heard else 0
+            heard = self.last_heard
+            if unanswered * PING_EVERY_S >= self._silence_s:
                 await self._link.close()
                 return
             nonce += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection
 from typing import NoReturn
@@ -186,6 +187,7 @@ class Coordinator:
         known_run = self.operations.known(_header(request).request_id, request)
         if known_run is None and not _header(request).fence.update_id:
             await self.implicit.settle(request, self._targets(verb, request)[0])
+            known_run = self.operations.known(_header(request).request_id, request)  # a repeat, of which one went ahead
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)
 
@@ -279,9 +281,9 @@ class Coordinator:
                 raise Reason.FIELD_REQUIRED.error(
                     f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
                 )
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif header.fence.update_id:
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif isinstance(request, UnloadAdapterRequest):
             targets, excluded = self.updates.adapter_holders(request)
         else:
@@ -466,9 +468,12 @@ class Coordinator:
         slot = self.roster.slot(request.slot)
         if request.boot_id and request.boot_id != slot.record.registration.boot_id:
             raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
-        if not request.force:
-            self.updates.refuse_target(slot)
-        await self.roster.change([slot], lambda record: setattr(record, "retired", True))
+        async with contextlib.AsyncExitStack() as planned:
+            if not request.force:
+                # Else an update that is being planned could have it as a target.
+                await planned.enter_async_context(self.roster.models[slot.model].opening)
+                self.updates.refuse_target(slot)
+            await self.roster.change([slot], lambda record: setattr(record, "retired", True))
         if slot.commander is not None:
             await slot.commander.close()
         return rpc.DeregisterStageResponse(header=self.roster.header())

@@ -220,6 +220,7 @@ class Simulation:
             operator.load_adapter: (0, 2),
             operator.unload_adapter: (0, 1),
             operator.heal: (0, 1),
+            operator.hurry: (0, 2),
             operator.disable: (0, 1),
             operator.look: (0, 2),
         }
@@ -287,6 +288,7 @@ class Simulation:
             for run in coordinator.operations._runs.values()
             if not run.ended.is_set()
         ]
+        found += [("I8", f"{key} has no outcome on record") for key in self.observer.unended()]
         self.counts.quarantined = self.counts.unhealable = 0
         for name in self.stages:
             slot = coordinator.roster.slots.get(name)
