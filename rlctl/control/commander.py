@@ -76,13 +76,18 @@ class Commander:
         on_report: Callable[[StageReport], None] = lambda _: None,
         on_lost: Callable[[Sequence[Issued]], None] = _fail_all,
         silence_s: float = SILENCE_S,
+        starting_s: float = 0.0,
     ) -> None:
-        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending."""
+        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending.
+
+        ``starting_s``: silence that a peer is allowed beyond that until it has answered the attach.
+        """
         self._link = link
         self._clock = clock
         self._on_report = on_report
         self._on_lost = on_lost
         self._silence_s = silence_s
+        self._starting_s = starting_s
         self._pending: dict[str, Issued] = {}
         self._attached: asyncio.Future[Attached] | None = None
         self._lost: RlctlError | None = None
@@ -191,8 +196,13 @@ class Commander:
     async def _ping(self) -> None:
         nonce = 0
         while not self.lost:
+            since = self._clock.now()
             await asyncio.sleep(PING_EVERY_S)
-            if self._clock.now() - self.last_heard > self._silence_s:
+            now = self._clock.now()
+            # What came while this process stood still (it loads an engine) lies unread: that is no silence of the peer.
+            stood_still = now - since > 2 * PING_EVERY_S
+            starting = self._attached is not None and not self._attached.done()
+            if now - self.last_heard > self._silence_s + starting * self._starting_s and not stood_still:
                 await self._link.close()
                 return
             nonce += 1

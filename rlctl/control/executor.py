@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from rlctl.v1.control_pb2 import (
     Pong,
     ServingGrant,
 )
+
+log = logging.getLogger(__name__)
 
 REMEMBERED = 4096
 """Ended commands whose results are kept for repeats."""
@@ -131,27 +134,53 @@ class Executor:
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
         """Obey one stream until it ends. Commands that are running then go on, and their results are kept.
 
-        What comes over a stream whose commander was not accepted, or was replaced, is refused.
+        What comes over a stream whose commander was not accepted, or was replaced, is refused. An attach may take as
+        long as an engine needs to load: pings are answered meanwhile, and whatever else comes waits for it.
         """
         tasks: set[asyncio.Task[None]] = set()
-        async for message in link.receive():
-            match message.WhichOneof("message"):
-                case "attach":
-                    attached = await self._commanded.attach(message.attach, link)
-                    _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
-                case "command" if not self._commanded.obeys(link):
-                    error = Reason.EPOCH_FENCED.error("this stream's commander was not accepted, or has been replaced")
-                    _answer(link, message.command, self._commanded.refuse(error))
-                case "command":
-                    self._obey(link, message.command)
-                case "cancel":
-                    task = asyncio.create_task(self._commanded.withdraw(message.cancel.command_id))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                case "grant" if self._commanded.obeys(link):
-                    self._commanded.grant(message.grant)
-                case "ping":
-                    _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce), sent_at=self._now()))
+        attaching: asyncio.Task[None] | None = None
+        try:
+            async for message in link.receive():
+                kind = message.WhichOneof("message")
+                if attaching is not None and kind != "ping":
+                    await attaching
+                    attaching = None
+                if kind == "attach":
+                    attaching = asyncio.create_task(self._attach(link, message.attach))
+                else:
+                    self._heed(link, message, tasks)
+        finally:
+            if attaching is not None:
+                attaching.cancel()
+
+    async def _attach(self, link: Link[ControlResponse, ControlRequest], attach: Attach) -> None:
+        """Answer an attach. What was not foreseen ends the stream: its commander would wait for ever."""
+        try:
+            attached = await self._commanded.attach(attach, link)
+        except Exception:
+            log.exception("an attach failed")
+            await link.close()
+        else:
+            _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
+
+    def _heed(
+        self, link: Link[ControlResponse, ControlRequest], message: ControlRequest, tasks: set[asyncio.Task[None]]
+    ) -> None:
+        """Take in what needs no waiting; ``tasks`` keeps what goes on by itself."""
+        match message.WhichOneof("message"):
+            case "command" if not self._commanded.obeys(link):
+                error = Reason.EPOCH_FENCED.error("this stream's commander was not accepted, or has been replaced")
+                _answer(link, message.command, self._commanded.refuse(error))
+            case "command":
+                self._obey(link, message.command)
+            case "cancel":
+                task = asyncio.create_task(self._commanded.withdraw(message.cancel.command_id))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            case "grant" if self._commanded.obeys(link):
+                self._commanded.grant(message.grant)
+            case "ping":
+                _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce), sent_at=self._now()))
 
     def _now(self) -> int:
         return max(1, int(self._clock.now() * 1e6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -35,8 +36,13 @@ class Rank:
         self.strangers: list[object] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.attaching = asyncio.Event()
+        self.attaching.set()
 
     async def attach(self, attach: Attach, link: object) -> Attached:
+        await self.attaching.wait()
+        if attach.fleet_epoch == 14:
+            raise ZeroDivisionError
         if attach.fleet_epoch == 13:
             return Attached(error=Reason.EPOCH_FENCED.error("over").detail())
         return Attached(report=StageReport(incarnation=attach.incarnation))
@@ -216,12 +222,56 @@ async def test_a_silent_peer_is_given_up(wire: Wire) -> None:
     assert commander.lost
 
 
+async def test_a_process_that_stands_still_does_not_take_that_for_its_peers_silence(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.02)
+    commander = wire.connect(silence_s=0.2)
+    await commander.attach(Attach(incarnation=4))
+    time.sleep(0.4)  # noqa: ASYNC251 - the loop is to stand still
+    until = CLOCK.now() + 0.1
+    await eventually(lambda: commander.lost or CLOCK.now() > until)
+    assert not commander.lost
+
+
 async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
     commander = wire.connect()
     assert (await commander.attach(Attach(incarnation=4))).report.incarnation == 4
     with pytest.raises(RlctlError, match="over") as caught:
         await commander.attach(Attach(fleet_epoch=13))
     assert caught.value.reason is Reason.EPOCH_FENCED
+
+
+async def test_an_attach_may_take_longer_than_a_peer_may_be_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine loads for as long as its model is large."""
+    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.02)
+    commander = wire.connect(silence_s=0.2)
+    wire.rank.attaching.clear()
+    attaching = asyncio.create_task(commander.attach(Attach(incarnation=4)))
+    until = CLOCK.now() + 0.5
+    await eventually(lambda: commander.lost or CLOCK.now() > until)
+    wire.rank.attaching.set()
+    assert (await attaching).report.incarnation == 4
+
+
+async def test_a_peer_that_starts_an_engine_may_be_silent_for_longer(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.control.commander.PING_EVERY_S", 0.02)
+    commander = wire.connect(silence_s=0.05, starting_s=0.3)
+    wire.far.muted = True
+    started = CLOCK.now()
+    with pytest.raises(RlctlError) as caught:
+        await asyncio.wait_for(commander.attach(Attach(incarnation=4)), 5.0)
+    assert caught.value.reason is Reason.LINK_LOST
+    assert CLOCK.now() - started > 0.3
+
+
+async def test_an_attach_that_fails_unforeseen_ends_the_stream(wire: Wire) -> None:
+    commander = wire.connect()
+    with pytest.raises(RlctlError) as caught:
+        await asyncio.wait_for(commander.attach(Attach(fleet_epoch=14)), 5.0)
+    assert caught.value.reason is Reason.LINK_LOST
 
 
 async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None:
