@@ -121,7 +121,8 @@ def test_samples_text_and_stops(driver: Driver) -> None:
     parts = driver.generate(prompt(encode("1"), 200, sampling_params=stop))
     # The sampled tokens below 3 (padding and the like) stop nothing: there may be some before the one that does.
     *before, token = [token for part in parts for token in part.samples[0].output_ids]
-    assert token in stop.stop_token_ids and not set(before) & set(stop.stop_token_ids)
+    assert token in stop.stop_token_ids
+    assert not set(before) & set(stop.stop_token_ids)
     assert parts[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_STOP
     assert parts[-1].samples[0].finish_reason.matched_token == token
 
