@@ -27,6 +27,7 @@ MAX_PROMPTS = 256
 BACKENDS = ("gloo", "nccl")
 MOST_ADAPTER_NAME = 256
 MOST_WATCH_ID = 128
+MOST_KEY = 256
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 _ON_OPEN_UPDATE = (
@@ -424,3 +425,10 @@ def _confirm(request: coordinator_pb2.ConfirmFleetRequest) -> None:
 @_rule(coordinator_pb2.SetStageEnabledRequest)
 def _enabled(request: coordinator_pb2.SetStageEnabledRequest) -> None:
     _required(request.slots, "slots")
+
+
+@_rule(coordinator_pb2.ReserveRequestIdRequest)
+def _reserve(request: coordinator_pb2.ReserveRequestIdRequest) -> None:
+    _name(request.key, "key", MOST_KEY)
+    if len(request.body_sha256) != 32:
+        raise _invalid(f"body_sha256 has {len(request.body_sha256)} bytes; SHA-256 has 32", "body_sha256")

@@ -99,7 +99,8 @@ class EmbeddedFleet(Fleet):
     def close(self) -> None:
         """Close the client, stop the coordinator; stages serve until their lease has run out."""
         super().close()
-        self._server_loop.call(self._server.stop())
-        self._server_loop.stop()
+        if self._server_loop.running:
+            self._server_loop.call(self._server.stop())
+            self._server_loop.stop()
         if self._temporary is not None:
             self._temporary.cleanup()

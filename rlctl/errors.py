@@ -220,6 +220,11 @@ class Reason(enum.Enum):
         "Destroy it first.",
     )
     ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")
+    ADAPTER_EXISTS = (
+        PreconditionFailed,
+        "An adapter of this name is loaded.",
+        "Unload it first, or load without asking for a new one: it is then replaced.",
+    )
     CHECKPOINT_NOT_FOUND = (NotFound, "No readable checkpoint is there.", "")
     CHECKPOINT_MISMATCH = (PreconditionFailed, "The checkpoint does not fit the model.", "")
     SEGMENT_NOT_FOUND = (NotFound, "A shared segment cannot be mapped: it is gone, or not this rank's to open.", "")
@@ -424,6 +429,11 @@ def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
     except KeyError:
         reason, message = Reason.INTERNAL, f"{detail.reason}: {detail.message}"
     return reason.error(message, field=detail.field, next_step=detail.next_step, metadata=detail.metadata)
+
+
+def typed(error: BaseException) -> RlctlError:
+    """The error itself; of anything else, which is a defect, INTERNAL with what it says."""
+    return error if isinstance(error, RlctlError) else Reason.INTERNAL.error(f"{type(error).__name__}: {error}")
 
 
 class OperationFailed(RlctlError):

@@ -9,10 +9,15 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from rlctl.errors import Reason, RlctlError
+
 T = TypeVar("T")
 
 WAKE_S = 0.5
 """A blocking wait is cut into pieces of so long: Python acts on a signal that came just before a wait at its end."""
+
+INTERRUPTED_S = 10.0
+"""How long what was interrupted may take to end: an update that is given up tells the coordinator so."""
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -42,23 +47,50 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
+    @property
+    def running(self) -> bool:
+        """Whether there is still somebody to run anything: it was not stopped, and this is no child of a fork."""
+        return self._thread.is_alive()
+
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine there; from any thread."""
+        """Start a coroutine there; from any thread. Raises CANCELLED where the thread has ended."""
+        if not self.running:
+            work.close()
+            raise _ended()
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; from any other thread. An interrupt cancels it."""
+        """Run a coroutine there and wait for it; from any other thread. An interrupt cancels it, and is raised when it
+        has ended, or when it takes long to end. Raises CANCELLED where the thread has ended.
+        """
         future = self.submit(work)
         try:
-            while True:
-                try:
-                    return future.result(WAKE_S)
-                except TimeoutError:
-                    if future.done():  # with an error of its own, or just now
-                        return future.result()
+            return self._wait(future)
         except BaseException:
-            future.cancel()
+            if future.cancel():
+                self._wait(self.submit(_end_of(work)))
             raise
+
+    def _wait(self, future: concurrent.futures.Future[T]) -> T:
+        while True:
+            try:
+                return future.result(WAKE_S)
+            except TimeoutError:
+                if future.done():  # with an error of its own, or just now
+                    return future.result()
+                if not self.running:
+                    raise _ended() from None
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what ends something, as far as there is anything left to end. Waits for it, but on the loop's own thread:
+        what nobody refers to any more is collected on whichever thread comes by.
+        """
+        if not self.running:
+            work.close()
+        elif threading.current_thread() is self._thread:
+            self.submit(work)
+        else:
+            self.call(work)
 
     async def acall(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and await it from another loop."""
@@ -70,15 +102,28 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel what runs there and end the thread."""
-        if not self._thread.is_alive():
+        if not self.running:
             return
-        self.call(_cancel_others())
+        self.call(cancel_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
 
-async def _cancel_others() -> None:
+def _ended() -> RlctlError:
+    return Reason.CANCELLED.error(
+        "it was closed, or belongs to the process that this one was forked from", next_step="Connect anew."
+    )
+
+
+async def _end_of(work: Coroutine[Any, Any, Any]) -> None:
+    tasks = {task for task in asyncio.all_tasks() if task.get_coro() is work}
+    if tasks:
+        await asyncio.wait(tasks, timeout=INTERRUPTED_S)
+
+
+async def cancel_others() -> None:
+    """Cancel every other task of the running loop, and wait for their ends."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()

@@ -133,6 +133,9 @@ class Beside:
 
     def _free(self) -> None:
         if self._spare:
+            if self._device.type == "cuda":
+                # It belongs to the stream of the steps: nothing that this thread has enqueued may still write into it.
+                torch.cuda.current_stream().synchronize()
             while self._spare:
                 self._spare.pop()
             give_back(self._device)

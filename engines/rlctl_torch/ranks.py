@@ -308,6 +308,9 @@ class Ranks(Council):
 
 
 def _nccl(store: PrefixStore, rank: int, size: int) -> Any:
+    """For the steps. When one of its collectives fails torch ends the process, and should: by then the step has gone on
+    with what the collective did not bring.
+    """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _COMPUTE_TIMEOUT

@@ -19,6 +19,7 @@ from rlctl.weights.digest import Stop
 from rlctl.weights.exchange import Exchange
 from rlctl.weights.gathering import Gathering
 from rlctl.weights.groups import WeightGroup
+from rlctl.weights.sending import wire_device
 from rlctl.weights.shards import agree_to_go_on
 from rlctl_torch.beside import Later
 from rlctl_torch.commands import with_outcome
@@ -82,7 +83,7 @@ class Send:
                 if group is None or stop.cause is not None:
                     continue
                 try:
-                    group.broadcast(tensor.cpu() if group.backend == "gloo" else tensor)
+                    group.broadcast(tensor.to(wire_device(group, tensor.device)))
                 except RlctlError as error:
                     stop.set(with_outcome(error, OUTCOME_REJECTED))
                 else:

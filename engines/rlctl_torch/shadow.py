@@ -26,8 +26,12 @@ class Shadow(LoadHooks):
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        with _computing(model.tensors[0].device):
+        device = model.tensors[0].device
+        with _computing(device):
             self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in model.tensors]
+        if device.type == "cuda":
+            # A step may still be computing with what lay there before.
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         self.shards = model.shards_in({id(tensor): copy for tensor, copy in self._copies})
         self.sealed = False
 
@@ -41,6 +45,9 @@ class Shadow(LoadHooks):
         for tensor, copy in self._copies:
             if written[copy.untyped_storage().data_ptr()] < copy.nbytes:
                 copy.copy_(tensor)
+        if self._copies and self._copies[0][1].is_cuda:
+            # What is written over it comes by other threads, on streams of their own.
+            torch.cuda.current_stream(self._copies[0][1].device).synchronize()
 
     def finalize_load(self, load: Load) -> None:  # noqa: ARG002
         """Raise WEIGHTS_INCOMPLETE for what cannot have been meant."""

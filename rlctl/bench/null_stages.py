@@ -18,7 +18,7 @@ from rlctl import loops
 from rlctl.control.executor import Executor
 from rlctl.engine import Call, EngineConfig
 from rlctl.ports import SystemClock
-from rlctl.process import announce, end_with_parent, stop_event
+from rlctl.process import announce, collect_seldom, end_with_parent, stop_event
 from rlctl.stage.core import Stage
 from rlctl.stage.relay import Relay
 from rlctl.testing.fake_engine import FakeEngine
@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.end_with_parent:
         end_with_parent()
+    collect_seldom()  # as the servers do that these stand for
     loops.run(_serve(given.coordinator, given.first, given.stages, given.ranks))
 
 

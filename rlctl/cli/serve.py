@@ -219,6 +219,7 @@ def serve(
     from rlctl.errors import RlctlError
 
     process.configure_logging(log_level)
+    process.collect_seldom()
 
     async def main() -> None:
         stop = process.stop_event()

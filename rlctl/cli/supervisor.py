@@ -79,6 +79,7 @@ class _Supervisor:
         self._told: dict[str, RlctlError] = {}
         self._coordinator_at = 0.0
         self._coordinator_failures = 0
+        self._unwritten = False
         self._fleet = LaunchedFleet(
             wanted.engines,
             directory=directory,
@@ -194,11 +195,18 @@ class _Supervisor:
             deployment={**self._wanted.data, "engines": [spec.data for spec in fleet.engines]},
         )
         if fresh != self._state:
-            self._state = fresh
-            state.write(fresh)
+            try:
+                state.write(fresh)
+            except OSError as error:  # a full disk, say: the fleet goes on, and what it is at is written when it can be
+                if not self._unwritten:
+                    self._say(f"Warning: the state of the fleet cannot be written: {error}")
+                self._unwritten = True
+            else:
+                self._state, self._unwritten = fresh, False
 
     def _say(self, line: str) -> None:
-        self._settings.say(line)
+        with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone
+            self._settings.say(line)
         if self._asking is not None:
             self._asking.say(line)
 

@@ -12,7 +12,7 @@ from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.engine import AsyncEngine
 from rlctl.client.rollout import AsyncRollout
-from rlctl.loops import LoopThread
+from rlctl.loops import LoopThread, cancel_others
 
 if TYPE_CHECKING:
     from rlctl.client.publisher import Publisher
@@ -66,7 +66,7 @@ def _iterating(
                 except StopAsyncIteration:
                     return
         finally:
-            self.loop.call(items.close())
+            self.loop.finish(items.close())
 
     return call
 
@@ -111,9 +111,14 @@ class Fleet(_OnLoop[AsyncFleet]):
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the background loop."""
-        self.loop.call(self.aio.close())
-        self.loop.stop()
+        """End what is under way, a publisher's update too, and close the connection. Harmless to call again."""
+        if self.loop.running:
+            self.loop.call(self._close())
+            self.loop.stop()
+
+    async def _close(self) -> None:
+        await cancel_others()  # while the coordinator can still be told
+        await self.aio.close()
 
     call = _blocking(AsyncFleet.call)
     pause_generation = _blocking(AsyncFleet.pause_generation)

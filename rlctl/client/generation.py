@@ -58,7 +58,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         while True:
-            async with self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 try:
                     response: GenerateResponse = await attempt.stub.Generate(
                         request, timeout=deadline - loop.time(), metadata=self._metadata
@@ -78,7 +78,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
         while True:
-            async with self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 begun = False
                 call = attempt.stub.GenerateStream(request, timeout=deadline - loop.time(), metadata=self._metadata)
                 try:
@@ -112,7 +112,9 @@ def build_request(
     sampling: Mapping[str, Any],
     **fields: Any,
 ) -> GenerateRequest:
-    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit."""
+    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, and for a
+    prompt that is none.
+    """
     known = SamplingParams.DESCRIPTOR.fields_by_name
     for name in sampling:
         if name not in known:
@@ -127,6 +129,9 @@ def build_request(
         raise Reason.FIELD_INVALID.error(str(error), field="sampling_params") from None
     if isinstance(prompt, str):
         request.text = prompt
-    else:
+        return request
+    try:
         request.input_ids.CopyFrom(TokenIds(ids=prompt))
+    except (TypeError, ValueError) as error:
+        raise Reason.FIELD_INVALID.error(f"a prompt is a text or token ids: {error}", field="input_ids") from None
     return request

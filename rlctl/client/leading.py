@@ -16,7 +16,17 @@ from rlctl.client.blaming import blame_ranks, parts_in_question
 from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
-from rlctl.client.wire import Offered, Published, changed, combined, digests_of, fit, in_one_order, shared_devices
+from rlctl.client.wire import (
+    Offered,
+    Published,
+    by_backend,
+    changed,
+    combined,
+    digests_of,
+    fit,
+    in_one_order,
+    shared_devices,
+)
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.fingerprints import fingerprints
 from rlctl.ports import new_uuid7
@@ -45,6 +55,10 @@ from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, from_proto
 
 ABORT_S = 60.0
+"""How long the coordinator may take to end an update that is given up, while the update's time is not up."""
+
+LATE_S = 5.0
+"""And after that: a trainer does not wait for a coordinator that is gone."""
 
 HEAD_START_S = 0.002
 """The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
@@ -78,7 +92,7 @@ class Leading:
         self._going_on = False
         self._passes = 0
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
-        self._ordered: tuple[tuple[list[Offered], list[str]], list[verbs_pb2.TensorBucket]] = (([], []), [])
+        self._ordered: tuple[tuple[list[Offered], list[list[str]]], list[verbs_pb2.TensorBucket]] = (([], []), [])
         self._sent = Published()
         self._renew_identity()
 
@@ -218,7 +232,7 @@ class Leading:
                 self._sent = Published(operation.weight_version, {} if partial else digests)
                 return operation, sent[0]
         except BaseException as error:
-            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, error)))
+            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, error, deadline)))
             if ended is not None and ended.weight_version.sequence and _failed_at_the_fleet(error):
                 # It rolled in place, and the batches before serve the version.
                 self._renew_identity()
@@ -260,13 +274,12 @@ class Leading:
             return [Sent()]
         store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
         host, port = ("", 0) if store is None else store.address(self._host)
-        names = [group.group_name for group in sorted(plan.groups, key=lambda group: group.source)]
         attempt = Attempt(
             number=self._next_pass(),
             groups=plan.groups,
             store_address=host,
             store_port=port,
-            buckets=self._in_one_order(wire, names),
+            buckets=self._in_one_order(wire, by_backend(plan)),
             shared_devices=sorted(shared_devices(plan)),
             without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
@@ -294,10 +307,13 @@ class Leading:
         self._progress.sent.set()
         self._members.tell(JoinResponse(update=self._update, delivered=True))
 
-    def _in_one_order(self, wire: list[Offered], names: list[str]) -> list[verbs_pb2.TensorBucket]:
-        """The buckets of all sources; those of the last update again where nothing has changed."""
+    def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
+        """The buckets of all sources, for the groups of one backend after those of the other; those of the last update
+        again where nothing has changed.
+        """
         if self._ordered[0] != (wire, names):
-            self._ordered = ((wire, names), in_one_order(wire, names, self._bucket_bytes))
+            ordered = [bucket for group in names or [[]] for bucket in in_one_order(wire, group, self._bucket_bytes)]
+            self._ordered = ((wire, names), ordered)
         return self._ordered[1]
 
     async def _drive(self, plan: BeginWeightUpdateResponse, attempt: Attempt, deadline: float) -> None:
@@ -316,11 +332,17 @@ class Leading:
             )
             join.header.fence.update_id = plan.update_id
             await self._fleet.call(join, timeout_s=deadline - loop.time())
-        if not plan.groups:
-            return
-        receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=attempt.buckets)
-        receive.header.fence.update_id = plan.update_id
-        await self._fleet.call(receive, timeout_s=deadline - loop.time())
+        receiving = []
+        for names in by_backend(plan):
+            own = [bucket for bucket in attempt.buckets if bucket.group_name in names]
+            receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=own)
+            receive.header.fence.update_id = plan.update_id
+            call = self._fleet.call(receive, timeout_s=deadline - loop.time())
+            receiving.append(asyncio.create_task(call))
+        try:
+            await asyncio.gather(*receiving)
+        finally:
+            await stopped(*receiving)
 
     async def _take_turns(
         self, source: WeightSource, attempt: Attempt, ship: Ship, fleet: asyncio.Task[None] | None = None
@@ -420,14 +442,15 @@ class Leading:
             async with asyncio.timeout(left):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
-    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException) -> Operation | None:
+    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException, deadline: float) -> Operation | None:
         """The update as it has ended; None when the coordinator does not say."""
         request = AbortWeightUpdateRequest(
             update_id=plan.update_id, fencing_token=plan.fencing_token, reason=f"{type(error).__name__}: {error}"
         )
+        timeout_s = min(max(deadline - asyncio.get_running_loop().time(), LATE_S), ABORT_S)
         # Best effort: an update that nobody renews is aborted by its lease.
         with contextlib.suppress(RlctlError):
-            operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, ABORT_S)
+            operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, timeout_s)
             return operation
         return None
 

@@ -46,7 +46,7 @@ HANGS_S = 10.0
 
 
 class Part:
-    """One trainer process in the updates of one model. It keeps its group from update to update."""
+    """One trainer process in the updates of one model. It keeps its groups, one a backend, from update to update."""
 
     def __init__(self, host: str, source: int | None, *, alone: bool = True) -> None:
         """``host``: address of this process as the engines reach it; ``source``: which source it is, None for none;
@@ -55,31 +55,31 @@ class Part:
         self.source = source
         self._host = host
         self._alone = alone
-        self._group: WeightGroup | None = None
+        self._groups: dict[str, WeightGroup] = {}
         self._segments: SegmentSender | None = None
         self._pass = Pass()
         self._under_way: asyncio.Future[None] | None = None
         self._announced = Announced()
 
     def close(self) -> None:
-        """Leave the group, and remove the segments. Engines that are told of a new group forget it."""
+        """Leave the groups, and remove the segments. Engines that are told of new groups forget them."""
         self._leave()
         segments, self._segments = self._segments, None
         if segments is not None:
             segments.close()
 
     def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
             group.close()
 
     async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, progress: Progress) -> Sent:
         """Do this process's part; cancelling it breaks what is under way. Says in ``progress`` when the weights have
         been read for the last time, if no other attempt can follow.
 
-        In one pass the weights go over the group and, through ``ship``, to the ranks that share memory. With neither in
-        the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not what
-        was offered), ILLEGAL_STATE (the pass before hangs), or what the weights themselves raise.
+        In one pass the weights go over the groups and, through ``ship``, to the ranks that share memory. With neither
+        in the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not
+        what was offered), ILLEGAL_STATE (the pass before hangs), or what the weights themselves raise.
         """
         if not await self.settle(HANGS_S):
             raise Reason.ILLEGAL_STATE.error(
@@ -119,8 +119,8 @@ class Part:
             stop.set()
             for future in shipping:
                 future.cancel()
-            if self._group is not None:
-                self._group.interrupt()
+            for group in list(self._groups.values()):
+                group.interrupt()
             await asyncio.wait({work}, timeout=STOP_S)
             self._leave()
             raise
@@ -158,24 +158,32 @@ class Part:
         weights = only(weights, dtypes)
         if attempt.parts:
             return _digest_parts(weights, attempt, dtypes)
-        wanted = next((group for group in attempt.groups if group.source == self.source), None)
+        wanted = [group for group in attempt.groups if group.source == self.source]
         digest = None if attempt.without_digests else ModelDigest()
         sent = Sent()
         started = time.perf_counter()
-        if wanted is not None:
-            group = self._join(wanted, attempt, stop)
+        if wanted:
+            groups = self._join(wanted, attempt, stop)
             started = time.perf_counter()
-            own = [bucket for name, bucket in announced if name == wanted.group_name]
-            passing = SentInPassing(weights, own, group, digest)
+            passing: list[SentInPassing] = []
+            for group in groups:
+                own = [bucket for name, bucket in announced if name == group.name]
+                # What goes over the first group is digested there.
+                passing.append(SentInPassing(weights, own, group, None if passing else digest))
+                weights = passing[-1]
             try:
                 if attempt.shared_devices:
-                    # What goes over the group is digested there.
-                    sent.bytes += self._share(passing, dtypes, attempt, None, ship, left)
+                    sent.bytes += self._share(weights, dtypes, attempt, None, ship, left)
                 else:
-                    deque(passing.tensors(), maxlen=0)
+                    deque(weights.tensors(), maxlen=0)
+            except BaseException:
+                for group in groups:
+                    group.interrupt()  # what is on its way there may wait for what no longer comes here
+                raise
             finally:
-                passing.close()
-            sent.bytes += passing.bytes
+                for each in reversed(passing):
+                    each.close()
+            sent.bytes += sum(each.bytes for each in passing)
         elif attempt.shared_devices:
             sent.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
         elif digest is not None:
@@ -240,22 +248,22 @@ class Part:
             self._segments = SegmentSender(device)
         return self._segments
 
-    def _join(self, wanted: GroupPlan, attempt: Attempt, stop: threading.Event) -> WeightGroup:
-        """The group that stands, or a new one that every target rank joins with us."""
-        if wanted.formed and self._group is not None and self._group.name == wanted.group_name:
-            return self._group
-        self._leave()
-        self._group = join(
-            (attempt.store_address, attempt.store_port),
-            name=wanted.group_name,
-            rank=0,
-            world_size=wanted.world_size,
-            backend=wanted.backend,
-            timeout_s=seconds(attempt.timeout),
-            interface_host=self._host,
-            stop=stop,
-        )
-        return self._group
+    def _join(self, wanted: Sequence[GroupPlan], attempt: Attempt, stop: threading.Event) -> list[WeightGroup]:
+        """The groups that stand, or new ones that every target rank joins with us."""
+        if not all(group.formed and group.group_name in self._groups for group in wanted):
+            self._leave()
+            for group in wanted:
+                self._groups[group.group_name] = join(
+                    (attempt.store_address, attempt.store_port),
+                    name=group.group_name,
+                    rank=0,
+                    world_size=group.world_size,
+                    backend=group.backend,
+                    timeout_s=seconds(attempt.timeout),
+                    interface_host=self._host,
+                    stop=stop,
+                )
+        return [self._groups[group.group_name] for group in wanted]
 
 
 def _meeting_place(readers: Sequence[str]) -> torch.device:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,8 @@ from torch import nn
 from rlctl.client.enums import number
 from rlctl.client.following import follow
 from rlctl.client.leading import Leading
-from rlctl.client.part import STOP_S, Part
+from rlctl.client.part import STOP_S, Part, stopped
+from rlctl.client.passing import in_thread
 from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.probe import Probe
 from rlctl.client.published import UpdateResult
@@ -56,7 +58,7 @@ DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
 
 _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
-_TRANSPORTS = {"gloo": [], "nccl": [common_pb2.TRANSPORT_TORCH_NCCL]}
+_TRANSPORTS = {"gloo": common_pb2.TRANSPORT_TORCH_GLOO, "nccl": common_pb2.TRANSPORT_TORCH_NCCL}
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
@@ -78,7 +80,7 @@ class AsyncPublisher:
         trainer_group: dist.ProcessGroup | None = None,
         source: int | None = None,
         path: str = "broadcast",
-        backend: str = "gloo",
+        backend: str | Sequence[str] = "gloo",
         bucket_bytes: int = BUCKET_BYTES,
         host: str = "127.0.0.1",
         trainer: str = "",
@@ -92,7 +94,8 @@ class AsyncPublisher:
         auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). Shared
         memory lies on the GPU where the source's current CUDA device is that of all ranks that read it. ``backend``: of
         the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
-        the ranks', which must all be different ones. ``host``: address of this process as the engines' ranks and the
+        the ranks', which must all be different ones; of several, each engine gets the first that it offers, in groups
+        apart that one pass through the weights feeds. ``host``: address of this process as the engines' ranks and the
         other trainer ranks reach it; the groups' store and the source bind it. ``trainer``: name for messages.
         ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones are fenced from
         then on.
@@ -107,11 +110,13 @@ class AsyncPublisher:
         self._bucket_bytes = bucket_bytes
         if path not in _PATHS:
             raise Reason.FIELD_INVALID.error(f"path is {path!r}; it must be one of {', '.join(_PATHS)}", field="path")
-        if backend not in _TRANSPORTS:
+        backends = [backend] if isinstance(backend, str) else list(backend)
+        if not backends or not set(backends) <= _TRANSPORTS.keys():
             known = ", ".join(_TRANSPORTS)
-            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be one of {known}", field="backend")
+            raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {known}", field="backend")
         self._path = _PATHS[path]
-        self._transports = _TRANSPORTS[backend]
+        # gloo alone is what every engine is asked for that says nothing of groups.
+        self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
         self._host = host
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group
@@ -120,6 +125,7 @@ class AsyncPublisher:
         self._members: Members | None = None
         self._leading: Leading | None = None
         self._lead: Lead | None = None
+        self._meeting: asyncio.Task[None] | None = None
         self._updates = 0
         self._progress: Progress | None = None
         self._pending: AsyncPending | None = None
@@ -185,6 +191,7 @@ class AsyncPublisher:
         if progress is None:
             progress = self._next(stream)
         self._progress = progress
+        progress.begun = True
         self._updates += 1
         limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
@@ -295,23 +302,38 @@ class AsyncPublisher:
         """
         if self._pending is not None:
             await self._pending.close()
-        self._part.close()
+        await stopped(self._meeting)
+        self.leave()
         if self._lead is not None:
             await self._lead.close()
         if self._members is not None:
             await self._members.close()
 
+    def leave(self) -> None:
+        """Leave the groups, and remove the segments, where nothing runs any more."""
+        self._part.close()
+
     async def _meet(self) -> None:
-        """Once: the members connect to the lead, whose address goes through the trainer's own group."""
-        if self._lead is not None or self._leading is not None:
-            return
+        """Once: the members connect to the lead, whose address goes through the trainer's own group.
+
+        That takes every rank, and goes on when an update no longer waits for it: the next one finds it under way.
+        """
+        if self._meeting is None or (self._meeting.done() and (self._lead or self._leading) is None):
+            self._meeting = asyncio.create_task(self._met())
+        await asyncio.shield(self._meeting)
+
+    async def _met(self) -> None:
         told = ""
         if self._fleet is not None:
+            if self._members is not None:
+                await self._members.close()
             self._members = Members(self._size)
             if self._size > 1:
                 told = json.dumps(await self._members.start(self._host))
         if self._trainer_group is not None and self._size > 1:
-            address, token = json.loads(await asyncio.to_thread(share, self._trainer_group, told))
+            meet = functools.partial(self._share, self._trainer_group, told)
+            shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
+            address, token = json.loads(await shared)
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token)
         if self._fleet is not None and self._members is not None:
@@ -324,6 +346,12 @@ class AsyncPublisher:
                 trainer=self._trainer,
                 bucket_bytes=self._bucket_bytes,
             )
+
+    def _share(self, group: dist.ProcessGroup, text: str) -> str:
+        """In a thread, whose current device is not the caller's by itself."""
+        assert self._progress is not None
+        with self._progress.ordering.after():
+            return share(group, text)
 
 
 class Publisher:
@@ -350,7 +378,13 @@ class Publisher:
         return self.aio.update_async(weights, **settings)
 
     def close(self) -> None:
-        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`."""
+        """Leave the groups; an update that is pending is cancelled, see :meth:`AsyncPublisher.close`.
+
+        Harmless to call again, and after its fleet was closed.
+        """
+        if not self._loop.running:
+            self.aio.leave()
+            return
         self._loop.call(self.aio.close())
         if self._owns_loop:
             self._loop.stop()

@@ -14,7 +14,7 @@ import grpc.aio
 
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
 from rlctl.client.generation import GENERATE_S, Sampling, build_request
-from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unsupported
+from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unauthenticated, Unsupported
 from rlctl.rollout.admission import Admission, parse
 from rlctl.rollout.policies import policy as policy_of
 from rlctl.rollout.progress import Progress, begin, check_continuable
@@ -76,6 +76,7 @@ class _Job:
         told: called with what comes.
         running: stub and id of the request that runs now.
         stopped: the caller wants no more of it.
+        waiting: ends what it waits for while nothing runs.
     """
 
     def __init__(
@@ -88,6 +89,12 @@ class _Job:
         self.progress = Progress(sample)
         self.running: tuple[Any, str] | None = None
         self.stopped = False
+        self.waiting: asyncio.Timeout | None = None
+
+    def stop_waiting(self) -> None:
+        """It is stopped, and not generated anywhere."""
+        if self.waiting is not None and not self.waiting.expired():
+            self.waiting.reschedule(asyncio.get_running_loop().time())
 
 
 class AsyncRollout:
@@ -142,8 +149,9 @@ class AsyncRollout:
         Log probabilities come with it unless ``return_logprob`` is false. Waits for a stage, also while an update is in
         progress, no longer than ``timeout_s`` (600).
 
-        Raises what a stage refuses with, or :class:`rlctl.rollout.sample.RolloutFailed`, which carries the samples,
-        when some could not be finished. With resume="return" those are returned, cut, their ``error`` saying why.
+        Raises what a stage refuses a request with, and what kept samples from being finished; with resume="return"
+        the latter are returned, cut, their ``error`` saying why. Where any sample has tokens that is raised as
+        :class:`rlctl.rollout.sample.RolloutFailed`, which carries all of them.
         """
         return (await self.generate_batch([prompt], **asking))[0]
 
@@ -194,7 +202,8 @@ class AsyncRollout:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     finished += task.result().finished
-                    _refuse_request(task.result())
+                if any(_refused(task.result()) for task in done):
+                    break
             await self._stop([tasks[task] for task in running])
             if running:
                 await asyncio.wait(running, timeout=STOP_S)
@@ -207,9 +216,10 @@ class AsyncRollout:
         ]
         ended = [sample for sample in samples if sample.finished]
         rest = [sample for sample in samples if not sample.finished]
-        if len(ended) < count:
-            cause = next((sample.error for sample in rest if sample.error), None)
-            raise RolloutFailed(cause or Reason.CANCELLED.error("they were aborted"), samples)
+        refusal = next((sample.error for sample in rest if _refused(sample)), None)
+        if refusal is not None or len(ended) < count:
+            cause = refusal or next((sample.error for sample in rest if sample.error), None)
+            raise _failed(cause or Reason.CANCELLED.error("they were aborted"), samples)
         return ended, rest
 
     async def complete(
@@ -287,11 +297,15 @@ class AsyncRollout:
         """The sample as it ended, why it was cut inside."""
         error: RlctlError | None = None
         try:
-            async with self._place(deadline, timeout_s):
+            async with asyncio.timeout(0 if job.stopped else None) as job.waiting, self._place(deadline, timeout_s):
                 error = await self._attempts(job, deadline, timeout_s)
         except RlctlError as failure:
             error = failure
+        except TimeoutError:
+            if not job.stopped:
+                raise
         finally:
+            job.waiting = None
             if job.sample.own_session:
                 self._router.finish(job.sample.session_id)
         return job.progress.result(self.latest, error)
@@ -320,7 +334,7 @@ class AsyncRollout:
         """Try until the sample has ended, or may not be tried again; returns why."""
         progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
-            async with self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
+            with await self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
                 had = progress.tokens
                 request = progress.attempt(attempt.floor)
                 failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
@@ -395,25 +409,29 @@ class AsyncRollout:
             if job.running is not None:
                 stub, rid = job.running
                 calls.append(stub.Abort(AbortRequest(rids=[rid]), timeout=STOP_S, metadata=job.metadata))
+            else:
+                job.stop_waiting()
         for call in calls:
             with contextlib.suppress(grpc.aio.AioRpcError):  # its stage is gone: what is had is had
                 await call
 
     def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
-        failed = [sample.error for sample in samples if sample.error is not None]
-        for sample in samples:
-            _refuse_request(sample)
-        if not failed or self._resume == "return":
-            return
-        if not any(sample.output_ids for sample in samples):
-            raise failed[0]
-        raise RolloutFailed(failed[0], samples)
+        """Raise what is wrong with a request, and, unless they are to be returned, what cut samples."""
+        cause = next((sample.error for sample in samples if _refused(sample)), None)
+        if cause is None and self._resume == "continue":
+            cause = next((sample.error for sample in samples if sample.error is not None), None)
+        if cause is not None:
+            raise _failed(cause, samples)
 
 
-def _refuse_request(sample: RolloutSample) -> None:
-    """Raise what is wrong with the request itself: nothing is lost with it."""
-    if isinstance(sample.error, InvalidRequest | NotFound | Unsupported) and not sample.output_ids:
-        raise sample.error
+def _failed(cause: RlctlError, samples: Sequence[RolloutSample]) -> RlctlError:
+    """The cause, with the samples where they have anything to lose."""
+    return RolloutFailed(cause, samples) if any(sample.output_ids for sample in samples) else cause
+
+
+def _refused(sample: RolloutSample) -> bool:
+    """Whether something is wrong with the request itself."""
+    return isinstance(sample.error, InvalidRequest | NotFound | Unauthenticated | Unsupported) and not sample.output_ids
 
 
 def _deadline(timeout_s: float) -> float:

@@ -193,9 +193,12 @@ class Lead:
 
 
 def share(group: dist.ProcessGroup, text: str) -> str:
-    """Hand a short text from rank 0 of a process group to all of its ranks; every rank calls it. Blocks."""
+    """Hand a short text from rank 0 of a process group to all of its ranks; every rank calls it. Blocks.
+
+    A group without a backend for the host takes it over the GPU that is the calling thread's current one.
+    """
     device = torch.device("cpu")
-    if "nccl" in str(dist.get_backend(group)):
+    if "cpu:" not in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
     root = dist.get_global_rank(group, 0)
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlctl.client.connection import Connection
-from rlctl.errors import RlctlError
+from rlctl.errors import RlctlError, Unauthenticated
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.coordinator_pb2 import WatchFleetRequest
 from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Stage
 
 AGAIN_S = 0.02
+REFUSED_S = 1.0
+"""Before the next try when the coordinator does not let us watch."""
 
 
 class FleetView:
@@ -29,6 +31,7 @@ class FleetView:
         """How often the coordinator has told something."""
         self.revision = 0
         """Of the fleet, as the coordinator numbers its changes, at the last news."""
+        self._refusal: Unauthenticated | None = None
         self._watching: asyncio.Task[None] | None = None
         self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
 
@@ -60,10 +63,19 @@ class FleetView:
         self._changed.clear()
         await self._changed.wait()
 
+    def check(self) -> None:
+        """Raise TOKEN_MISSING or TOKEN_INVALID where there will be no news, as the coordinator does not let us watch.
+
+        One that has told of its fleet may do so again: its stages go on serving meanwhile.
+        """
+        if self._models is None and self._refusal is not None:
+            raise self._refusal
+
     async def known(self) -> None:
-        """Wait until the coordinator has told of the fleet for the first time."""
+        """Wait until the coordinator has told of the fleet for the first time. Raises as :meth:`check`."""
         self._watch_now()
         while self._models is None:
+            self.check()
             await self.changed()
 
     @contextmanager
@@ -95,11 +107,16 @@ class FleetView:
             try:
                 async for event in self._connection.stream("WatchFleet", self._request):
                     self._take(event)
+            except Unauthenticated as error:
+                self._refusal = error
+                self._changed.set()
+                await asyncio.sleep(REFUSED_S)
             except RlctlError:
                 pass  # the coordinator is away: stages that hold their lease go on serving
             await asyncio.sleep(AGAIN_S)
 
     def _take(self, event: FleetEvent) -> None:
+        self._refusal = None
         if event.kind == FLEET_EVENT_KIND_SNAPSHOT:
             self._stages.clear()
             self._models = {}

@@ -106,6 +106,14 @@ def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int)
     return [message for _, _, message in sorted(placed, key=lambda entry: entry[:2])]
 
 
+def by_backend(plan: BeginWeightUpdateResponse) -> list[list[str]]:
+    """The groups of an attempt by their backend, each list in the order of the sources."""
+    names: dict[str, list[str]] = {}
+    for group in sorted(plan.groups, key=lambda group: group.source):
+        names.setdefault(group.backend, []).append(group.group_name)
+    return list(names.values())
+
+
 def shared_devices(plan: BeginWeightUpdateResponse) -> set[str]:
     """Devices of the ranks that are fed through shared memory in the present pass."""
     reached = plan.batch.slots or [target.slot for target in plan.targets]

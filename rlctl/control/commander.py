@@ -28,7 +28,7 @@ from rlctl.v1.fleet_pb2 import StageReport
 
 PING_EVERY_S = 1.0
 SILENCE_S = 5.0
-"""A peer that sent nothing for this long, not even a pong, is given up: the link is closed."""
+"""A peer that was asked for this long and sent nothing, not even a pong, is given up: the link is closed."""
 
 HOP_S = 0.25
 """Kept back from the time that a command takes along, at most a tenth of it: whoever runs out of time one hop further
@@ -194,15 +194,15 @@ class Commander:
                 self._on_report(message.report)
 
     async def _ping(self) -> None:
-        nonce = 0
+        nonce = unanswered = 0
+        heard = self.last_heard
         while not self.lost:
-            since = self._clock.now()
             await asyncio.sleep(PING_EVERY_S)
-            now = self._clock.now()
-            # What came while this process stood still (it loads an engine) lies unread: that is no silence of the peer.
-            stood_still = now - since > 2 * PING_EVERY_S
+            # In pings and not in time: while this process itself was stopped, it asked for nothing.
+            unanswered = unanswered + 1 if self.last_heard == heard else 0
+            heard = self.last_heard
             starting = self._attached is not None and not self._attached.done()
-            if now - self.last_heard > self._silence_s + starting * self._starting_s and not stood_still:
+            if unanswered * PING_EVERY_S >= self._silence_s + starting * self._starting_s:
                 await self._link.close()
                 return
             nonce += 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from google.protobuf import symbol_database
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 
+from rlctl.calls import shielded
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
@@ -31,11 +31,14 @@ from rlctl.v1.control_pb2 import (
     Pong,
     ServingGrant,
 )
-
-log = logging.getLogger(__name__)
+from rlctl.verbs import of_request
 
 REMEMBERED = 4096
 """Ended commands whose results are kept for repeats."""
+
+REMEMBERED_BYTES = 64 << 10
+"""Of a result that is kept, unless it is of a command that changes something. A list of a model's tensors has
+megabytes."""
 
 _TYPES = symbol_database.Default()
 
@@ -108,7 +111,7 @@ class Executor:
             task = self._start(command_id, request, remaining_s, on_accepted, together=together)
         except RlctlError as error:
             return self._commanded.refuse(error)
-        return await asyncio.shield(task)
+        return await shielded(task)
 
     def _start(
         self, command_id: str, request: Any, remaining_s: float, on_accepted: Callable[[], None], *, together: bool
@@ -134,53 +137,45 @@ class Executor:
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
         """Obey one stream until it ends. Commands that are running then go on, and their results are kept.
 
-        What comes over a stream whose commander was not accepted, or was replaced, is refused. An attach may take as
-        long as an engine needs to load: pings are answered meanwhile, and whatever else comes waits for it.
+        What comes over a stream whose commander was not accepted, or was replaced, is refused.
         """
         tasks: set[asyncio.Task[None]] = set()
         attaching: asyncio.Task[None] | None = None
+
+        def start(work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+            task = asyncio.create_task(work)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return task
+
         try:
             async for message in link.receive():
-                kind = message.WhichOneof("message")
-                if attaching is not None and kind != "ping":
-                    await attaching
-                    attaching = None
-                if kind == "attach":
-                    attaching = asyncio.create_task(self._attach(link, message.attach))
-                else:
-                    self._heed(link, message, tasks)
+                match message.WhichOneof("message"):
+                    case "attach":  # takes minutes where an engine is to be loaded: pings are answered meanwhile
+                        attaching = start(self._attach(message.attach, link))
+                    case "command" if not self._commanded.obeys(link):
+                        error = Reason.EPOCH_FENCED.error(
+                            "this stream's commander was not accepted, or has been replaced"
+                        )
+                        _answer(link, message.command, self._commanded.refuse(error))
+                    case "command":
+                        self._obey(link, message.command)
+                    case "cancel":
+                        start(self._commanded.withdraw(message.cancel.command_id))
+                    case "grant" if self._commanded.obeys(link):
+                        self._commanded.grant(message.grant)
+                    case "ping":
+                        _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce), sent_at=self._now()))
         finally:
             if attaching is not None:
                 attaching.cancel()
 
-    async def _attach(self, link: Link[ControlResponse, ControlRequest], attach: Attach) -> None:
-        """Answer an attach. What was not foreseen ends the stream: its commander would wait for ever."""
+    async def _attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> None:
         try:
             attached = await self._commanded.attach(attach, link)
-        except Exception:
-            log.exception("an attach failed")
-            await link.close()
-        else:
-            _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
-
-    def _heed(
-        self, link: Link[ControlResponse, ControlRequest], message: ControlRequest, tasks: set[asyncio.Task[None]]
-    ) -> None:
-        """Take in what needs no waiting; ``tasks`` keeps what goes on by itself."""
-        match message.WhichOneof("message"):
-            case "command" if not self._commanded.obeys(link):
-                error = Reason.EPOCH_FENCED.error("this stream's commander was not accepted, or has been replaced")
-                _answer(link, message.command, self._commanded.refuse(error))
-            case "command":
-                self._obey(link, message.command)
-            case "cancel":
-                task = asyncio.create_task(self._commanded.withdraw(message.cancel.command_id))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            case "grant" if self._commanded.obeys(link):
-                self._commanded.grant(message.grant)
-            case "ping":
-                _reply(link, ControlResponse(pong=Pong(nonce=message.ping.nonce), sent_at=self._now()))
+        except Exception as error:  # noqa: BLE001 - whoever attaches would wait for minutes
+            attached = Attached(error=Reason.INTERNAL.error(f"{type(error).__name__}: {error}").detail())
+        _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
 
     def _now(self) -> int:
         return max(1, int(self._clock.now() * 1e6))
@@ -205,7 +200,10 @@ class Executor:
             request = unpack(packed)
         except RlctlError as error:
             return self._commanded.refuse(error)
-        return await self._commanded.carry_out(request, call)
+        result = await self._commanded.carry_out(request, call)
+        if result.ByteSize() > REMEMBERED_BYTES and not of_request(request).mutates(request):
+            self._records.pop(call.command_id, None)  # whoever asks again has it carried out again
+        return result
 
     def _forget(self) -> None:
         while len(self._records) > REMEMBERED:

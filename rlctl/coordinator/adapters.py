@@ -83,9 +83,10 @@ class FinishAdapter(Finish):
         told.lora_rank = told.lora_rank or _rank_of(run)
         if not told.path:
             told.config.CopyFrom(session.record.request.adapter_config)
-        record = versions.with_adapter(session.model, told)
-        await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
-        session.model.record = record
+        async with self._roster.publishing:
+            record = versions.with_adapter(session.model, told)
+            await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
+            session.model.record = record
         self._roster.changed()
         for slot in good:
             self._peers.grant(slot)

@@ -28,7 +28,6 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-from rlctl.verbs import of_request
 
 Write = UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest
 
@@ -47,6 +46,8 @@ class OpenUpdate:
         abandoned: groups of earlier updates that its targets may still be in.
         stopped: decided against it while it was being committed: counts for the batches that have not begun.
         turned: set once the present batch is committed, or the update has ended.
+        ended: it is not open any more.
+        planning: held while it is planned anew, for another attempt or the next batch: nobody is told the half of it.
     """
 
     session: Session
@@ -61,6 +62,8 @@ class OpenUpdate:
     abandoned: list[str] = field(default_factory=list)
     stopped: RlctlError | None = None
     turned: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_heard(self) -> bool:
@@ -126,7 +129,9 @@ class Attempts:
     async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
         """Let targets of an update take in what its sources send; one request after the other."""
         session = opened.session
-        async with session.writing[of_request(request).name]:
+        async with contextlib.AsyncExitStack() as writing:
+            for transport in session.transports_of(request):
+                await writing.enter_async_context(session.writing[transport])
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if opened.broken:
@@ -143,7 +148,7 @@ class Attempts:
             if isinstance(request, UpdateWeightsFromDistributedRequest):
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             try:
-                targets = session.reached_by(of_request(request))
+                targets = session.reached_by(request)
                 await self._together(targets, run, group_names).run(request, timeout_s, aside=session.staged)
             finally:
                 opened.received += run.operation.stage_results
@@ -161,9 +166,10 @@ class Attempts:
     async def retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
         plan = opened.session.record.plan
-        if request.failed_attempt < plan.attempt:
-            return plan  # a repeat
         async with contextlib.AsyncExitStack() as writing:
+            await writing.enter_async_context(opened.planning)
+            if request.failed_attempt < plan.attempt:
+                return plan  # a repeat
             for lock in opened.session.writing.values():  # what is still being taken in ends first
                 await writing.enter_async_context(lock)
             return await self._again(opened, request)
@@ -186,9 +192,10 @@ class Attempts:
         plan.lost.extend(names(lost))
         plan.attempt += 1
         self._book.broke(begin.model)
-        abandoned = self._planner.add_groups(plan, begin, session.targets)
         phase = session.record.phase if session.published else UPDATE_PHASE_WRITING
-        await self._journal.write([model_put(session.model.record), session.put(phase)])
+        async with self._roster.publishing:
+            abandoned = self._planner.add_groups(plan, begin, session.targets)
+            await self._journal.write([model_put(session.model.record), session.put(phase)])
         answers = {slot: _lost(slot, received) for slot in lost}
         for answer in answers.values():
             opened.run.add(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection
 from typing import NoReturn
@@ -18,6 +19,7 @@ from rlctl.coordinator.from_disk import FromDisk
 from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
+from rlctl.coordinator.keys import Keys
 from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
@@ -91,6 +93,7 @@ class Coordinator:
         self._raising = asyncio.Lock()
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock, retained)
+        self.keys = Keys(journal, clock)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self._waking = Waking(self.roster, self._fanout, clock)
@@ -131,6 +134,7 @@ class Coordinator:
         self.roster.load()
         self._peers.outlive_predecessor()
         await self.operations.load()
+        self.keys.load()
         for slot in list(self.roster.slots.values()):
             if not slot.record.retired:
                 self._peers.connect(slot)
@@ -183,6 +187,7 @@ class Coordinator:
         known_run = self.operations.known(_header(request).request_id, request)
         if known_run is None and not _header(request).fence.update_id:
             await self.implicit.settle(request, self._targets(verb, request)[0])
+            known_run = self.operations.known(_header(request).request_id, request)  # a repeat, of which one went ahead
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)
 
@@ -276,9 +281,9 @@ class Coordinator:
                 raise Reason.FIELD_REQUIRED.error(
                     f"{verb.name} belongs to an update", field="header.fence.update_id", next_step="Begin one first."
                 )
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif header.fence.update_id:
-            targets, excluded = self.updates.targets(header.fence.update_id, verb), list[ExcludedStage]()
+            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
         elif isinstance(request, UnloadAdapterRequest):
             targets, excluded = self.updates.adapter_holders(request)
         else:
@@ -359,6 +364,12 @@ class Coordinator:
         return self.updates.renew(request.update_id, request.fencing_token)
 
     # Operations.
+
+    async def reserve_request_id(self, request: rpc.ReserveRequestIdRequest) -> rpc.ReserveRequestIdResponse:
+        """The request_id that a caller's own key stands for."""
+        check(request)
+        request_id = await self.keys.reserve(request.key, request.body_sha256)
+        return rpc.ReserveRequestIdResponse(header=self.roster.header(), request_id=request_id)
 
     async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
         """Read one operation."""
@@ -457,9 +468,12 @@ class Coordinator:
         slot = self.roster.slot(request.slot)
         if request.boot_id and request.boot_id != slot.record.registration.boot_id:
             raise Reason.INCARNATION_FENCED.error(f"another process fills {slot.name} now", field="boot_id")
-        if not request.force:
-            self.updates.refuse_target(slot)
-        await self.roster.change([slot], lambda record: setattr(record, "retired", True))
+        async with contextlib.AsyncExitStack() as planned:
+            if not request.force:
+                # Else an update that is being planned could have it as a target.
+                await planned.enter_async_context(self.roster.models[slot.model].opening)
+                self.updates.refuse_target(slot)
+            await self.roster.change([slot], lambda record: setattr(record, "retired", True))
         if slot.commander is not None:
             await slot.commander.close()
         return rpc.DeregisterStageResponse(header=self.roster.header())

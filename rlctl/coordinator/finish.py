@@ -18,7 +18,7 @@ from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import Expected, Level
 from rlctl.coordinator.verifying import probe, verify
-from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.errors import Reason, RlctlError, from_detail, typed
 from rlctl.ports import Clock, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
@@ -31,9 +31,10 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     VERIFICATION_LEVEL_EXPECTED,
+    ErrorDetail,
 )
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_COMMITTING, UPDATE_PHASE_PUBLISHED
-from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL, StageResult
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, StageResult
 from rlctl.v1.verbs_pb2 import (
     ADAPTER_POLICY_DROP,
     AFTER_UPDATE_STAY_PAUSED,
@@ -86,10 +87,11 @@ class Finish:
             while waiting:
                 batch, waiting = waiting[:size], waiting[size:]
                 waiting = await self._roll(run, batch, waiting, levels, expected, digest)
-        except RlctlError as error:
+        except Exception as error:
             if not session.published:
                 raise
-            await self._break_off(run, error)
+            await self.break_off(run, error)
+            return
         finally:
             if session.published:
                 versions.close(session.model)
@@ -107,20 +109,21 @@ class Finish:
         if not session.waiting:
             self._conclude(run)
 
-    async def break_off(self, run: Run, error: RlctlError) -> None:
-        """End an update that rolls in place after the batches that serve its version: the rest is STALE or DIRTY."""
+    async def break_off(self, run: Run, error: Exception) -> None:
+        """End an update that rolls after the batches that serve its version: the rest is STALE or DIRTY. Also for a
+        defect: nobody else would take the version before it out of service.
+        """
+        self._log_unfinished(run, error)
         try:
-            await self._break_off(run, error)
+            await self._close(run, self._session.model.record.model_digest, typed(error))
+        except RlctlError as again:
+            self._log_unfinished(run, again)
         finally:
             versions.close(self._session.model)
         self._conclude(run)
-
-    async def _break_off(self, run: Run, error: RlctlError) -> None:
-        self._log_unfinished(run, error)
-        try:
-            await self._close(run, self._session.model.record.model_digest, error)
-        except RlctlError as again:
-            self._log_unfinished(run, again)
+        if run.operation.state == OPERATION_STATE_OK:
+            run.operation.state = OPERATION_STATE_PARTIAL
+            run.operation.error.CopyFrom(typed(error).detail())
 
     def _conclude(self, run: Run) -> None:
         self._stamp(run)
@@ -198,12 +201,16 @@ class Finish:
             await self._resume_after(run, good)
         except RlctlError as error:
             self._log_unfinished(run, error)
+            self._warn(run, dict.fromkeys((slot.name for slot in good), error.detail()))
         if self._session.paused_at is not None:
             self._paused_s = max(self._paused_s, self._clock.now() - self._session.paused_at)
 
     @staticmethod
-    def _log_unfinished(run: Run, error: RlctlError) -> None:
-        log.warning("%s is published, but what follows failed: %s", run.operation.weight_version.label, error)
+    def _log_unfinished(run: Run, error: Exception) -> None:
+        defect = None if isinstance(error, RlctlError) else error
+        log.warning(
+            "%s is published, but what follows failed: %s", run.operation.weight_version.label, error, exc_info=defect
+        )
 
     def _refuse_short(self, run: Run, count: int) -> None:
         if count < self._session.quorum:
@@ -395,17 +402,18 @@ class Finish:
             await self._roster.lift_quarantine(trusted)
             return
         version = session.record.plan.version
-        record = versions.published(session.model, version, model_digest=digest, checkpoint=session.checkpoint)
         dropped: list[str] = []
-        if session.record.request.options.adapters == ADAPTER_POLICY_DROP:
-            dropped = [adapter.name for adapter in record.adapters]
-            del record.adapters[:]
+        async with self._roster.publishing:
+            record = versions.published(session.model, version, model_digest=digest, checkpoint=session.checkpoint)
+            if session.record.request.options.adapters == ADAPTER_POLICY_DROP:
+                dropped = [adapter.name for adapter in record.adapters]
+                del record.adapters[:]
 
-        async def write(released: Sequence[Put]) -> None:
-            await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record), *released)
+            async def write(released: Sequence[Put]) -> None:
+                await session.advance(UPDATE_PHASE_PUBLISHED, model_put(record), *released)
 
-        await self._roster.lift_quarantine(trusted, write)
-        versions.publish(session.model, record, beside)
+            await self._roster.lift_quarantine(trusted, write)
+            versions.publish(session.model, record, beside)
         session.model.fingerprints = self._fingerprints
         self._roster.changed()
         run.operation.weight_version.CopyFrom(version)
@@ -424,18 +432,24 @@ class Finish:
                 await self._roster.until(lambda: all(slot.report is None or not slot.report.update_id for slot in good))
 
     async def _resume_after(self, run: Run, good: Sequence[Slot]) -> None:
+        """What was not done is a warning at its target, which nothing is routed to: it could generate, or not, against
+        what its trainer was told.
+        """
         if self._session.record.request.options.after == AFTER_UPDATE_STAY_PAUSED:
-            await self._session.hand_over_pause(good)
-            return
-        slots = [slot for slot in good if slot.name in self._session.resume]
-        results = await self._session.step(ContinueGenerationRequest(), slots, cleanup=True)
-        answers = zip(slots, results, strict=True)
-        failed = {slot: result.error for slot, result in answers if result.outcome != OUTCOME_APPLIED}
-        await self._roster.quarantine(failed)
-        warnings = {slot.name: error for slot, error in failed.items()}
+            results = await self._session.hand_over_pause(good)
+        else:
+            slots = [slot for slot in good if slot.name in self._session.resume]
+            results = await self._session.step(ContinueGenerationRequest(), slots, cleanup=True)
+        failed = {result.slot: result.error for result in results if result.outcome != OUTCOME_APPLIED}
+        self._warn(run, failed)
+        await self._roster.quarantine({slot: failed[slot.name] for slot in good if slot.name in failed})
+
+    @staticmethod
+    def _warn(run: Run, failed: Mapping[str, ErrorDetail]) -> None:
+        """Say at targets what of the end failed."""
         for target in run.operation.stage_results:
-            if target.slot in warnings:
-                target.warning.CopyFrom(warnings[target.slot])
+            if target.slot in failed and not target.HasField("warning"):
+                target.warning.CopyFrom(failed[target.slot])
 
     def _stamp(self, run: Run) -> None:
         if self._paused_s:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from google.protobuf.message import Message
 
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.roster import ModelState, Slot, model_put
+from rlctl.coordinator.roster import ModelState, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.together import RENDEZVOUS_S, Together
 from rlctl.outcomes import acknowledged, blame
@@ -53,11 +53,14 @@ def refuse_failed(results: Sequence[StageResult]) -> None:
 class FromPeer:
     """Lets the stage of a session take in what another stage sends."""
 
-    def __init__(self, session: Session, peer: Slot, fanout: Fanout, journal: Journal, clock: Clock) -> None:
+    def __init__(
+        self, session: Session, peer: Slot, fanout: Fanout, roster: Roster, journal: Journal, clock: Clock
+    ) -> None:
         self._session = session
         self._peer = peer
         (self._slot,) = session.targets
         self._fanout = fanout
+        self._roster = roster
         self._journal = journal
         self._clock = clock
         self._adapter = "" if session.adapter is None else session.adapter.name
@@ -109,11 +112,12 @@ class FromPeer:
         )
 
     async def _new_group(self, model: ModelState) -> str:
-        record = ModelRecord()
-        record.CopyFrom(model.record)
-        record.group_generation += 1
-        await self._journal.write([model_put(record)])
-        model.record = record
+        async with self._roster.publishing:
+            record = ModelRecord()
+            record.CopyFrom(model.record)
+            record.group_generation += 1
+            await self._journal.write([model_put(record)])
+            model.record = record
         return f"{record.name}-{record.group_generation}-heal"
 
     async def _buckets(self) -> list[TensorBucket]:

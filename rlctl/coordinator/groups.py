@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import TRANSPORT_TORCH_GLOO, TRANSPORT_TORCH_NCCL
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, GroupPlan
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
+
+BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl"}
+"""What a process group of a transport is made with."""
 
 
 @dataclass
@@ -26,34 +30,39 @@ class GroupBook:
         self._models: dict[str, _Groups] = {}
 
     def plan(
-        self, model: str, generation: int, trainer: str, targets: Sequence[Slot], *, sources: int, backend: str
+        self, model: str, generation: int, trainer: str, targets: Mapping[str, Sequence[Slot]], *, sources: int
     ) -> list[GroupPlan]:
-        """Groups in the one order in which they are formed.
+        """Groups in the one order in which they are formed; ``targets`` by the backend of their groups.
 
-        While trainer process, targets, their incarnations, sources and backend are what they were and no group broke,
-        the groups that stand are used again; otherwise they get ``generation``, which nobody has used before: members
-        that are still in an older group of the same name would meet its traces.
-        Source k is rank 0 of its group, the targets' ranks follow in slot order.
+        While trainer process, targets, their incarnations and backends and the sources are what they were and no group
+        broke, the groups that stand are used again; otherwise they get ``generation``, which nobody has used before:
+        members that are still in an older group of the same name would meet its traces.
+        Source k is rank 0 of its groups, one for each backend; the targets' ranks follow in slot order.
         """
-        membership = (trainer, backend, sources, tuple((s.name, s.record.incarnation) for s in targets))
+        placed = tuple(
+            (backend, tuple((slot.name, slot.record.incarnation) for slot in slots))
+            for backend, slots in targets.items()
+        )
+        membership = (trainer, sources, placed)
         groups = self._models.get(model)
         if groups is None or groups.membership != membership or groups.broken:
             groups = self._models[model] = _Groups(membership, generation)
-        listed = members(targets)
         plans = []
-        for source in range(sources):
-            name = f"{model}-{groups.generation}-s{source}"
-            plans.append(
-                GroupPlan(
-                    group_name=name,
-                    generation=groups.generation,
-                    source=source,
-                    world_size=world_size(listed),
-                    members=listed,
-                    backend=backend,
-                    formed=name in groups.formed,
+        for backend, slots in targets.items():
+            listed = members(slots)
+            for source in range(sources):
+                name = f"{model}-{groups.generation}-s{source}" + (f"-{backend}" if len(targets) > 1 else "")
+                plans.append(
+                    GroupPlan(
+                        group_name=name,
+                        generation=groups.generation,
+                        source=source,
+                        world_size=world_size(listed),
+                        members=listed,
+                        backend=backend,
+                        formed=name in groups.formed,
+                    )
                 )
-            )
         return plans
 
     def formed(self, model: str, group_name: str) -> None:

@@ -106,7 +106,6 @@ class Healer:
         self._by_hand = frozenset(by_hand)
         self._running: dict[str, _Running] = {}
         self._looking: dict[Slot, asyncio.Task[None]] = {}
-        self._spoilt: dict[Slot, float] = {}
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot."""
@@ -171,15 +170,15 @@ class Healer:
         something spoilt it or it was tried in vain.
         """
         if not _needs_heal(slot) and not self._lacks_adapters(slot):
-            self._spoilt.pop(slot, None)
-            slot.unhealable = ""
+            slot.spoilt_at, slot.unhealable = None, ""
             return False
         if slot.state == STAGE_STATE_STALE and slot.late:
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
-        if not _needs_heal(slot) and slot not in self._spoilt:
+        if not _needs_heal(slot) and slot.spoilt_at is None:
             return True
-        since = self._spoilt.setdefault(slot, self._clock.now())
-        return self._clock.now() - since >= GRACE_S
+        if slot.spoilt_at is None:
+            slot.spoilt_at = self._clock.now()
+        return self._clock.now() - slot.spoilt_at >= GRACE_S
 
     def _is_admitted(self, slot: Slot) -> bool:
         return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
@@ -253,10 +252,10 @@ class Healer:
             if done or self._roster.slots.get(slot.name) is not slot:
                 break
         if _needs_heal(slot):
-            self._spoilt[slot] = self._clock.now()
+            slot.spoilt_at = self._clock.now()
             slot.late = False  # from now on it is tried once in a while
         elif self._lacks_adapters(slot):
-            self._spoilt[slot] = self._clock.now()
+            slot.spoilt_at = self._clock.now()
         # Another one may have waited for its turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:
@@ -348,6 +347,7 @@ class Healer:
             self._peers.grant(slot)
             model.update_id = model.update_owner = ""
             self._roster.changed()
+            await session.forget()
 
     def _session(self, run: Run, slot: Slot, deadline: float, adapter: Adapter | None = None) -> Session:
         model = self._roster.models[slot.model]
@@ -398,7 +398,7 @@ class Healer:
             holder = self._holder(slot, adapter)
             if holder is None:
                 raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
-            self._file(run, await FromPeer(session, holder, self._fanout, self._journal, self._clock).receive())
+            self._file(run, await self._from_peer(session, holder).receive())
         await FinishAdapter(session, self._roster, self._peers, self._clock).restore(
             run, Expected(digest=adapter.digest)
         )
@@ -407,13 +407,16 @@ class Healer:
         await self._peers.hold_back(session.targets, UNVERIFIED)
         session.reference = next(iter(self._witnesses(session.model, session.targets)), None)
         if isinstance(source, Slot):
-            self._file(run, await FromPeer(session, source, self._fanout, self._journal, self._clock).receive())
+            self._file(run, await self._from_peer(session, source).receive())
         else:
             await session.ready()
             self._file(run, await session.step(UpdateWeightsFromDiskRequest(model_path=source), session.targets))
         digest = session.model.record.model_digest or await self._digest_of_peer(session)
         expected = Expected(digest=digest, fingerprints=session.model.fingerprints)
         await Finish(session, self._roster, self._peers, self._clock).restore(run, expected)
+
+    def _from_peer(self, session: Session, peer: Slot) -> FromPeer:
+        return FromPeer(session, peer, self._fanout, self._roster, self._journal, self._clock)
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""

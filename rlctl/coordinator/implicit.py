@@ -321,7 +321,7 @@ class Implicit:
         return await self._operations.start(
             request,
             verb=of_request(request).name,
-            targets=session.reached_by(of_request(request)),
+            targets=session.reached_by(request),
             excluded=[],
             work=work,
             exclusive=False,

@@ -3,7 +3,8 @@
 A client that knows engines only calls each of them; the weights are the model's all the same. The first call starts the
 operation, those for the other engines get its answer, each once. A request_id of the client's own makes a repeat exact.
 Without one, the same body for the same engine is a repeat while the operation runs, and until somebody has got its
-answer; after that it is a new operation.
+answer; after that it is a new operation. So is a call that comes :data:`JOINED_S` after another one got the answer:
+by then it is no part of what that asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator.operations import Operations, Run, body_hash
 from rlctl.errors import Reason
-from rlctl.ports import CALLER
+from rlctl.ports import CALLER, Clock
+
+JOINED_S = 60.0
 
 
 @dataclass(eq=False)
@@ -30,12 +33,14 @@ class _Shared:
         run: the operation, once it is accepted.
         called: engines that it was called for; "" for a call that is not for one.
         unanswered: engines that have not got its answer.
+        answered_at: when the first call got its answer, on the clock's ``now``.
     """
 
     model: str
     run: asyncio.Task[Run]
     unanswered: set[str]
     called: set[str] = field(default_factory=set)
+    answered_at: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,9 @@ class Joined:
 class Joining:
     """The operations that a further call may still join."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, clock: Clock) -> None:
         self._operations = operations
+        self._clock = clock
         self._shared: dict[bytes, _Shared] = {}
 
     async def run(
@@ -73,6 +79,7 @@ class Joining:
         known = self.known(body)
         if known is not None:
             return Joined(known, True, body)
+        self._drop_old()
         key = body_hash(body)
         shared = self._shared.get(key)
         joined = shared is not None and self._joins(shared, header.for_slot, unkeyed=header.unkeyed)
@@ -114,6 +121,7 @@ class Joining:
         refused = shared.run.cancelled() or shared.run.exception() is not None
         if refused or shared.run.result() is not joined.run:
             return  # its operation has been followed by another one of the same body
+        shared.answered_at = min(shared.answered_at, self._clock.now())
         shared.unanswered.discard(body.header.for_slot)  # type: ignore[attr-defined]
         if not shared.unanswered:
             del self._shared[key]
@@ -124,6 +132,10 @@ class Joining:
             accepted = shared.run.done() and not shared.run.cancelled() and shared.run.exception() is None
             if shared.model == model and accepted and shared.run.result().ended.is_set():
                 del self._shared[key]
+
+    def _drop_old(self) -> None:
+        old = self._clock.now() - JOINED_S
+        self._shared = {key: shared for key, shared in self._shared.items() if shared.answered_at > old}
 
 
 async def _started(run: asyncio.Task[Run]) -> None:

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from google.protobuf.message import Message
 
 from rlctl.coordinator.roster import Roster, Slot, names
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.outcomes import explain_operation, of_targets
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
-from rlctl.v1.journal_pb2 import OperationRecord
+from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, OperationRecord, UpdateRecord
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
@@ -96,6 +96,8 @@ class Operations:
         self._runs: dict[str, Run] = {}
         self._ended: dict[str, None] = {}
         """Ids of those that have ended, in that order."""
+        self._unrecorded: set[str] = set()
+        """Those of them whose end is not in the journal yet."""
         self._holders: dict[str, str] = {}
         self._joined: dict[str, str] = {}
         """Operation by the request id of a call that joined it."""
@@ -103,16 +105,21 @@ class Operations:
         """The newest id that was dropped: ids are UUIDv7 and sort by time."""
 
     async def load(self) -> None:
-        """Take in what the journal holds. What was running when the coordinator died has an unknown outcome."""
+        """Take in what the journal holds. What was running when the coordinator died has an unknown outcome; nothing
+        but that remains of the updates that were open.
+        """
         for _, body in self._journal.read("forgotten"):
             self._forgotten = body.decode()
-        changes: list[Put | Delete] = []
+        phases = {key: UpdateRecord.FromString(body).phase for key, body in self._journal.read("update")}
+        changes: list[Put | Delete] = [Delete("update", key) for key in phases]
         for key, body in self._journal.read("operation"):
             record = OperationRecord.FromString(body)
             if record.operation.state == OPERATION_STATE_RUNNING:
                 record.operation.state = OPERATION_STATE_UNKNOWN
+                published = phases.get(key) == UPDATE_PHASE_PUBLISHED
+                came = "; its version had been published" if published else ""
                 record.operation.error.CopyFrom(
-                    Reason.LINK_LOST.error("the coordinator was restarted while the operation ran").detail()
+                    Reason.LINK_LOST.error(f"the coordinator was restarted while the operation ran{came}").detail()
                 )
                 record.operation.done_time.CopyFrom(self._clock.wall())
                 changes.append(Put("operation", key, record.SerializeToString()))
@@ -153,9 +160,15 @@ class Operations:
         """Accept an operation: journal it, then do ``work`` in a task of its own, which no caller's leaving cancels.
 
         ``work`` fills in the results; what it raises ends the operation FAILED. An exclusive operation is refused
-        with OPERATION_CONFLICT while another one holds one of its targets.
+        with OPERATION_CONFLICT while another one holds one of its targets. Raises REQUEST_ID_REUSED when something
+        else was accepted under its id since the caller looked.
         """
         operation_id = request.header.request_id or self._clock.new_id()  # type: ignore[attr-defined]
+        if self.known(operation_id, request) is not None:
+            raise Reason.REQUEST_ID_REUSED.error(
+                f"request_id {operation_id} was used for another {self._runs[operation_id].operation.verb}",
+                field="header.request_id",
+            )
         if exclusive:
             self._hold(operation_id, targets)
         operation = Operation(
@@ -178,8 +191,8 @@ class Operations:
             self._release(operation_id)
             # A repeat may have attached to it meanwhile.
             run.operation.state = OPERATION_STATE_FAILED
-            typed = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
-            run.operation.error.CopyFrom(typed.detail())
+            cause = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
+            run.operation.error.CopyFrom(cause.detail())
             run.ended.set()
             await run.notify()
             raise
@@ -206,9 +219,10 @@ class Operations:
             unknown = any(result.outcome == OUTCOME_UNKNOWN for result in operation.stage_results)
             operation.state = OPERATION_STATE_UNKNOWN if unknown else OPERATION_STATE_FAILED
             operation.error.CopyFrom(error.detail())
-        except Exception as error:  # noqa: BLE001 - a defect must end the operation, not leave it running for ever
+        except Exception as error:  # a defect must end the operation, not leave it running for ever
+            log.exception("%s %s failed", operation.verb, operation.operation_id)
             operation.state = OPERATION_STATE_UNKNOWN
-            operation.error.CopyFrom(Reason.INTERNAL.error(f"{type(error).__name__}: {error}").detail())
+            operation.error.CopyFrom(typed(error).detail())
         finally:
             self._release(operation.operation_id)
             if operation.state == OPERATION_STATE_RUNNING:
@@ -226,12 +240,14 @@ class Operations:
             changes.append(Put("forgotten", "", forgotten.encode()))
         try:
             await self._journal.write([_put(run.record), *changes])
+            self._unrecorded.difference_update(expired)
             for key in expired:
                 for call in self._runs[key].record.joined:
                     del self._joined[call.request_id]
                 del self._runs[key], self._ended[key]
             self._forgotten = forgotten
         except RlctlError as error:
+            self._unrecorded.add(run.operation.operation_id)
             log.warning(
                 "%s %s has ended, which could not be recorded: %s",
                 run.operation.verb,
@@ -242,6 +258,13 @@ class Operations:
             self._ended[run.operation.operation_id] = None
             run.ended.set()
             await run.notify()
+
+    async def record_ended(self) -> None:
+        """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        late = sorted(self._unrecorded)
+        if late:
+            await self._journal.write([_put(self._runs[key].record) for key in late])
+            self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:
         """Let another call be answered with an operation; a repeat of it is too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
-from rlctl.coordinator.groups import GroupBook
+from rlctl.coordinator.groups import BACKENDS, GroupBook
 from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_travels, unsupported
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
@@ -44,8 +44,7 @@ from rlctl.v1.verbs_pb2 import (
 LEASE_TTL_S = 30.0
 MOST_SOURCES = 1024
 
-_BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl"}
-GROUPS = tuple(_BACKENDS)
+GROUPS = tuple(BACKENDS)
 _WRITES = {
     TRANSPORT_DISK: "UpdateWeightsFromDisk",
     TRANSPORT_SHARED_MEMORY: "UpdateWeightsFromTensor",
@@ -122,18 +121,20 @@ class Planner:
         The model's record takes in their names and generation; the caller journals it.
         """
         del plan.groups[:]
-        reached = [target.slot for target in plan.targets if target.transport in _BACKENDS]
-        targets = [slot for slot in targets if slot.name in reached]
-        if request.path == DATA_PATH_DISK or request.implicit or not targets:
+        reached: dict[str, list[Slot]] = {}
+        transports = {target.slot: target.transport for target in plan.targets}
+        for slot in targets:
+            if transports[slot.name] in BACKENDS:
+                reached.setdefault(BACKENDS[transports[slot.name]], []).append(slot)
+        if request.path == DATA_PATH_DISK or request.implicit or not reached:
             return []
         record = self._roster.model(request.model).record
         planned = self._groups.plan(
             request.model,
             record.group_generation + 1,
             request.trainer.boot_id,
-            targets,
+            reached,
             sources=max(1, request.num_sources),
-            backend=_BACKENDS[_by_group(request)],
         )
         plan.groups.extend(planned)
         record.group_generation = max(record.group_generation, *(group.generation for group in planned))
@@ -213,16 +214,16 @@ class Planner:
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
         if request.options.selector == WEIGHT_SELECTOR_DRAFT and not slot.capabilities.draft_model:
             return Reason.UNSUPPORTED.error(f"{slot.name} has no draft model", field="options.selector")
-        alone = len(slot.record.registration.layout.workers) == 1
-        if request.apply == APPLY_MODE_STAGED and not alone and _transport(request, slot) == TRANSPORT_TORCH_NCCL:
+        if _waits_for_its_own_ranks(request, slot, _transport(request, slot)):
             return Reason.UNSUPPORTED.error(
                 f"{slot.name}: beside generation its ranks' own NCCL collectives and the update's could wait for each "
                 "other; offer gloo or shared memory",
                 field="transports",
             )
         transport = _transport(request, slot)
-        if request.transports and transport in _BACKENDS and transport not in slot.capabilities.transports:
-            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {_BACKENDS[transport]} group", field="transports")
+        if request.transports and transport in BACKENDS and transport not in slot.capabilities.transports:
+            offered = " or ".join(BACKENDS[each] for each in request.transports if each in BACKENDS)
+            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {offered} group", field="transports")
         writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
         missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
@@ -290,14 +291,23 @@ def _transport(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.Value
         return TRANSPORT_DISK
     if request.path in (DATA_PATH_UNSPECIFIED, DATA_PATH_IPC) and _shares_memory(request, slot):
         return TRANSPORT_SHARED_MEMORY
-    return _by_group(request)
+    return _by_group(request, slot)
 
 
-def _by_group(request: BeginWeightUpdateRequest) -> Transport.ValueType:
-    for transport in request.transports or [TRANSPORT_TORCH_GLOO]:
-        if transport in _BACKENDS:
-            return transport
-    raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
+def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueType:
+    """The first of the sources' transports by which a target can take the update, or the first of all."""
+    given = [transport for transport in request.transports or [TRANSPORT_TORCH_GLOO] if transport in BACKENDS]
+    if not given:
+        raise Reason.NOT_IMPLEMENTED.error("none of these transports is implemented", field="transports")
+    offered = slot.capabilities.transports
+    fit = (each for each in given if each in offered and not _waits_for_its_own_ranks(request, slot, each))
+    return next(fit, given[0])
+
+
+def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
+    """Whether the update's NCCL collectives would go on beside those of the target's own steps."""
+    alone = len(slot.record.registration.layout.workers) == 1
+    return request.apply == APPLY_MODE_STAGED and not alone and transport == TRANSPORT_TORCH_NCCL
 
 
 def _shares_memory(request: BeginWeightUpdateRequest, slot: Slot) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 from rlctl.coordinator import versions
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.planning import in_progress
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.errors import Reason
 from rlctl.ports import Journal
@@ -31,6 +32,8 @@ TOLD_S = 10.0
 """Time that a grant may take to a stage and its report back."""
 
 
+OWNER = "another label"
+
 FORMER_LABELS = 64
 """Of one version that are remembered: a stage that missed more of them is healed."""
 
@@ -47,9 +50,12 @@ async def relabel(
     """Call the published version of a model by ``request.version`` from now on."""
     targets, excluded = roster.select(Target(model=model))
 
+    state = roster.models[model]
+
     async def work(run: Run) -> None:
         async with roster.publishing:
-            state = roster.models[model]
+            if state.update_id:
+                raise in_progress(state)
             before = state.record.latest
             holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == before]
             record = ModelRecord()
@@ -57,7 +63,12 @@ async def relabel(
             record.latest.label = request.version
             record.former_labels.append(before.label)
             del record.former_labels[:-FORMER_LABELS]
-            await journal.write([model_put(record)])
+            # A heal that began now would bring its stage to a version that is called otherwise by its end.
+            state.update_id, state.update_owner = run.operation.operation_id, OWNER
+            try:
+                await journal.write([model_put(record)])
+            finally:
+                state.update_id = state.update_owner = ""
             versions.publish(state, record)
             for slot in roster.slots.values():
                 if slot.model == model:

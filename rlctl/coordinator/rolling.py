@@ -15,9 +15,9 @@ from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.planning import Planner
-from rlctl.coordinator.roster import model_put
+from rlctl.coordinator.roster import Roster, model_put
 from rlctl.coordinator.verification import Expected
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason
 from rlctl.ports import Journal
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, CommitBatchRequest, CommitWeightUpdateRequest
 
@@ -25,9 +25,10 @@ from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, CommitBatchRequest, C
 class Rolling:
     """From batch to batch."""
 
-    def __init__(self, book: GroupBook, planner: Planner, journal: Journal) -> None:
+    def __init__(self, book: GroupBook, planner: Planner, roster: Roster, journal: Journal) -> None:
         self._book = book
         self._planner = planner
+        self._roster = roster
         self._journal = journal
 
     async def see_through(self, opened: OpenUpdate, finish: Finish, written: Callable[[], Awaitable[None]]) -> None:
@@ -42,7 +43,7 @@ class Rolling:
                 await self._turn(opened)
                 await written()
                 await finish.commit_batch(run, self._known(opened))
-        except RlctlError as error:
+        except Exception as error:
             if not session.published:
                 raise
             await finish.break_off(run, error)
@@ -69,18 +70,20 @@ class Rolling:
     async def commit_batch(self, opened: OpenUpdate, request: CommitBatchRequest) -> BeginWeightUpdateResponse | Run:
         """Decide a batch for the version, and wait for the plan of the next one, or the update, which ends without."""
         plan = opened.session.record.plan
-        if request.batch > plan.batch.number:
-            raise Reason.FIELD_INVALID.error(f"the update is at batch {plan.batch.number}", field="batch")
-        if request.batch == plan.batch.number:
-            if plan.batch.last:
-                raise Reason.ILLEGAL_STATE.error(
-                    f"batch {plan.batch.number} is the last one: it ends with the update",
-                    next_step="CommitWeightUpdate it.",
-                )
+        async with opened.planning:
+            if request.batch > plan.batch.number:
+                raise Reason.FIELD_INVALID.error(f"the update is at batch {plan.batch.number}", field="batch")
             turned = opened.turned
-            self.decide(opened, request)
+            if request.batch == plan.batch.number:
+                if plan.batch.last:
+                    raise Reason.ILLEGAL_STATE.error(
+                        f"batch {plan.batch.number} is the last one: it ends with the update",
+                        next_step="CommitWeightUpdate it.",
+                    )
+                self.decide(opened, request)
+        if request.batch == plan.batch.number:
             await turned.wait()
-        return plan if request.batch < plan.batch.number else opened.run
+        return opened.run if opened.ended else plan
 
     def refuse_more(self, opened: OpenUpdate) -> None:
         """Raise ILLEGAL_STATE when another batch follows the present one."""
@@ -98,9 +101,11 @@ class Rolling:
 
     async def _turn(self, opened: OpenUpdate) -> None:
         session = opened.session
-        session.turn()
-        plan, begin = session.record.plan, session.record.request
-        abandoned = self._planner.add_groups(plan, begin, session.targets)
-        await self._journal.write([model_put(session.model.record), session.put(session.record.phase)])
-        await session.leave_groups(abandoned)
-        opened.turn()
+        async with opened.planning:
+            session.turn()
+            plan, begin = session.record.plan, session.record.request
+            async with self._roster.publishing:
+                abandoned = self._planner.add_groups(plan, begin, session.targets)
+                await self._journal.write([model_put(session.model.record), session.put(session.record.phase)])
+            await session.leave_groups(abandoned)
+            opened.turn()

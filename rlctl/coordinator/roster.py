@@ -61,6 +61,8 @@ class Slot:
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
         leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
+        spoilt_at: since when, on the clock's ``now``, it waits to be healed because something spoilt it, or a heal was
+            in vain; None: it does not.
         unhealable: why it needs a heal and can get none, or "".
     """
 
@@ -72,6 +74,7 @@ class Slot:
     restoring: bool = False
     late: bool = True
     leaving: int = 0
+    spoilt_at: float | None = None
     unhealable: str = ""
 
     @property
@@ -149,6 +152,7 @@ class ModelState:
         update_owner: who holds it.
         fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
             this coordinator.
+        opening: held while an update of it is planned and accepted, or a stage of it leaves.
     """
 
     record: ModelRecord
@@ -157,6 +161,7 @@ class ModelState:
     update_id: str = ""
     update_owner: str = ""
     fingerprints: bytes = b""
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Roster:
@@ -219,20 +224,22 @@ class Roster:
         mutate: Callable[[SlotRecord], object],
         write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
     ) -> None:
-        """Change the records of slots, durably first. ``write`` puts them into the journal, with what goes with them.
+        """Change the records of slots, durably first. ``write`` puts those that differ into the journal, with what goes
+        with them.
 
         One that something else fills by now is left alone.
         """
         async with self._writing:
-            present = [slot for slot in slots if self.slots.get(slot.name) is slot]
-            changed = []
-            for slot in present:
+            changed = {}
+            for slot in slots:
                 record = SlotRecord()
                 record.CopyFrom(slot.record)
                 mutate(record)
-                changed.append(slot_put(record))
-            await (write or self._journal.write)(changed)
-            for slot in present:
+                if self.slots.get(slot.name) is slot and record != slot.record:
+                    changed[slot] = slot_put(record)
+            if changed or write is not None:
+                await (write or self._journal.write)(list(changed.values()))
+            for slot in changed:
                 mutate(slot.record)
         self.changed()
 
@@ -258,7 +265,8 @@ class Roster:
             slot.record.quarantine.CopyFrom(cause)
         if present:
             self.changed()
-            await self.change(present, lambda _: None)
+            async with self._writing:
+                await self._journal.write([slot_put(slot.record) for slot in present if self.slots[slot.name] is slot])
 
     def slot(self, name: str, field_path: str = "slot") -> Slot:
         """The slot of this name. Raises STAGE_NOT_FOUND."""

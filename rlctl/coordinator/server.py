@@ -87,6 +87,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "CommitWeightUpdate": coordinator.commit_weight_update,
         "AbortWeightUpdate": coordinator.abort_weight_update,
         "RenewLease": coordinator.renew_lease,
+        "ReserveRequestId": coordinator.reserve_request_id,
         "GetOperation": coordinator.get_operation,
         "ListOperations": coordinator.list_operations,
         "CancelOperation": coordinator.cancel_operation,

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator import verification
 from rlctl.coordinator.fanout import Fanout
+from rlctl.coordinator.groups import BACKENDS
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState, Roster, Slot
@@ -22,7 +23,7 @@ from rlctl.coordinator.verification import Expected, Level
 from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import acknowledged, blame
-from rlctl.ports import Clock, Journal, Put
+from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -51,17 +52,15 @@ from rlctl.v1.verbs_pb2 import (
     CommitUpdateRequest,
     ContinueGenerationRequest,
     DestroyWeightsUpdateGroupRequest,
+    InitWeightsUpdateGroupRequest,
     PauseGenerationRequest,
     PrepareUpdateRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
 )
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import of_request
 
-_BY_GROUP = (common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_TORCH_NCCL)
-_TRANSPORTS = {
-    "InitWeightsUpdateGroup": _BY_GROUP,
-    "UpdateWeightsFromDistributed": _BY_GROUP,
-    "UpdateWeightsFromTensor": (common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_CUDA_IPC),
-}
+_FROM_MEMORY = (common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_CUDA_IPC)
 
 _GENERATING = (common_pb2.STAGE_STATE_PAUSED, common_pb2.STAGE_STATE_READY)
 
@@ -85,8 +84,8 @@ class Session:
         reference: a stage that is no target and holds what the targets should hold, or None.
         missed: targets that did not take in all that was sent to them.
         unprepared: what those answered that could not be paused or prepared.
-        writing: by verb, held by whoever lets targets take in weights with it, so that several sources come one after
-            the other. No target takes weights in by two verbs: those with different ones do not wait for each other.
+        writing: by transport, held by whoever lets targets take in weights that way, so that several sources come one
+            after the other. No target takes weights in by two: those with different ones do not wait for each other.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Session:
         self._ended = False
         self.unprepared: list[StageResult] = []
         self.missed: set[str] = set()
-        self.writing = {verb: asyncio.Lock() for verb in _TRANSPORTS}
+        self.writing = {transport: asyncio.Lock() for transport in (*_FROM_MEMORY, *BACKENDS)}
         if self.rolls_in_place:
             self.waiting, self.targets = self.targets, []
             self.turn()
@@ -166,11 +165,27 @@ class Session:
         """Whether its targets were prepared in the present attempt."""
         return self._preparing is not None
 
-    def reached_by(self, verb: Verb) -> list[Slot]:
-        """The targets that take weights in by this verb; all of them for other verbs."""
-        transports = _TRANSPORTS.get(verb.name)
+    def reached_by(self, request: Message) -> list[Slot]:
+        """The targets that a request is for: of what forms groups and writes, those that are fed that way."""
+        transports = self.transports_of(request)
         planned = self._transports
-        return [slot for slot in self.targets if transports is None or planned[slot.name] in transports]
+        return [slot for slot in self.targets if not transports or planned[slot.name] in transports]
+
+    def transports_of(self, request: Message) -> Sequence[common_pb2.Transport.ValueType]:
+        """The transports of the targets that a request is for; none: it has nothing to do with any. Groups that are not
+        the plan's, but of a client's own, are those of every target that is fed over groups.
+        """
+        match request:
+            case UpdateWeightsFromTensorRequest():
+                return _FROM_MEMORY
+            case InitWeightsUpdateGroupRequest():
+                names = {request.group_name}
+            case UpdateWeightsFromDistributedRequest():
+                names = {bucket.group_name or request.group_name for bucket in request.buckets}
+            case _:
+                return ()
+        backends = {group.backend for group in self.record.plan.groups if group.group_name in names}
+        return [transport for transport, backend in BACKENDS.items() if backend in backends or not backends]
 
     @property
     def _transports(self) -> dict[str, common_pb2.Transport.ValueType]:
@@ -350,13 +365,15 @@ class Session:
         """
         return await asyncio.gather(*steps)
 
-    async def hand_over_pause(self, slots: Sequence[Slot]) -> None:
-        """From here on the pause is its owner's, as if asked for by name: no other update lifts it."""
+    async def hand_over_pause(self, slots: Sequence[Slot]) -> list[StageResult]:
+        """From here on the pause is its owner's, as if asked for by name: no other update lifts it. The results of
+        those that are paused.
+        """
         await Waking(self._roster, self._fanout, self._clock).forget(slots)
         mode = self.record.request.options.pause or PAUSE_MODE_RETRACT
         paused = [slot for slot in slots if slot.held]
         self._steps += 1
-        await self._fanout.run(
+        return await self._fanout.run(
             PauseGenerationRequest(mode=mode),
             paused,
             operation_id=self.update_id,
@@ -455,6 +472,11 @@ class Session:
         """Come to a phase, together with what else changes: durably first."""
         await self._journal.write([*changes, self.put(phase)])
         self.record.phase = phase
+
+    async def forget(self) -> None:
+        """Take it off the journal. Its operation stays on record; what is found without either was never published."""
+        with contextlib.suppress(RlctlError):
+            await self._journal.write([Delete("update", self.update_id)])
 
 
 def _flat(steps: Sequence[Sequence[StageResult]]) -> list[StageResult]:

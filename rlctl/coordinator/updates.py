@@ -24,8 +24,8 @@ from rlctl.coordinator.rolling import Rolling
 from rlctl.coordinator.roster import Roster, Slot, model_put
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.verification import NOTHING
-from rlctl.errors import Reason, RlctlError
-from rlctl.ports import Clock, Delete, Journal
+from rlctl.errors import Reason, RlctlError, typed
+from rlctl.ports import Clock, Journal
 from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, Target
 from rlctl.v1.coordinator_pb2 import HealStageRequest
@@ -46,7 +46,7 @@ from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     UnloadAdapterRequest,
 )
-from rlctl.verbs import Verb, of_request
+from rlctl.verbs import of_request
 
 Content = Callable[[OpenUpdate], Awaitable[None]]
 """Brings the weights of an update in one call to its targets, and decides for it."""
@@ -57,7 +57,9 @@ TRAINERS_UPDATE = "WeightUpdate"
 """What the update of a trainer, of several calls, is recorded as."""
 
 LOOK_S = 10.0
-"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone."""
+"""How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
+did not take is written again, too.
+"""
 
 
 class Updates:
@@ -87,19 +89,18 @@ class Updates:
         self._groups = groups
         self._planner = planner
         self._attempts = attempts
-        self._rolling = Rolling(self._groups, self._planner, journal)
+        self._rolling = Rolling(self._groups, self._planner, roster, journal)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand)
         self._orphans = Orphans(roster, fanout, clock, self.is_open)
-        self.joining = Joining(operations)
+        self.joining = Joining(operations, clock)
         self._open: dict[str, OpenUpdate] = {}
-        self._beginning = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
 
     # What trainers call.
 
     async def begin(self, request: BeginWeightUpdateRequest, timeout_s: float | None) -> BeginWeightUpdateResponse:
         """Open an update of several calls. A repeat with the same request_id gets the same answer while it is open."""
-        async with self._beginning:
+        async with self._roster.model(request.model).opening:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
                 return self.get(known.operation.update_id).session.record.plan
@@ -128,7 +129,7 @@ class Updates:
             if begin.options.verify != VERIFICATION_LEVEL_EXPECTED:
                 session.levels(NOTHING)  # such clients give no digest: better refused than found out after the writes
 
-        async with self._beginning:
+        async with self._roster.model(begin.model).opening:
             return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet)
 
     async def begin_whole(
@@ -145,7 +146,7 @@ class Updates:
 
         ``vet`` may raise what keeps a session from being accepted.
         """
-        async with self._beginning:
+        async with self._roster.model(begin.model).opening:
             known = self._operations.known(begin.header.request_id, request)
             if known is not None:
                 return known
@@ -204,8 +205,9 @@ class Updates:
         opened = self._own(request.update_id, request.fencing_token)
         if opened is None:
             return self._operations.get(request.update_id)
-        self._rolling.refuse_more(opened)
-        self.decide(opened, request)
+        async with opened.planning:
+            self._rolling.refuse_more(opened)
+            self.decide(opened, request)
         return opened.run
 
     def decide(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> None:
@@ -287,9 +289,9 @@ class Updates:
         """Whether an update of this id is open."""
         return update_id in self._open or self._healer.is_open(update_id)
 
-    def targets(self, update_id: str, verb: Verb) -> list[Slot]:
-        """The targets of an open update that a verb is for. Raises UPDATE_NOT_FOUND."""
-        return self.get(update_id).session.reached_by(verb)
+    def targets(self, update_id: str, request: Message) -> list[Slot]:
+        """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND."""
+        return self.get(update_id).session.reached_by(request)
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Bring stages to the published version from a known source."""
@@ -314,6 +316,8 @@ class Updates:
             await asyncio.sleep(LOOK_S)
             for slot in list(self._roster.slots.values()):
                 self.look_after(slot)
+            with contextlib.suppress(RlctlError):
+                await self._operations.record_ended()
 
     async def stop(self) -> None:
         """Abort what is open: its owner could not go on with a coordinator that has left."""
@@ -402,23 +406,22 @@ class Updates:
                 await last.commit(run, opened.expected)
         except BaseException as error:
             if not session.published:
-                typed = error if isinstance(error, RlctlError) else Reason.INTERNAL.error(repr(error))
-                opened.decide(verdict=typed)
-                await session.abort(run, typed)
+                cause = typed(error)
+                opened.decide(verdict=cause)
+                await session.abort(run, cause)
                 await session.leave_groups(self._groups.unformed(session.record.plan))
             raise
         finally:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
             del self._open[session.update_id]
+            opened.ended = True
             opened.turned.set()
             self._let_go(session)
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()
             self._look_after(session.model.record.name)
-            with contextlib.suppress(RlctlError):
-                # Its operation stays on record; what is found without either was never published.
-                await self._journal.write([Delete("update", session.update_id)])
+            await session.forget()
 
     def _let_go(self, session: Session) -> None:
         """What was not to be served while the update was open is told by its state and its quarantine from now on."""

@@ -8,15 +8,16 @@ Source of the method: Shao et al., "DeepSeekMath", 2024, section 4.1.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from rlctl.demo.task import EVERY, draw
+from rlctl.demo.task import EVERY, Problem, draw
 from rlctl.demo.tiny import EOS, PAD, encode
+from rlctl.rollout.sample import RolloutSample
 
 CLIP = 0.2
 
@@ -40,6 +41,22 @@ class Rollout:
     versions: list[int]
     reward: float
     group: int
+
+
+def rollouts(groups: Iterable[tuple[Problem, Iterable[RolloutSample]]]) -> list[Rollout]:
+    """The samples of each problem, with the reward for the text that was generated."""
+    return [
+        Rollout(
+            prompt=list(sample.prompt_ids),
+            output=sample.output_ids,
+            logprobs=sample.logprobs,
+            versions=[version.sequence if version else 0 for version in sample.versions],
+            reward=problem.reward(sample.text),
+            group=number,
+        )
+        for number, (problem, samples) in enumerate(groups)
+        for sample in samples
+    ]
 
 
 class Trainer:

@@ -14,7 +14,7 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.publisher import Publisher, model_digest
 from rlctl.client.rollout import Asking
 from rlctl.demo import tiny
-from rlctl.demo.grpo import Rollout, Trainer
+from rlctl.demo.grpo import Rollout, Trainer, rollouts
 from rlctl.demo.judge import Judge, Step, Verdict
 from rlctl.demo.production import MAX_STALENESS, Production, staleness
 from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
@@ -140,10 +140,10 @@ class _Loop:
 
     def _one(self, step: Step) -> None:
         started = time.perf_counter()
-        rollouts = self._roll_out(step)
+        batch = self._roll_out(step)
         waited = time.perf_counter()
-        step.reward = sum(r.reward for r in rollouts) / len(rollouts)
-        step.max_logprob_diff = self._trainer.step(rollouts)
+        step.reward = sum(r.reward for r in batch) / len(batch)
+        step.max_logprob_diff = self._trainer.step(batch)
         step.expected = model_digest(self._trainer.model)
         if not (self._settings.sabotage == "skip-sync" and step.step == SKIPPED_STEP):
             update = self._publisher.update(self._trainer.model, version=f"step-{step.step}")
@@ -157,7 +157,7 @@ class _Loop:
                 for result in update.operation.stage_results
             }
         ended = waited if self._settings.mode == "sync" else time.perf_counter()
-        step.tokens_per_s = sum(len(r.output) for r in rollouts) / (ended - started)
+        step.tokens_per_s = sum(len(r.output) for r in batch) / (ended - started)
         checked = self._fleet.check_weights()
         step.digests = {result.slot: result.rank_results[0].check.model_digest for result in checked.stage_results}
 
@@ -172,18 +172,7 @@ class _Loop:
         groups = self._production.batch(self._sequence)
         step.staleness = max(staleness(samples, self._sequence) for _, samples in groups)
         step.dropped = self._production.dropped
-        return [
-            Rollout(
-                prompt=list(sample.prompt_ids),
-                output=sample.output_ids,
-                logprobs=sample.logprobs,
-                versions=[version.sequence if version else 0 for version in sample.versions],
-                reward=problem.reward(sample.text),
-                group=number,
-            )
-            for number, (problem, samples) in enumerate(groups)
-            for sample in samples
-        ]
+        return rollouts(groups)
 
     def _evaluate(self) -> float:
         prompts = [tiny.encode(problem.prompt) for problem in EVERY]

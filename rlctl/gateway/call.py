@@ -8,9 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from rlctl.client.aio import AsyncFleet
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway import bodies, identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.generation.service import Generation
+from rlctl.ports import new_uuid7
 
 UNKNOWN_FIELDS = "X-RLCTL-Unknown-Fields"
 """Header of the answer that lists what of the body nobody looked at."""
@@ -31,8 +33,9 @@ class Call:
     """
 
     def __init__(
-        self, request: web.Request, fleet: AsyncFleet, generation: Generation, ids: identity.RequestIds, most: int
+        self, request: web.Request, fleet: AsyncFleet, generation: Generation, *, dialect: str, changes: bool, most: int
     ) -> None:
+        """``dialect``: whose route it is; ``changes``: it may change something; ``most``: bytes of its body."""
         self.method = request.method
         self.url = str(request.rel_url)
         self.path: Mapping[str, str] = request.match_info
@@ -42,8 +45,10 @@ class Call:
         self.fleet = fleet.on_behalf_of(self.token)
         self.generation = generation
         self._request = request
-        self._ids = ids
+        self._dialect = dialect
+        self._changes = changes
         self._most = most
+        self._id = ""
         self._data: bytes | None = None
         self._fields: list[Fields] = []
         self._unknown: list[str] = []
@@ -94,10 +99,25 @@ class Call:
         """Whether the caller gave the request an id of its own."""
         return any(name in self.headers for name in identity.KEYS)
 
-    def request_id(self, step: str = "") -> str:
+    async def request_id(self, step: str = "") -> str:
         """For the header of an operation. A repeat under the same ``Idempotency-Key`` or ``X-Request-Id`` has the same.
 
-        ``step`` tells several operations of one request apart. Raises FIELD_INVALID.
+        ``step`` tells several operations of one request apart. Raises FIELD_INVALID, and REQUEST_ID_REUSED where the
+        key came with another body.
         """
-        made = self._ids.of(self.headers, self.token, self._request.path)
-        return identity.derived(made, step) if step else made
+        header, key = identity.key(self.headers)
+        if not self._id and not (key and self._changes):
+            self._id = new_uuid7()
+        if not self._id:
+            self._id = identity.as_uuid7(key) or await self._reserved(header, key)
+        return identity.derived(self._id, step) if step else self._id
+
+    async def _reserved(self, header: str, key: str) -> str:
+        path, _, query = self.url.partition("?")
+        scope = (self._dialect, self.generation.settings.model, self.token or "", self.method, path, key)
+        try:
+            return await identity.reserved(self.fleet, scope, query.encode() + b"\0" + await self.body())
+        except RlctlError as error:
+            if error.reason is Reason.REQUEST_ID_REUSED:
+                error.field = header
+            raise

@@ -19,6 +19,8 @@ from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -28,6 +30,8 @@ _OF_THE_MODEL = (
     BeginWeightUpdateRequest,
     CommitWeightUpdateRequest,
     InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -111,7 +115,7 @@ async def aimed(call: Call, request: Any, step: str = "") -> Any:
     :func:`updatable`.
     """
     header = request.header
-    header.request_id, header.unkeyed = call.request_id(step), not call.keyed
+    header.request_id, header.unkeyed = await call.request_id(step), not call.keyed
     header.target.model = call.generation.settings.model
     slots = slots_of(call)
     if slots and isinstance(request, _OF_THE_MODEL):

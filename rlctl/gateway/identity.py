@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import orjson
+
+from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason
-from rlctl.ports import new_uuid7
+from rlctl.v1.coordinator_pb2 import ReserveRequestIdRequest, ReserveRequestIdResponse
 
 KEYS = ("Idempotency-Key", "X-Request-Id")
-REMEMBERED = 4096
 _LONGEST = 256
+_RESERVE_S = 30.0
 
 
 def token(headers: Mapping[str, str]) -> str | None:
@@ -26,42 +28,38 @@ def token(headers: Mapping[str, str]) -> str | None:
     return value.strip()
 
 
-class RequestIds:
-    """Ids of the contract for the keys that callers send.
+def key(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The header in which the caller named its request, and the name; empty without one. Raises FIELD_INVALID."""
+    for name in KEYS:
+        given = headers.get(name)
+        if given is None:
+            continue
+        if not 0 < len(given) <= _LONGEST:
+            raise Reason.FIELD_INVALID.error(f"it must have 1 to {_LONGEST} characters", field=name)
+        return name, given
+    return "", ""
 
-    A UUIDv7 is one already, and a repeat is exact wherever it comes in. Another key is given one when it comes first,
-    and is remembered here, in this process, with the last few thousand others: its time must be true, since the
-    coordinator forgets by it, and a key does not tell it.
+
+def as_uuid7(given: str) -> str:
+    """A key that is a request_id already, in the spelling of the contract; "" for any other."""
+    try:
+        made = uuid.UUID(given)
+    except ValueError:
+        return ""
+    return str(made) if made.version == 7 else ""
+
+
+async def reserved(fleet: AsyncFleet, scope: Sequence[str], body: bytes) -> str:
+    """The request_id that a key stands for at the coordinator, and so at every gateway, now and after a restart.
+
+    ``scope``: the key and all that tells it from others' (who asks for what, where); it may hold a token, and only its
+    hash is sent. Raises REQUEST_ID_REUSED where another body came under it.
     """
-
-    def __init__(self) -> None:
-        self._made: OrderedDict[tuple[str | None, str, str], str] = OrderedDict()
-
-    def of(self, headers: Mapping[str, str], caller: str | None, path: str) -> str:
-        """The request_id of a request; a new one if it has no key. Raises FIELD_INVALID."""
-        for name in KEYS:
-            key = headers.get(name)
-            if key is None:
-                continue
-            if not key or len(key) > _LONGEST:
-                raise Reason.FIELD_INVALID.error(f"it must have 1 to {_LONGEST} characters", field=name)
-            return self._known(key, caller, path)
-        return new_uuid7()
-
-    def _known(self, key: str, caller: str | None, path: str) -> str:
-        try:
-            given = uuid.UUID(key)
-        except ValueError:
-            given = None
-        if given is not None and given.version == 7:
-            return str(given)
-        place = (caller, path, key)
-        if place not in self._made:
-            self._made[place] = new_uuid7()
-        self._made.move_to_end(place)
-        while len(self._made) > REMEMBERED:
-            self._made.popitem(last=False)
-        return self._made[place]
+    request = ReserveRequestIdRequest(
+        key=hashlib.sha256(orjson.dumps(scope)).hexdigest(), body_sha256=hashlib.sha256(body).digest()
+    )
+    response: ReserveRequestIdResponse = await fleet.connection.call("ReserveRequestId", request, _RESERVE_S)
+    return response.request_id
 
 
 def derived(request_id: str, step: str) -> str:

@@ -16,11 +16,10 @@ from aiohttp import web
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import dialects, middleware
+from rlctl.gateway import connections, dialects, middleware
 from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.generation.service import Generation, Settings
-from rlctl.gateway.identity import RequestIds
 from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.transport.addresses import join, refuse_insecure, split
@@ -29,9 +28,6 @@ log = logging.getLogger(__name__)
 
 _of_aiohttp = logging.getLogger(f"{__name__}.aiohttp")
 _of_aiohttp.setLevel(logging.CRITICAL)  # it has only to tell what callers send that is no HTTP, each with a traceback
-
-WRITE_S = 60.0
-"""A caller that takes nothing of an answer for so long is gone."""
 
 DRAIN_S = 30.0
 
@@ -80,7 +76,6 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.address = ""
-        self._ids = RequestIds()
         self._runner: web.AppRunner | None = None
         self._keeper: Keeper | None = None
         self._fleet: AsyncFleet | None = None
@@ -101,11 +96,11 @@ class GatewayServer:
             handler_cancellation=True,
             access_log=None,
             logger=_of_aiohttp,
+            keepalive_timeout=connections.IDLE_S,
             shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, reuse_port=config.share_port or None)
-        await site.start()
+        await connections.Site(self._runner, host, port, share_port=config.share_port).start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.router is not None:
@@ -124,7 +119,7 @@ class GatewayServer:
             await self._fleet.close()
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._without_route], client_max_size=self.dialect.body_bytes)
+        app = web.Application(middlewares=[self._outermost], client_max_size=self.dialect.body_bytes)
         there: set[tuple[str, str]] = set()
         for route in (*self.dialect.routes, *(routed(self.dialect.routes) if self.config.router is not None else ())):
             handler = functools.partial(self._serve, route)
@@ -135,11 +130,12 @@ class GatewayServer:
         return app
 
     @web.middleware
-    async def _without_route(
+    async def _outermost(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            return await handler(request)
+            with connections.answering(request):
+                return await handler(request)
         except web.HTTPException as said:
             if said.status not in (404, 405):
                 raise
@@ -149,7 +145,14 @@ class GatewayServer:
 
     async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         try:
-            call = Call(request, self.fleet, self.generation, self._ids, self.dialect.body_bytes)
+            call = Call(
+                request,
+                self.fleet,
+                self.generation,
+                dialect=self.dialect.name,
+                changes=route.scope is Scope.ADMIN,
+                most=self.dialect.body_bytes,
+            )
             answer = await self._answer(route, call)
             if isinstance(answer, Stream):
                 return await self._stream(request, call, answer)
@@ -188,26 +191,18 @@ class GatewayServer:
             response = web.StreamResponse(headers=headers)
             response.content_type = answer.content_type
             await response.prepare(request)
-            await _write(response, first)
+            await response.write(first)
             try:
                 async for chunk in chunks:
-                    await _write(response, chunk)
+                    await response.write(chunk)
             except RlctlError as error:
-                await _write(response, answer.fail(error))
+                await response.write(answer.fail(error))
             await response.write_eof()
             return response
         finally:
             close = getattr(chunks, "aclose", None)
             if close is not None:
                 await close()
-
-
-async def _write(response: web.StreamResponse, chunk: bytes) -> None:
-    try:
-        async with asyncio.timeout(WRITE_S):
-            await response.write(chunk)
-    except TimeoutError:
-        raise ConnectionResetError(f"the caller took nothing for {WRITE_S:g} s") from None
 
 
 def _unknown(call: Call) -> dict[str, str]:

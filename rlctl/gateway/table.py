@@ -72,10 +72,10 @@ class Asked:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def header(self, step: str = "", *, model: str = "") -> RequestHeader:
+    async def header(self, step: str = "", *, model: str = "") -> RequestHeader:
         """Of a group or weight verb: for an engine it joins what the calls for the others ask for."""
         return RequestHeader(
-            request_id=self.call.request_id(step),
+            request_id=await self.call.request_id(step),
             target=Target(model=model),
             for_slot=self.slot,
             unkeyed=not self.call.keyed,
@@ -85,7 +85,7 @@ class Asked:
         """Carry out a verb at the engine, or at all that the gateway speaks for. Raises what it fails with."""
         slots = [self.slot] if self.slot else []
         model = "" if self.slot else self.call.generation.settings.model
-        request_id = self.call.request_id(step)
+        request_id = await self.call.request_id(step)
         return await self.call.fleet.call(request, slots=slots, model=model, request_id=request_id)
 
 

@@ -87,7 +87,14 @@ class Gateways:
                 self._advance(gateway, coordinator, restart=restart)
         for model, spec in wanted.items():
             if model not in self._running:
-                self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec)
+                try:
+                    self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec)
+                except RlctlError as error:
+                    self.errors.setdefault(model, error)  # tried again at the next look
+                else:
+                    self.errors.pop(model, None)
+        for model in self.errors.keys() - wanted.keys():
+            del self.errors[model]
 
     def stop(self) -> None:
         """End all."""
@@ -99,14 +106,16 @@ class Gateways:
         model = gateway.spec.model
         if model in self.errors:
             if restart and time.monotonic() >= gateway.again_at:
-                del self.errors[model]
-                gateway.process = self._start(gateway.at, coordinator)
+                try:
+                    gateway.process = self._start(gateway.at, coordinator)
+                except RlctlError as error:
+                    self._failed(gateway, error)
+                else:
+                    del self.errors[model]
         elif gateway.process.returncode is not None:
             gateway.process.wait()
             gateway.ready = False
-            self.errors[model] = gateway.process.failure()
-            gateway.again_at = time.monotonic() + min(self._backoff_s * 2**gateway.failures, BACKOFF_AT_MOST_S)
-            gateway.failures += 1
+            self._failed(gateway, gateway.process.failure())
         elif gateway.process.serves and not gateway.ready:
             address = gateway.process.facts["address"]
             gateway.ready = True
@@ -116,6 +125,11 @@ class Gateways:
             gateway.at = replace(gateway.spec, listen=_bound(address), router_listen=_bound(router))
             behind = f", {gateway.spec.router} at {router}" if router else ""
             self._say(f"{gateway.spec.process}: ready at {address}{behind}")
+
+    def _failed(self, gateway: _Gateway, error: RlctlError) -> None:
+        self.errors[gateway.spec.model] = error
+        gateway.again_at = time.monotonic() + min(self._backoff_s * 2**gateway.failures, BACKOFF_AT_MOST_S)
+        gateway.failures += 1
 
     def _reap(self) -> None:
         for process, deadline in list(self._leaving):

@@ -33,13 +33,16 @@ class LocalLauncher:
     ) -> Process:
         """Start ``rlctl ARGUMENTS``; cores are those that no process that still runs is bound to.
 
-        Raises FIELD_INVALID: too few.
+        Raises FIELD_INVALID: too few; ENGINE_FAILED: the system does not start it.
         """
         bound = self._free_cores(name, cpus)
         threads = str(cpus) if cpus else os.environ.get("OMP_NUM_THREADS", "1")
         variables = {"OMP_NUM_THREADS": threads, **(environment or {}), **self._common}
         log = self._directory / f"{name}.log"
-        process = Process(name, [*arguments, *self._flags], log, variables, self._module, bound)
+        try:
+            process = Process(name, [*arguments, *self._flags], log, variables, self._module, bound)
+        except (OSError, RuntimeError) as error:  # no memory, no process id, no thread, no room for a log
+            raise Reason.ENGINE_FAILED.error(f"{name} cannot be started: {error}") from error
         self._cores.update(dict.fromkeys(bound, process))
         return process
 

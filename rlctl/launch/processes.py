@@ -18,6 +18,8 @@ from rlctl.launch.launcher import Launched
 from rlctl.process import ANNOUNCEMENT
 
 STOP_S = 10.0
+READ_S = 1.0
+"""For what a process that has ended said last to be read."""
 LOG_BYTES = 8192
 """How far back a log is looked into for its last line."""
 
@@ -123,21 +125,21 @@ class Process:
             killed = True
             self._popen.kill()
             self._popen.wait()
-        self._reader.join()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._reader.join(READ_S)  # longer where a child of its own goes on, which has the same standard output
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
         return killed
 
     def _read(self) -> None:
         stdout: IO[bytes] | None = self._popen.stdout
         assert stdout is not None
-        for line in stdout:
-            with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                if isinstance(said, dict) and ANNOUNCEMENT in said and not self._announced.is_set():
-                    self.facts = {key: str(value) for key, value in said.items()}
-                    self._announced.set()
+        with stdout:
+            for line in stdout:
+                with contextlib.suppress(ValueError):
+                    said = json.loads(line)
+                    if isinstance(said, dict) and ANNOUNCEMENT in said and not self._announced.is_set():
+                        self.facts = {key: str(value) for key, value in said.items()}
+                        self._announced.set()
         self._announced.set()
 
 

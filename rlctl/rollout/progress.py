@@ -43,6 +43,7 @@ class Progress:
         self._input_logprobs = list(sample.input_logprobs)
         self._tried = bool(sample.parts)
         self._base = self._text_base = 0  # tokens, and length of the text, that earlier attempts brought
+        self._cached = self._retractions = 0  # what earlier attempts counted
 
     @property
     def whole(self) -> Sample:
@@ -81,6 +82,7 @@ class Progress:
         """
         self._whole.ClearField("finish_reason")
         self._base, self._text_base = self.tokens, len(self._whole.text)
+        self._cached, self._retractions = self._whole.cached_tokens, self._whole.retractions
         request = GenerateRequest()
         request.CopyFrom(self._request)
         if self._tried or not request.rid:
@@ -119,6 +121,9 @@ class Progress:
             self._begin_part(response, sample)
             sample.index = 0
             sample.completion_tokens += self._base
+            sample.retractions += self._retractions
+            if self._base:  # of its prompt the engine now counts what was generated, too
+                sample.cached_tokens = self._cached
             for span in sample.versions:
                 span.start += self._base
                 span.end += self._base

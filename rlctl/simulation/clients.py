@@ -103,6 +103,10 @@ class Operator(Caller):
 
     async def act(self, chance: random.Random) -> None:
         """One thing that an operator might do."""
+        await self.do(self._verb(chance), chance)
+
+    def _verb(self, chance: random.Random) -> Message:
+        """One of them, drawn."""
         header = self._anywhere(chance)
         tags = chance.choice(([], [MEMORY_TAG_KV_CACHE], [MEMORY_TAG_WEIGHTS]))
         choices: list[Message] = [
@@ -118,7 +122,7 @@ class Operator(Caller):
         ]
         if chance.random() < 0.1:
             choices = [verbs_pb2.CheckWeightsRequest(header=header, action=verbs_pb2.CHECK_ACTION_RESET_TENSORS)]
-        await self.do(chance.choice(choices), chance)
+        return chance.choice(choices)
 
     async def do(self, request: Message, chance: random.Random, timeout_s: float = 15.0) -> None:
         """Let a verb be carried out, whatever comes of it; and, sometimes, ask for it again."""
@@ -146,6 +150,26 @@ class Operator(Caller):
             second = await self.sim.network.call(self.node, COORDINATOR, "Verb", request, 20.0)
             if recorded:
                 self.sim.observer.repeated(first, second, same=not other)
+
+    async def hurry(self, chance: random.Random) -> None:
+        """Gives verbs little time, asks for the next one meanwhile, leaves before it is answered, and asks again."""
+        slot = chance.choice(sorted(self.sim.stages))
+        if chance.random() < 0.6:
+            self.sim.faults.answer_slowly(slot, chance)
+        for _ in range(chance.randint(2, 6)):
+            short, request = self._verb(chance), self._verb(chance)
+            for each in (short, request):
+                each.header.target.CopyFrom(Target(slots=[slot]))  # type: ignore[attr-defined]
+            given_up = asyncio.ensure_future(self.do(short, chance, chance.choice((0.02, 0.05, 0.2, 0.5))))
+            await asyncio.sleep(chance.uniform(0, 0.02))
+            request.header.request_id = self.sim.world.new_id()  # type: ignore[attr-defined]
+            request.header.timeout.CopyFrom(duration(15.0))  # type: ignore[attr-defined]
+            with contextlib.suppress(RlctlError, TimeoutError):
+                async with asyncio.timeout(chance.choice((0.003, 0.01, 0.05, 0.5))):
+                    await self.sim.network.call(self.node, COORDINATOR, "Verb", request, 16.0)
+            if chance.random() < 0.7:
+                await self.do(request, chance)
+            await given_up
 
     async def nap(self, chance: random.Random) -> None:
         """Put a model to sleep, and wake it up."""

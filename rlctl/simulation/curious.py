@@ -177,6 +177,18 @@ class Curious(Caller):
         for operation in listed.operations:
             await self.call("WatchOperation", rpc.WatchOperationRequest(operation_id=operation.operation_id), CALL_S)
             await self.call("GetOperation", rpc.GetOperationRequest(operation_id=operation.operation_id), CALL_S)
+        await self._reserve(chance)
+
+    async def _reserve(self, chance: random.Random) -> None:
+        """A key stands for what it stood for, whoever the coordinator is by now; under another body it is refused."""
+        key = f"key-{chance.randint(1, 3)}"
+        request = rpc.ReserveRequestIdRequest(key=key, body_sha256=bytes(32))
+        answer = await self.call("ReserveRequestId", request, CALL_S)
+        if self.sim.keys.setdefault(key, answer.request_id) != answer.request_id:
+            self.sim.observer.broken(
+                "I2", f"{key} stands for {answer.request_id}, not for {self.sim.keys[key]} any more"
+            )
+        await self._refused("ReserveRequestId", rpc.ReserveRequestIdRequest(key=key, body_sha256=b"x" * 32))
 
     # What belongs to somebody else.
 

@@ -379,6 +379,14 @@ class Faults:
         self._sim.network.slow = chance.choice((0.05, 0.5))
         self._sim.timer.later(chance.uniform(1, 15), setattr, self._sim.network, "slow", 0.0)
 
+    def answer_slowly(self, slot: str, chance: random.Random) -> None:
+        """What one rank of a stage sends comes late for a while."""
+        if not self.stopped and slot in self._sim.stages:
+            node = chance.choice(self._sim.stages[slot].nodes)
+            node.slow = chance.choice((0.05, 0.5))
+            self._note(f"what {node.name} sends is slow")
+            self._sim.timer.later(chance.uniform(1, 5), setattr, node, "slow", 0.0)
+
     def _stick(self, chance: random.Random) -> None:
         for group in self._sim.fabric.groups.values():
             if not group.broken and chance.random() < 0.5:

@@ -80,6 +80,7 @@ class Simulation:
         kinds: what each slot's engine can verify.
         retained: ended operations that a coordinator remembers.
         nameless: every tensor that a trainer has sent that names no update.
+        keys: what callers' own keys stood for when they came first.
     """
 
     seed: int
@@ -97,6 +98,7 @@ class Simulation:
     kinds: dict[str, str] = field(default_factory=dict)
     retained: int = RETAINED
     nameless: set[str] = field(default_factory=set)
+    keys: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
@@ -218,6 +220,7 @@ class Simulation:
             operator.load_adapter: (0, 2),
             operator.unload_adapter: (0, 1),
             operator.heal: (0, 1),
+            operator.hurry: (0, 2),
             operator.disable: (0, 1),
             operator.look: (0, 2),
         }
@@ -285,6 +288,7 @@ class Simulation:
             for run in coordinator.operations._runs.values()
             if not run.ended.is_set()
         ]
+        found += [("I8", f"{key} has no outcome on record") for key in self.observer.unended()]
         self.counts.quarantined = self.counts.unhealable = 0
         for name in self.stages:
             slot = coordinator.roster.slots.get(name)

@@ -53,6 +53,7 @@ _PLAIN = {
     "CommitWeightUpdate": "commit_weight_update",
     "AbortWeightUpdate": "abort_weight_update",
     "RenewLease": "renew_lease",
+    "ReserveRequestId": "reserve_request_id",
     "RegisterStage": "register_stage",
     "DeregisterStage": "deregister_stage",
     "GetOperation": "get_operation",

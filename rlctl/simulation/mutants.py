@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rlctl import calls
+from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
 from rlctl.coordinator import verification
+from rlctl.coordinator.core import Coordinator
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.operations import Operations
@@ -115,6 +119,34 @@ async def _published_first(self: Finish, run: Any, expected: Any) -> None:
 _commit = Finish.commit
 
 
+async def _ended_with_its_caller(self: Coordinator, run: Any, **how: Any) -> Any:
+    """What was asked for ends when the caller leaves."""
+    try:
+        return await _answer(self, run, **how)
+    except asyncio.CancelledError:
+        if run.task is not None:
+            run.task.cancel()
+        raise
+
+
+_answer = Coordinator._answer
+
+
+def _by_order(self: Commander, message: Any) -> None:
+    """An answer that comes when its command is given up is taken for that of the next one, as over a connection on
+    which answers have no names.
+    """
+    if message.HasField("result"):
+        late = self._pending.get(message.result.command_id)
+        if late is None or late.deadline < self._clock.now():
+            self._pending.pop(message.result.command_id, None)
+            message.result.command_id = next(iter(self._pending), "")
+    _take(self, message)
+
+
+_take = Commander._take
+
+
 MUTANTS: dict[str, list[Patch]] = {
     "admission": [(Facts, "at_admitted_version", property(lambda self: self.version.sequence > 0))],
     "at_most_once": [(Executor, "_start", _every_time)],
@@ -134,6 +166,7 @@ MUTANTS: dict[str, list[Patch]] = {
         (Stage, "attach", _attach_beside),
     ],
     "idempotency": [(Operations, "known", _never_known)],
+    "late_results": [(Commander, "_take", _by_order)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
     "lease_expiry": [(Updates, "_decision", _no_lease)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
@@ -141,6 +174,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "publish_last": [(Finish, "commit", _published_first)],
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
+    "shielding": [(calls, "shielded", lambda task: task), (Coordinator, "_answer", _ended_with_its_caller)],
     "silence": [(Peers, "silence", _not_silenced)],
     "verification": [(verification, "judge_digests", _always_right)],
     "vetting": [(Fanout, "_vetted", _unvetted)],

@@ -18,6 +18,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from rlctl import calls
 from rlctl.errors import Reason, RlctlError
 from rlctl.simulation.world import Node, World
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
@@ -52,10 +53,9 @@ class End:
         """Send. Raises LINK_LOST once this end knows that the connection has ended."""
         if self.ended:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
-        copy = type(message)()
-        copy.CopyFrom(message)
-        self._network.tap(self.node, copy)
-        self._dispatch(copy)
+        # No copy: over gRPC too it is serialised later, and nobody may change what was sent.
+        self._network.tap(self.node, message)
+        self._dispatch(message)
 
     def _dispatch(self, message: Any) -> None:
         """Send a message, or that there will be none any more (None)."""
@@ -158,7 +158,8 @@ class Network:
     def latency(self, node: Node) -> float:
         """Seconds for one message that a process sends."""
         self.messages += 1
-        slow = self.slow * node.random.random() if self.slow else 0.0
+        slow = max(self.slow, node.slow)
+        slow = slow * node.random.random() if slow else 0.0
         return -math.log(1.0 - node.random.random()) * LATENCY_S + slow
 
     def listen(self, node: Node, address: str, serve: Serve) -> None:
@@ -264,20 +265,31 @@ class Network:
 
         async def serve() -> None:
             try:
-                value = await handler(method, sent, timeout_s)
+                value = await calls.answer(handler(method, sent, timeout_s))
             except RlctlError as error:
                 reply(None, error)
             else:
                 reply(value, None)
 
+        serving: list[asyncio.Task[None]] = []
+
+        def leave() -> None:
+            """The server hears that nobody waits any more, as of a stream that was reset."""
+            if not self.parted(node, server):
+                server.later(self.latency(node), lambda: [task.cancel() for task in serving])
+
         if not self.parted(node, server):
-            server.later(self.latency(node), lambda: server.start(serve()))
+            server.later(self.latency(node), lambda: serving.append(server.start(serve())))
         lost = Reason.LINK_LOST.error("the server is gone", outcome=OUTCOME_UNKNOWN)
         server.at_end.append(lambda: node.later(self.latency(node), settle, None, lost))
+        node.at_end.append(lambda: None if answered.done() else leave())
         try:
             async with asyncio.timeout(timeout_s):
                 return await answered
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            leave()
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise Reason.DEADLINE_EXCEEDED.error("no answer in time", outcome=OUTCOME_UNKNOWN) from None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
 from rlctl.simulation.fabric import Tensors
 from rlctl.v1.common_pb2 import (
@@ -21,9 +21,11 @@ from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, FleetRecord, ModelRecor
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
     OPERATION_STATE_RUNNING,
     OPERATION_STATE_UNKNOWN,
     Operation,
+    StageResult,
 )
 from rlctl.v1.rollout_pb2 import GenerateResponse
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
     from rlctl.simulation.journal import SimJournal
 
 WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
+
+_STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory", "ResumeMemory", "CheckWeights")
+"""Verbs that all ranks carry out at one step of their engine."""
+
+_PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
 
 WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
 
@@ -73,6 +80,8 @@ class Observer:
         self.tokens = 0
         self._made: dict[tuple[str, int], _Made] = {}
         self._applied: set[tuple[str, int, str]] = set()
+        self._acknowledged: dict[tuple[str, str], dict[str, set[int]]] = {}
+        """Ranks that carried a step out, by operation, slot and step."""
         self._outcomes: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}
         self._reign: tuple[SimJournal | None, int] = (None, 0)
@@ -106,8 +115,8 @@ class Observer:
     def journaled(self, change: Put | Delete) -> None:
         """A record became durable."""
         if isinstance(change, Delete):
-            if change.kind == "update":
-                self._rolled(lambda entry: entry[1] == change.key)
+            if change.kind == "update":  # a successor takes it off the record, and what it admitted runs out
+                self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
             return
         if change.kind == "model":
             self._published(ModelRecord.FromString(change.body))
@@ -117,6 +126,7 @@ class Observer:
                 self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self._reign[1]
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
+            self._ended(operation)
             before = self._outcomes.get(change.key, OPERATION_STATE_RUNNING)
             if before not in (OPERATION_STATE_RUNNING, operation.state):
                 self.broken("I8", f"{operation.verb} {change.key} was {before} on record, and is {operation.state} now")
@@ -131,6 +141,21 @@ class Observer:
                 # What one before it admitted beside the latest version is served no longer than its leases.
                 over = self._sim.lease_s + 1.0
                 self._sim.timer.later(over, self._rolled, lambda entry: self._rolling[entry] < epoch)
+
+    def _ended(self, operation: Operation) -> None:
+        """No operation ends in a defect, and a target that is said to have done something has."""
+        what = f"{operation.verb} {operation.operation_id}"
+        for result in operation.stage_results:
+            if result.error.reason == Reason.INTERNAL.name:
+                self.broken("I0", f"{what} ended in a defect at {result.slot}: {result.error.message}")
+            if not self._carried_out(operation, result):
+                self.broken("I3", f"{what} is said to be APPLIED by ranks of {result.slot} that have not done it")
+        if operation.error.reason == Reason.INTERNAL.name:
+            self.broken("I0", f"{what} ended in a defect: {operation.error.message}")
+
+    def unended(self) -> list[str]:
+        """Operations that are running, as far as is on record."""
+        return [key for key, state in self._outcomes.items() if state == OPERATION_STATE_RUNNING]
 
     def _rolled(self, done: Callable[[tuple[str, str, int]], bool]) -> None:
         """Updates roll no more."""
@@ -201,7 +226,7 @@ class Observer:
         """What every stage would serve if it were asked now."""
         for host in self._sim.stages.values():
             stage = host.stage
-            if stage is None or not host.alive or host.node.stopped:
+            if stage is None or stage.serving.state != STAGE_STATE_READY or not host.alive or host.node.stopped:
                 continue
             with contextlib.suppress(RlctlError):
                 stage.serving.refuse(host.now())
@@ -216,6 +241,8 @@ class Observer:
         if key in self._applied:
             self.broken("I2", f"{verb} {command_id} was carried out twice at {engine.node.name}")
         self._applied.add(key)
+        operation_id, slot, _, step = command_id.rsplit("/", 3)
+        self._acknowledged.setdefault((operation_id, slot), {}).setdefault(step, set()).add(engine.rank)
 
     # I3: OK implies that every rank of every target acknowledged.
 
@@ -235,6 +262,22 @@ class Observer:
             for rank in range(self._sim.ranks[slot]):
                 if answers.get(rank) not in good:
                     self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, rank {rank} of {slot} is not")
+
+    def _carried_out(self, operation: Operation, result: StageResult) -> bool:
+        """Whether the ranks of a target did what they are said to have done: the step of a verb, or the commit of an
+        update.
+        """
+        update = operation.verb in WEIGHT_UPDATES
+        if not update and operation.verb not in _STEPS:
+            return True
+        if update and (operation.state not in _PUBLISHED or result.outcome != OUTCOME_APPLIED):
+            return True
+        said = {rank.coordinates.rank for rank in result.rank_results if rank.outcome == OUTCOME_APPLIED}
+        if self._sim.kinds[result.slot] == "speaker":
+            said &= {0}  # which speaks for the others
+        steps = self._acknowledged.get((operation.operation_id, result.slot), {})
+        counted = [did for step, did in steps.items() if not update or step.endswith("CommitUpdate")]
+        return not said or any(did >= said for did in counted)
 
     # I2: a repeat changes nothing.
 

@@ -208,6 +208,8 @@ class Node:
         self.alive = True
         self.stopped = False
         self.stops = 0
+        self.slow = 0.0
+        """How much later what it sends may come, seconds."""
         self.loop = NodeLoop(world, self, self.random.uniform(1.0, 1e6))  # type: ignore[abstract]
         self.at_end: list[Callable[[], None]] = []
 

@@ -146,6 +146,8 @@ class Stage:
         self._spoiling = ""
         self._revision = 0
         self._reported: bytes = b""
+        self._standing: tuple[object, ...] = ()
+        """What a grant can change of what was reported last."""
         self.serving = self._serving()
 
     # What the coordinator does to the stage.
@@ -216,7 +218,7 @@ class Stage:
             self._engine.set_version(adopt)
         lease_s = seconds(grant.lease)
         self._lease_until = grant.echo / 1e6 + lease_s if lease_s > 0 and grant.echo else float("-inf")
-        self._changed()
+        self._changed(granted=adopt is None)
 
     async def carry_out(self, request: Message, call: Call) -> CommandResult:
         """Check, relay, aggregate, take in."""
@@ -298,8 +300,14 @@ class Stage:
             self._spoiling,
         )
 
-    def _changed(self, *, tell: bool = True) -> None:
+    def _changed(self, *, tell: bool = True, granted: bool = False) -> None:
+        """``granted``: by a grant alone, most of which only prolong the lease."""
         self.serving = self._serving()
+        held = self._clock.now() < self._lease_until
+        standing = (self.serving.state, held, self._confirmed_grant, self.facts.update is None)
+        if granted and standing == self._standing:
+            return
+        self._standing = standing
         report = self.report()
         report.ClearField("revision")
         content = report.SerializeToString(deterministic=True)

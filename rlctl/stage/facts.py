@@ -236,10 +236,7 @@ class Facts:
                 if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
                     self.adapters.clear()
             case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
-                # Finished or not: nobody vouches for what was written.
-                if self.update.touched or self.update.committed:
-                    self._mixed()
-                self.update = None
+                self._aborted(self.update, applied=applied)
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
                 self._mixed()
             case verbs_pb2.CheckWeightsRequest() if applied and not (request.skip_tensors or request.adapter):
@@ -310,6 +307,16 @@ class Facts:
             self.update = None
         elif possible:
             self.adapters.pop(adapter.name, None)
+
+    def _aborted(self, update: OpenUpdate, *, applied: bool) -> None:
+        # Finished or not: nobody vouches for what was written.
+        if update.touched or update.committed:
+            update.touched, update.committed = True, False
+            self._mixed()
+        if applied:
+            self.update = None
+        else:  # open at some ranks, and gone at others: it can only be aborted again
+            update.prepared = False
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
         update.committed = True

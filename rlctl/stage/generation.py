@@ -15,11 +15,9 @@ from rlctl.errors import Reason
 from rlctl.merging import merge
 from rlctl.ports import Clock
 from rlctl.stage.core import Serving
+from rlctl.stage.ongoing import Ongoing
 from rlctl.times import duration
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse
-
-LOOK_S = 0.5
-"""How often the stage's state is looked at while the engine says nothing."""
 
 
 class Generation:
@@ -31,6 +29,7 @@ class Generation:
         self._engine = engine
         self._serving = serving
         self._clock = clock
+        self._ongoing = Ongoing(serving, clock)
 
     async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
         """All samples of a prompt, whole."""
@@ -63,14 +62,8 @@ class Generation:
         coming: asyncio.Future[GenerateResponse] | None = None
         try:
             while True:
-                coming = coming or asyncio.ensure_future(anext(parts))
-                left = deadline - self._clock.now()
-                if left <= 0:
-                    raise Reason.DEADLINE_EXCEEDED.error("the time was up before the request ended")
-                await asyncio.wait({coming}, timeout=min(left, LOOK_S))
-                self._serving().refuse_ongoing(self._clock.now(), adapter)
-                if not coming.done():
-                    continue
+                coming = asyncio.ensure_future(anext(parts))
+                await self._ongoing.wait(coming, deadline, adapter)
                 done, coming = coming, None
                 try:
                     part = done.result()

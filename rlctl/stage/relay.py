@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from google.protobuf.any_pb2 import Any
@@ -23,6 +23,11 @@ from rlctl.worker.core import Worker
 
 SETTLE_S = 1.0
 """Kept back of a command's time, at most a fifth of it, to withdraw it where it will not be ordered."""
+
+
+REMEMBERED = 1024
+"""Ordered commands of which it is known how far they have come: one that nobody waits for any more may be in the stream
+yet."""
 
 
 class Rank(Protocol):
@@ -92,6 +97,19 @@ class RemoteRank:
         self._commander.cancel(command_id)
 
 
+@dataclass
+class _Ordering:
+    """How far an ordered command has come.
+
+    Attributes:
+        begun: rank 0 has been told to order it: it alone knows whether the stream has it.
+        withdrawn: nobody is to order it any more.
+    """
+
+    begun: bool = False
+    withdrawn: bool = False
+
+
 class Relay:
     """Sends commands to every rank of a stage and collects a result from each."""
 
@@ -102,6 +120,7 @@ class Relay:
         self._ranks = ranks
         self._workers = workers
         self._clock = clock
+        self._orderings: dict[str, _Ordering] = {}
 
     async def run(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:
         """One entry per rank, rank 0 first; a rank that does not answer by the deadline is an UNKNOWN entry.
@@ -121,7 +140,17 @@ class Relay:
         return one_per_rank(self._workers, entries)
 
     async def withdraw(self, command_id: str) -> None:
-        """Give up a command at every rank."""
+        """Give up a command at every rank, unless the stream has it: a follower that forgot what the stream is about to
+        reach would be lost to the others.
+        """
+        ordering = self._orderings.get(command_id, _Ordering())
+        ordering.withdrawn = True
+        if ordering.begun:
+            await self._engine.withdraw(command_id)
+        else:
+            await self._withdraw(command_id)
+
+    async def _withdraw(self, command_id: str) -> None:
         await asyncio.gather(*(rank.withdraw(command_id) for rank in self._ranks))
 
     async def _order(
@@ -130,14 +159,23 @@ class Relay:
         accepted: Sequence[asyncio.Future[None]],
         results: Sequence[asyncio.Future[list[RankResult]]],
     ) -> None:
+        ordering = self._orderings[call.command_id] = _Ordering()
+        while len(self._orderings) > REMEMBERED:
+            del self._orderings[next(iter(self._orderings))]
         remaining = call.deadline - self._clock.now()
         await self._wait(accepted, call.deadline - min(SETTLE_S, remaining / 5))
-        if all(a.done() for a in accepted) and not any(r.done() for r in results):
-            with contextlib.suppress(RlctlError):  # an engine that cannot order has failed, and says so in its results
-                await self._engine.order(call.command_id)
+        if all(a.done() for a in accepted) and not any(r.done() for r in results) and not ordering.withdrawn:
+            ordering.begun = True
+            try:
+                async with asyncio.timeout(call.deadline - self._clock.now()):
+                    await self._engine.order(call.command_id)
                 return
+            except TimeoutError:
+                return  # the stream may have it: whoever has not answered is UNKNOWN
+            except Exception:  # noqa: BLE001
+                pass  # an engine that cannot order has failed, and says so in its results
         if not all(r.done() for r in results):
-            await self.withdraw(call.command_id)
+            await self._withdraw(call.command_id)
 
     async def _wait(
         self,

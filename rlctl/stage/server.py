@@ -98,6 +98,7 @@ class StageServer:
         self._loop = asyncio.get_running_loop()
         self._stage: Stage | None = None
         self._executor: Executor | None = None
+        self._failure: RlctlError | None = None
         self._engine = self._new_engine()
         self._rollout_loop = LoopThread(f"rollout {config.slot}")
         self._left = asyncio.Event()
@@ -182,6 +183,8 @@ class StageServer:
         for rank, commander in enumerate(followers, start=1):
             if commander.lost:
                 self._follower_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+        if self._failure is not None:
+            self._rank_zero_failed(self._engine, self._failure)
 
     async def _dial(self, index: int, address: str) -> Commander:
         rank = index + 1
@@ -221,12 +224,16 @@ class StageServer:
         def failed(error: RlctlError) -> None:
             self._loop.call_soon_threadsafe(self._rank_zero_failed, engine, error)
 
+        self._failure = None
         engine = engine_class(self.config.engine)(self.config.engine_config, failed)
         return engine
 
     def _rank_zero_failed(self, engine: Engine, error: RlctlError) -> None:
         log.error("engine failed: %s", error)
-        if self._stage is None or engine is not self._engine:
+        if engine is not self._engine:
+            return
+        self._failure = error  # it may come before there is a stage that is told
+        if self._stage is None:
             return
         self._worker.failure = error
         for rank in range(1 + len(self._worker.others)):
@@ -238,19 +245,21 @@ class StageServer:
         """Start the engine again in this process: a new incarnation, which knows nothing of the one before."""
         pause_s = RESTART_AFTER_S
         while True:
-            await self._engine.stop()
             try:
+                await self._engine.stop()
                 self._engine = self._new_engine()
                 async with asyncio.timeout(START_S):
                     await self._start_engine()
                 break
-            except (RlctlError, TimeoutError) as error:
-                log.error("%s: the engine did not start again: %s", self.config.slot, error)
+            except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
+                log.error("%s: the engine did not start again: %r", self.config.slot, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RESTART_AT_MOST_S)
         await old.leave()
         self._register()
         self._restarting = None
+        if self._failure is not None:
+            self._rank_zero_failed(self._engine, self._failure)
 
     def _commanded(self) -> Executor:
         if self._executor is None:

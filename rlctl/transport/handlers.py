@@ -5,7 +5,6 @@ A method of the service without an implementation answers UNIMPLEMENTED with a t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -16,8 +15,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from rlctl.errors import Reason, RlctlError
-from rlctl.ports import CALLER, Caller
+from rlctl import calls
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.transport.channel import REFUSED_ABOVE_BYTES
 from rlctl.transport.status import abort
 
@@ -58,20 +57,14 @@ def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool
         return _streaming(method, request_type, implementation)
 
     async def unary(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
-        caller = Caller()
-        CALLER.set(caller)
         try:
             request = _parse(method, request_type, data, implementation)
-            work = asyncio.ensure_future(implementation(request, _remaining(context)))
-            return await (work if cancellable else asyncio.shield(work))
+            return await calls.answer(implementation(request, _remaining(context)), cancellable=cancellable)
         except RlctlError as error:
             await abort(context, error)
-        except asyncio.CancelledError:
-            caller.left.set()
-            raise
         except Exception as error:
             log.exception("%s failed", method.full_name)
-            await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))
+            await abort(context, typed(error))
 
     return grpc.unary_unary_rpc_method_handler(unary, response_serializer=_serialise)
 
@@ -88,7 +81,7 @@ def _streaming(
             await abort(context, error)
         except Exception as error:
             log.exception("%s failed", method.full_name)
-            await abort(context, Reason.INTERNAL.error(f"{type(error).__name__}: {error}"))
+            await abort(context, typed(error))
 
     return grpc.unary_stream_rpc_method_handler(stream, response_serializer=_serialise)
 

@@ -24,6 +24,12 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients ping every 10 s; more often than this they would be sent away ("too many pings"), 5 minutes by default.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # A client whose machine is gone is noticed after a minute, not after gRPC's two hours: a rank without its rank 0
+    # holds a GPU in vain, a stage without its coordinator registers nowhere. One that is only stopped has that long.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+    ("grpc.http2.ping_timeout_ms", 30_000),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )

@@ -132,6 +132,60 @@ class DeregisterStageResponse(_message.Message):
 Global___DeregisterStageResponse: _TypeAlias = DeregisterStageResponse  # noqa: Y015
 
 @_typing.final
+class ReserveRequestIdRequest(_message.Message):
+    """A caller's own name for one of its requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    BODY_SHA256_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The name, with whatever else tells it from others' (who asks, for what): 1 to 256 printable characters, compared as a whole."""
+    body_sha256: _builtins.bytes
+    """SHA-256 over what is asked under it."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        body_sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_sha256", b"body_sha256", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveRequestIdRequest: _TypeAlias = ReserveRequestIdRequest  # noqa: Y015
+
+@_typing.final
+class ReserveRequestIdResponse(_message.Message):
+    """What it stands for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """UUIDv7, of the time at which the key came first."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader:
+        """Who answered, under which epoch, when."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveRequestIdResponse: _TypeAlias = ReserveRequestIdResponse  # noqa: Y015
+
+@_typing.final
 class GetOperationRequest(_message.Message):
     """Which operation."""
 

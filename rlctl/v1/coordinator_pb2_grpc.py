@@ -187,6 +187,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_update__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_update__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
+        self.ReserveRequestId = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/ReserveRequestId',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReserveRequestIdRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReserveRequestIdResponse.FromString,
+                _registered_method=True)
         self.GetOperation = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/GetOperation',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.GetOperationRequest.SerializeToString,
@@ -654,6 +659,21 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReserveRequestId(self, request, context):
+        """Finds the request_id that a key of a caller's own choice stands for, or makes one: for callers of other interfaces, whose keys are no
+        UUIDv7 and do not tell when they were made.
+
+        Effect: the key stands for the request_id from now on, also after a restart, until 50,000 later keys have come.
+        Idempotency: yes: the same key with the same body gets the same request_id, whoever asks; with another body it is refused.
+        States: -.
+        Partial failure: none.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetOperation(self, request, context):
         """Reads one operation.
 
@@ -928,6 +948,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=rlctl_dot_v1_dot_update__pb2.RenewLeaseRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_update__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'ReserveRequestId': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReserveRequestId,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReserveRequestIdRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReserveRequestIdResponse.SerializeToString,
             ),
             'GetOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetOperation,
@@ -1762,6 +1787,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/RenewLease',
             rlctl_dot_v1_dot_update__pb2.RenewLeaseRequest.SerializeToString,
             rlctl_dot_v1_dot_update__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReserveRequestId(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/ReserveRequestId',
+            rlctl_dot_v1_dot_coordinator__pb2.ReserveRequestIdRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.ReserveRequestIdResponse.FromString,
             options,
             channel_credentials,
             insecure,

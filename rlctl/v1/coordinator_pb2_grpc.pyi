@@ -338,6 +338,17 @@ class CoordinatorServiceStub:
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 10 s.
     """
+    ReserveRequestId: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReserveRequestIdRequest, _coordinator_pb2.ReserveRequestIdResponse]
+    """Finds the request_id that a key of a caller's own choice stands for, or makes one: for callers of other interfaces, whose keys are no
+    UUIDv7 and do not tell when they were made.
+
+    Effect: the key stands for the request_id from now on, also after a restart, until 50,000 later keys have come.
+    Idempotency: yes: the same key with the same body gets the same request_id, whoever asks; with another body it is refused.
+    States: -.
+    Partial failure: none.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
     GetOperation: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetOperationRequest, _results_pb2.Operation]
     """Reads one operation.
 
@@ -735,6 +746,17 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Partial failure: none.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 10 s.
+    """
+    ReserveRequestId: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReserveRequestIdRequest, _coordinator_pb2.ReserveRequestIdResponse]  # type: ignore[assignment]
+    """Finds the request_id that a key of a caller's own choice stands for, or makes one: for callers of other interfaces, whose keys are no
+    UUIDv7 and do not tell when they were made.
+
+    Effect: the key stands for the request_id from now on, also after a restart, until 50,000 later keys have come.
+    Idempotency: yes: the same key with the same body gets the same request_id, whoever asks; with another body it is refused.
+    States: -.
+    Partial failure: none.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: 30 s.
     """
     GetOperation: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetOperationRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Reads one operation.
@@ -1304,6 +1326,23 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Partial failure: none.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 10 s.
+        """
+
+    @_abc_1.abstractmethod
+    def ReserveRequestId(
+        self,
+        request: _coordinator_pb2.ReserveRequestIdRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ReserveRequestIdResponse, _abc.Awaitable[_coordinator_pb2.ReserveRequestIdResponse]]:
+        """Finds the request_id that a key of a caller's own choice stands for, or makes one: for callers of other interfaces, whose keys are no
+        UUIDv7 and do not tell when they were made.
+
+        Effect: the key stands for the request_id from now on, also after a restart, until 50,000 later keys have come.
+        Idempotency: yes: the same key with the same body gets the same request_id, whoever asks; with another body it is refused.
+        States: -.
+        Partial failure: none.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
         """
 
     @_abc_1.abstractmethod

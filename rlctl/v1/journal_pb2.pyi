@@ -259,6 +259,32 @@ class JoinedCall(_message.Message):
 Global___JoinedCall: _TypeAlias = JoinedCall  # noqa: Y015
 
 @_typing.final
+class KeyRecord(_message.Message):
+    """A key of a caller's own choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BODY_SHA256_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """What it stands for."""
+    body_sha256: _builtins.bytes
+    """SHA-256 over what was asked under it."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        body_sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_sha256", b"body_sha256", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyRecord: _TypeAlias = KeyRecord  # noqa: Y015
+
+@_typing.final
 class UpdateRecord(_message.Message):
     """A weight update."""
 

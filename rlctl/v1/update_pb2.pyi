@@ -174,7 +174,7 @@ class BeginWeightUpdateRequest(_message.Message):
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Transport.ValueType]:
-        """Transports that the source can use, preferred first. Empty: gloo."""
+        """Transports that the source can use, preferred first: each target is fed by the first that it offers, in groups of its own. Empty: gloo."""
 
     @_builtins.property
     def host_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -252,7 +252,7 @@ Global___UpdateTarget: _TypeAlias = UpdateTarget  # noqa: Y015
 
 @_typing.final
 class GroupPlan(_message.Message):
-    """A process group of one source and the ranks that it feeds."""
+    """A process group of one source and the ranks that it feeds over one transport."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,7 +264,7 @@ class GroupPlan(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     FORMED_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
-    """"{model}-{generation}-s{source}"."""
+    """"{model}-{generation}-s{source}", and the backend behind it where there are several."""
     generation: _builtins.int
     """Grows when membership changes; groups of an older generation are abandoned."""
     source: _builtins.int

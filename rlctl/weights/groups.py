@@ -45,13 +45,13 @@ class WeightGroup:
         backend: "gloo" or "nccl".
     """
 
-    def __init__(self, member: Member, *, broadcast_timeout_s: float) -> None:
-        """Use :func:`join`. ``broadcast_timeout_s`` is the longest that one broadcast may take."""
+    def __init__(self, member: Member) -> None:
+        """Use :func:`join`."""
         self.name = member.name
         self.rank = member.rank
         self.world_size = member.world_size
         self.backend = member.backend
-        self._timeout_s = broadcast_timeout_s
+        self._timeout_s = member.broadcast_timeout_s
         self._member: Member | None = member
         self._endpoints = member.endpoints
         self._lock = threading.Lock()
@@ -171,7 +171,8 @@ class WeightGroup:
         self._spent = self._spent or cause
         member = self._member
         if member is not None and self.backend == "nccl":
-            member.process_group.abort()
+            # It waits for the communicators to be given up.
+            threading.Thread(target=member.process_group.abort, name=f"abort-{self.name}", daemon=True).start()
         connections.cut(**self._own_connections())
         return self._spent
 
@@ -213,9 +214,9 @@ def join(
         if not 0 < seconds < threading.TIMEOUT_MAX:
             raise Reason.DEADLINE_INVALID.error(f"{seconds} s is no time to wait", field=field)
     address = store.local_address if isinstance(store, GroupStore) else store
-    member = Member(name, rank, world_size, backend, interface_host)
+    member = Member(name, rank, world_size, backend, interface_host, limit)
     Forming(member, address).run(timeout_s, stop or threading.Event())
-    return WeightGroup(member, broadcast_timeout_s=limit)
+    return WeightGroup(member)
 
 
 class _Disposal(threading.Thread):

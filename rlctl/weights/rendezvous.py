@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights import connections
 from rlctl.weights.connections import Endpoint, gloo_endpoint
+from rlctl.weights.nccl import nccl_group
 
 _PREFIX = {"gloo": "cpu", "nccl": "cuda"}
 """The device under whose name torch keeps a backend's keys in the store: the first one that the backend serves."""
@@ -80,6 +81,7 @@ class Member:
         world_size: number of members.
         backend: "gloo" or "nccl".
         interface_host: address of this machine that gloo listens on.
+        broadcast_timeout_s: the longest that one broadcast may take.
         endpoints: where the members listen, by rank, as far as that is known.
         process_group: torch's process group, once it is formed.
         store: what the process group keeps using; must live as long as it does.
@@ -90,6 +92,7 @@ class Member:
     world_size: int
     backend: str
     interface_host: str
+    broadcast_timeout_s: float
     endpoints: dict[int, Endpoint] = field(default_factory=dict)
     process_group: Any = None
     store: object = None
@@ -146,8 +149,12 @@ class Forming:
             # SGLang's prefix, then those of torch's _new_process_group_helper.
             prefixed = PrefixStore(f"{member.name}/", PrefixStore(member.name, store))
             prefixed = PrefixStore(f"{_PREFIX[member.backend]}/", prefixed)
-            make = self._gloo if member.backend == "gloo" else self._nccl
-            group = make(prefixed, deadline)
+            if member.backend == "gloo":
+                group = self._gloo(prefixed, deadline)
+            else:
+                # Not watched: NCCL comes back to the store later, from threads of its own.
+                member.store = prefixed
+                group = nccl_group(prefixed, member.rank, member.world_size, member.broadcast_timeout_s)
             if not self._give_up.is_set():
                 member.process_group = group
         except Exception as error:  # noqa: BLE001
@@ -184,15 +191,6 @@ class Forming:
         options._timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S))
         options._devices = [gloo.create_device(hostname=member.interface_host, lazy_init=False)]
         return gloo(watched, member.rank, member.world_size, options)
-
-    def _nccl(self, store: PrefixStore, deadline: float) -> Any:
-        # Not watched: NCCL comes back to the store later, from threads of its own.
-        member = self._member
-        member.store = store
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S))
-        return nccl(store, member.rank, member.world_size, options)
 
     def _cut(self) -> None:
         with suppress(OSError):

@@ -175,6 +175,8 @@ class Receiver:
                 self._synchronise()
                 proceed()
             except RlctlError as error:
+                # What was only enqueued ends here too: the memory is let go of after this.
+                self._synchronise()
                 error.outcome = common_pb2.OUTCOME_DIRTY
                 raise
             self.written.update(name for name, _ in tensors)

@@ -170,15 +170,19 @@ class Worker:
     def _answer(
         self, verb: Verb, request: Message, call: Call, task: asyncio.Future[Message | list[RankResult] | None]
     ) -> list[RankResult]:
-        error = task.exception()
-        if isinstance(error, RlctlError):
-            raise error
-        if error is not None:
+        try:
+            return self._results(verb, call, task.result())
+        except RlctlError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
             # The engine broke its promise to raise typed errors: what it did before is anybody's guess.
             outcome = OUTCOME_UNKNOWN if verb.mutates(request) else OUTCOME_REJECTED
-            raise Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=outcome)
-        answer = task.result()
+            raise Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=outcome) from error
+
+    def _results(self, verb: Verb, call: Call, answer: Message | list[RankResult] | None) -> list[RankResult]:
         if isinstance(answer, list):
+            if not all(isinstance(result, RankResult) for result in answer):
+                raise TypeError(f"{verb.method} returned a list of something else than results of ranks")
             return answer
         result = self.result(OUTCOME_APPLIED)
         result.step = call.step

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,29 @@ class ChaosFleet(LaunchedFleet):
     async def _unlink(self, slot: str) -> None:
         for proxy in self.proxies.pop(slot, []):
             await proxy.stop()
+
+
+class Kept:
+    """One fleet for one scenario after the other; the one after a scenario that fails gets another."""
+
+    def __init__(self, make: Callable[[], ChaosFleet]) -> None:
+        self._make = make
+        self._running = contextlib.ExitStack()
+        self._fleet: ChaosFleet | None = None
+
+    @contextlib.contextmanager
+    def fleet(self) -> Iterator[ChaosFleet]:
+        if self._fleet is None:
+            self._fleet = self._running.enter_context(self._make())
+        try:
+            yield self._fleet
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._fleet = None
+        self._running.close()
 
 
 class Clients:

@@ -43,6 +43,10 @@ PHASES: dict[str, Callable[[Fleet, str], bool]] = {
 """What of the fleet says that an update has come so far; verifying is the time between commit and publish."""
 
 
+STOPPED_S = 7.0
+"""Longer than what is silent is waited for, shorter than a serving lease."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What happens, to whom, when.
@@ -60,10 +64,25 @@ class Fault:
     lasts_s: float
 
 
+def matrix(victims: Sequence[str]) -> list[Fault]:
+    """Each process killed, and stopped, at each phase."""
+    return [
+        Fault(victim, kind, phase, lasts_s)
+        for phase, victim, (kind, lasts_s) in itertools.product(PHASES, victims, (("kill", 0.5), ("stop", STOPPED_S)))
+    ]
+
+
+def name_of(fault: Fault) -> str:
+    """What a test is called."""
+    return f"{fault.kind}-{fault.victim}-{fault.phase}"
+
+
 def run(fleet: ChaosFleet, trainer_kind: str, history: History, fault: Fault, *, deadline_s: float) -> None:
     """Do it; raises AssertionError with everything that was wrong."""
     number = next(_numbers)
     clean, struck, after = (f"{name}-{10 * number + index}" for index, name in enumerate(("clean", "struck", "after")))
+    with fleet.connect() as client:
+        history.first = client.status().models[0].latest.label
     with Clients(fleet.address, history):
         trainer = Trainer(trainer_kind, fleet.address, history, [clean, struck], deadline_s)
         try:
@@ -120,7 +139,9 @@ def _strike(fleet: ChaosFleet, trainer: Trainer, fault: Fault) -> None:
 
 
 def _settled(fleet: ChaosFleet) -> None:
-    """Nothing is open, and nothing stays paused: nobody asked for a pause by name, so none has an owner."""
+    """Nothing is open, and nothing stays paused: nobody asked for a pause by name, so none has an owner. A stage
+    that has lost a rank waits for its restart.
+    """
 
     def condition(state: Fleet) -> bool:
         slots = {spec.slot for spec in fleet.engines}
@@ -131,6 +152,7 @@ def _settled(fleet: ChaosFleet) -> None:
             and not any(
                 stage.report.update_id or (stage.report.paused and stage.state != common.STAGE_STATE_DIRTY)
                 for stage in state.stages
+                if not stage.report.HasField("quarantine")
             )
         )
 

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_fleet import ChaosFleet
+from chaos_fleet import ChaosFleet, Kept
 from history import History
-from scenario import PHASES, Fault, run
+from scenario import PHASES, Fault, matrix, name_of, run
 
 from rlctl.launch.fleet import EngineSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
-SLOTS = ("a", "b", "c")
+RANKS = dict.fromkeys("abc", 1)
 DEADLINE_S = 20.0
 
+PROCESSES = ("coordinator", "a", "trainer")
 
-@pytest.fixture
-def three(tmp_path: Path, checkpoint: Callable[[str], str]) -> Iterator[ChaosFleet]:
-    options = {"delay": "0.1", "pace": "0.01"}
-    engines = [EngineSpec(slot, checkpoint("one"), engine="fake", options=options) for slot in SLOTS]
-    with ChaosFleet(engines, directory=tmp_path / "fleet") as fleet:
-        yield fleet
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    def make() -> ChaosFleet:
+        directory: Path = tmp_path_factory.mktemp("chaos")
+        (directory / "weights.txt").write_text("one")
+        options = {"delay": "0.1", "pace": "0.01"}
+        engines = [EngineSpec(slot, str(directory), engine="fake", options=options) for slot in RANKS]
+        return ChaosFleet(engines, directory=directory / "fleet")
+
+    fleets = Kept(make)
+    yield fleets
+    fleets.close()
 
 
 def drawn(seed: int) -> Fault:
     """A fault, by its seed."""
     chance = random.Random(seed)
     kind = chance.choice(["kill", "stop", "latency", "blackhole", "reset"])
-    victims = (*SLOTS, "coordinator", "trainer") if kind in ("kill", "stop") else SLOTS
+    victims = (*RANKS, "coordinator", "trainer") if kind in ("kill", "stop") else tuple(RANKS)
     # Short of what is given up as silent, longer than that, and longer than a serving lease.
     return Fault(chance.choice(victims), kind, chance.choice(list(PHASES)), chance.choice([0.5, 2.0, 7.0, 13.0]))
 
 
-def play(fleet: ChaosFleet, fault: Fault) -> None:
-    run(fleet, "null", History(dict.fromkeys(SLOTS, 1)), fault, deadline_s=DEADLINE_S)
+def play(kept: Kept, fault: Fault) -> None:
+    with kept.fleet() as fleet:
+        run(fleet, "null", History(RANKS), fault, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +56,19 @@ def play(fleet: ChaosFleet, fault: Fault) -> None:
         Fault("b", "kill", "write", 0.5),
         Fault("a", "blackhole", "publish", 7.0),
     ],
-    ids=lambda fault: f"{fault.kind}-{fault.victim}-{fault.phase}",
+    ids=name_of,
 )
-def test_a_fault_in_an_update_is_survived(three: ChaosFleet, fault: Fault) -> None:
-    play(three, fault)
+def test_a_fault_in_an_update_is_survived(kept: Kept, fault: Fault) -> None:
+    play(kept, fault)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", matrix(PROCESSES), ids=name_of)
+def test_every_process_is_killed_and_stopped_at_every_phase(kept: Kept, fault: Fault) -> None:
+    play(kept, fault)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(40))
-def test_any_fault_is_survived(three: ChaosFleet, seed: int) -> None:
-    play(three, drawn(seed))
+def test_any_fault_is_survived(kept: Kept, seed: int) -> None:
+    play(kept, drawn(seed))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from chaos_fleet import ChaosFleet
+from chaos_fleet import ChaosFleet, Kept
 from history import History
-from scenario import Fault, run
+from scenario import Fault, matrix, name_of, run
 
 from rlctl.demo import tiny
 from rlctl.launch.fleet import EngineSpec
@@ -18,40 +17,48 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 RANKS = {"a": 2, "b": 1}
 DEADLINE_S = 40.0
 
+PROCESSES = ("coordinator", "a", "a.1", "source", "trainer")
+
 LONG = [
-    Fault("a.1", "kill", "write", 0.5),
-    Fault("a.1", "stop", "commit", 3.0),
-    Fault("a", "kill", "write", 0.5),
+    # Longer than a serving lease.
     Fault("a", "stop", "publish", 12.0),
+    Fault("coordinator", "stop", "commit", 12.0),
+    # The network's.
     Fault("b", "reset", "write", 0.5),
     Fault("b", "blackhole", "write", 8.0),
-    Fault("coordinator", "kill", "write", 0.5),
-    Fault("coordinator", "stop", "commit", 12.0),
-    Fault("source", "stop", "write", 8.0),
-    Fault("trainer", "kill", "write", 0.5),
-    Fault("trainer", "stop", "join", 8.0),
 ]
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[ChaosFleet]:
-    checkpoint = tmp_path / "checkpoint"
-    tiny.save(tiny.make(seed=3), checkpoint)
-    engines = [EngineSpec(slot, str(checkpoint), tp_size=ranks) for slot, ranks in RANKS.items()]
-    with ChaosFleet(engines, directory=tmp_path / "fleet") as fleet:
-        yield fleet
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    def make() -> ChaosFleet:
+        directory = tmp_path_factory.mktemp("chaos")
+        tiny.save(tiny.make(seed=3), directory / "checkpoint")
+        engines = [EngineSpec(slot, str(directory / "checkpoint"), tp_size=ranks) for slot, ranks in RANKS.items()]
+        return ChaosFleet(engines, directory=directory / "fleet")
 
-
-def name_of(fault: Fault) -> str:
-    return f"{fault.kind}-{fault.victim}-{fault.phase}"
+    fleets = Kept(make)
+    yield fleets
+    fleets.close()
 
 
 @pytest.mark.parametrize("fault", [Fault("source", "kill", "write", 0.5)], ids=name_of)
-def test_a_fault_in_an_update_is_survived(two: ChaosFleet, fault: Fault) -> None:
-    run(two, "torch", History(RANKS), fault, deadline_s=DEADLINE_S)
+def test_a_fault_in_an_update_is_survived(kept: Kept, fault: Fault) -> None:
+    play(kept, fault)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", LONG, ids=name_of)
-def test_more_faults_are_survived(two: ChaosFleet, fault: Fault) -> None:
-    run(two, "torch", History(RANKS), fault, deadline_s=DEADLINE_S)
+def test_longer_faults_and_the_networks_are_survived(kept: Kept, fault: Fault) -> None:
+    play(kept, fault)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", matrix(PROCESSES), ids=name_of)
+def test_every_process_is_killed_and_stopped_at_every_phase(kept: Kept, fault: Fault) -> None:
+    play(kept, fault)
+
+
+def play(kept: Kept, fault: Fault) -> None:
+    with kept.fleet() as fleet:
+        run(fleet, "torch", History(RANKS), fault, deadline_s=DEADLINE_S)

@@ -12,7 +12,7 @@ import pytest
 from rlctl import loops
 from rlctl.cli.session import interruptible, time_limit
 from rlctl.client.fleet import _Items
-from rlctl.errors import DeadlineExceeded
+from rlctl.errors import DeadlineExceeded, Reason, RlctlError
 from rlctl.loops import LoopThread
 
 
@@ -82,3 +82,49 @@ def test_a_time_limit_ends_what_blocks_and_leaves_the_timer_as_it_was() -> None:
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(remaining, abs=5)
     with time_limit(None, "nothing"):
         assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_what_is_interrupted_has_ended_when_the_interrupt_is_raised(loop: LoopThread) -> None:
+    began, ended = threading.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)  # an update that is given up tells the coordinator so
+            ended.append(True)
+
+    def interrupt() -> None:
+        assert began.wait(10)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.call(work())
+    assert ended == [True]
+
+
+def test_nobody_waits_for_a_loop_that_has_ended(loop: LoopThread) -> None:
+    async def nothing() -> None: ...
+
+    loop.loop.call_soon_threadsafe(loop.loop.stop)  # as when another thread stops it meanwhile
+    for _ in range(2):
+        with pytest.raises(RlctlError) as caught:
+            loop.call(nothing())
+        assert caught.value.reason is Reason.CANCELLED
+        loop._thread.join()
+    loop.finish(nothing())
+
+
+def test_an_iteration_may_be_collected_on_the_loops_own_thread(loop: LoopThread) -> None:
+    ended = threading.Event()
+
+    async def close() -> None:
+        ended.set()
+
+    async def collect() -> None:
+        loop.finish(close())  # would wait for itself
+
+    loop.submit(collect()).result(10)
+    assert ended.wait(10)

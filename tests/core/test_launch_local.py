@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from rlctl.errors import InvalidRequest
+from rlctl.errors import InvalidRequest, Reason, RlctlError
+from rlctl.launch.gateways import Gateways
 from rlctl.launch.local_launcher import LocalLauncher
+from rlctl.launch.processes import Process
+from rlctl.launch.spec import GatewaySpec
 from rlctl.weights.interfaces import address_on
 
 PROGRAM = """
 import json, os, sys
 print(json.dumps({"rlctl": "test", "cpus": sorted(os.sched_getaffinity(0)), "threads": os.environ["OMP_NUM_THREADS"],
                   "token": os.environ.get("RLCTL_TOKEN", ""), "insecure": "--insecure" in sys.argv}), flush=True)
+sys.stdin.read()
+"""
+
+LEAVES_A_CHILD = """
+import json, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], stdin=subprocess.DEVNULL)
+print(json.dumps({"rlctl": "test", "child": child.pid}), flush=True)
 sys.stdin.read()
 """
 
@@ -48,6 +61,49 @@ def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None
     again = launcher.start("d", [], {}, cpus=len(cores))
     again.kill()
     again.wait()
+
+
+def test_a_process_has_ended_though_one_of_its_children_goes_on(tmp_path: Path, launcher: LocalLauncher) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES_A_CHILD)
+    process = Process("a", [], tmp_path / "a.log", {}, "leaves")
+    child = int(process.announced(20)["child"])
+    try:
+        started = time.monotonic()
+        process.kill()
+        process.wait(5)
+        assert time.monotonic() - started < 10
+        assert process.returncode == -signal.SIGKILL
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_process_that_the_system_does_not_start_has_failed(
+    tmp_path: Path, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(RlctlError, match=r"a cannot be started: .*Resource temporarily unavailable") as caught:
+        launcher.start("a", [])
+    assert caught.value.reason is Reason.ENGINE_FAILED
+    gateways = Gateways([GatewaySpec("actor", "127.0.0.1:0")], launcher, 0.0, lambda _: None)
+    for _ in range(3):
+        gateways.look("coordinator", restart=True)
+        assert gateways.errors["actor"].reason is Reason.ENGINE_FAILED
+    assert not gateways.processes
+    wanted, gateways.wanted = gateways.wanted, ()
+    gateways.look("coordinator", restart=True)
+    assert gateways.settled
+    gateways.wanted = wanted
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    gateways.look("coordinator", restart=True)
+    assert not gateways.errors
+    (process,) = gateways.processes
+    assert process.announced(20)["token"] == "secret"
+    gateways.stop()
 
 
 def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:

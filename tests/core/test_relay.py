@@ -12,6 +12,7 @@ from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
 from rlctl.stage.relay import Relay
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
     EVIDENCE_RANK,
@@ -34,15 +35,22 @@ class Steps:
     def __init__(self) -> None:
         self.ordered: list[str] = []
         self.ranks: list[Rank] = []
-        self.fails: RlctlError | None = None
+        self.fails: Exception | None = None
+        self.stuck = False
+        self.withdrawn: list[str] = []
 
     async def order(self, command_id: str) -> int:
         if self.fails:
             raise self.fails
         self.ordered.append(command_id)
+        if self.stuck:
+            await asyncio.Event().wait()
         for rank in self.ranks:
             rank.finish(OUTCOME_APPLIED)
         return len(self.ordered)
+
+    async def withdraw(self, command_id: str) -> None:
+        self.withdrawn.append(command_id)
 
 
 class Rank:
@@ -161,10 +169,50 @@ async def test_an_empty_answer_is_not_success(run: Callable) -> None:
     assert [r.outcome for r in results] == [OUTCOME_APPLIED, OUTCOME_UNKNOWN]
 
 
-async def test_an_engine_that_cannot_order_lets_nobody_start(run: Callable) -> None:
+@pytest.mark.parametrize("error", [Reason.ENGINE_FAILED.error("stopped"), OSError("no memory")])
+async def test_an_engine_that_cannot_order_lets_nobody_start(error: Exception) -> None:
     steps, ranks = Steps(), [Rank(0), Rank(1)]
-    steps.fails = Reason.ENGINE_FAILED.error("stopped")
+    steps.fails = error
     relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
     results = await relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 1))
     assert all(rank.withdrawn for rank in ranks)
     assert outcome(results) == OUTCOME_REJECTED
+
+
+async def test_an_engine_that_is_stuck_costs_a_command_its_deadline() -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1)]
+    steps.stuck = True
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    async with asyncio.timeout(5.0):
+        results = await relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 0.2))
+    assert outcome(results) == OUTCOME_UNKNOWN
+    # The stream may have it by now: a follower that forgot it would be lost to the others once the stream comes there.
+    await relay.withdraw("c")
+    assert not any(rank.withdrawn for rank in ranks)
+
+
+async def test_what_is_in_the_stream_is_not_taken_from_a_follower_that_it_has_not_reached() -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1)]
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    running = asyncio.create_task(relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 5)))
+    await eventually(lambda: bool(steps.ordered))
+    await relay.withdraw("c")
+    assert not ranks[1].withdrawn
+    assert steps.withdrawn == ["c"]  # rank 0 knows whether that is still possible
+    for rank in ranks:
+        rank.finish(OUTCOME_APPLIED)
+    assert outcome(await running) == OUTCOME_APPLIED
+
+
+async def test_what_is_withdrawn_before_every_rank_has_accepted_is_not_ordered() -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1, "slow")]
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    running = asyncio.create_task(relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 5)))
+    await asyncio.sleep(0)
+    ranks[1].accepted.set_result(None)
+    withdrawing = asyncio.create_task(relay.withdraw("c"))
+    ranks[1].behaviour = "good"
+    async with asyncio.timeout(5.0):
+        assert outcome(await running) == OUTCOME_REJECTED
+        await withdrawing
+    assert not steps.ordered

@@ -74,6 +74,18 @@ def test_what_the_engine_never_said_the_version_of_is_not_known() -> None:
     assert sample.staleness is None
 
 
+def test_what_an_engine_counts_is_counted_over_the_cut() -> None:
+    progress = Progress(begin(request(max_new_tokens=9)))
+    for tokens, cached, retractions in ([1, 2], 3, 2), ([4], 5, 1):
+        progress.attempt(0)
+        sample = r.Sample(output_ids=tokens, completion_tokens=len(tokens))
+        sample.cached_tokens, sample.retractions = cached, retractions
+        progress.take(r.GenerateResponse(samples=[sample]))
+    whole = progress.whole
+    assert (whole.completion_tokens, whole.retractions) == (3, 3)
+    assert whole.cached_tokens == 3, "of the prompt: the rest was generated"
+
+
 def test_a_sample_can_be_put_down_and_taken_up_again() -> None:
     progress = Progress(begin(request(max_new_tokens=4), group="g", index=1, session_id="s"))
     progress.attempt(0)

@@ -12,7 +12,7 @@ from rlctl.errors import Reason
 from rlctl.ports import SystemClock
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, WorkerCoordinates
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN, WorkerCoordinates
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.worker.core import Worker
 
@@ -83,3 +83,26 @@ async def test_what_is_withdrawn_once_the_engine_holds_it_ends_there(worker: Wor
         await eventually(lambda: "next" in engine.held)
         engine.held["next"].set_result(None)
         assert (await following)[0].outcome == OUTCOME_APPLIED
+
+
+class Faulty(Ordered):
+    """An engine that does not keep to what it has promised."""
+
+    async def update_weights_from_disk(self, request: v.UpdateWeightsFromDiskRequest, call: Call) -> object:
+        if request.model_path == "another type":
+            return v.Loads()
+        if request.model_path == "not of results":
+            return ["applied"]
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+        return None
+
+
+@pytest.mark.parametrize("how", ["another type", "not of results", "cancelled"])
+async def test_an_engine_that_breaks_its_promise_has_an_unknown_outcome(how: str) -> None:
+    worker = Worker(cast(Any, Faulty()), WorkerCoordinates(rank=1), SystemClock())
+    for command_id in ("first", "the turn is free again"):
+        call = Call(command_id, asyncio.get_running_loop().time() + 5)
+        (result,) = await worker.carry_out(v.UpdateWeightsFromDiskRequest(model_path=how), call)
+        assert (result.coordinates.rank, result.outcome) == (1, OUTCOME_UNKNOWN)
+        assert result.error.reason == "ENGINE_FAILED"

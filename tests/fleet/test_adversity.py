@@ -28,10 +28,11 @@ from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader, Target
 from rlctl.v1.fleet_pb2 import StageRegistration
-from rlctl.v1.journal_pb2 import SlotRecord
+from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
+    OPERATION_STATE_RUNNING,
     OPERATION_STATE_UNKNOWN,
     Operation,
     StageResult,
@@ -194,6 +195,32 @@ async def test_what_is_refused_for_the_journal_has_not_happened(fleet: InProcess
         assert error.reason is Reason.JOURNAL_FAILED
     assert fleet.stage("a").enabled
     assert fleet.stage("b").routable
+
+
+async def test_an_end_that_could_not_be_recorded_is_once_the_journal_takes_it(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.coordinator.updates.LOOK_S", 0.05)
+    fleet.server.coordinator.updates._looking.cancel()  # type: ignore[union-attr]
+    fleet.server.coordinator.updates.start()
+    filled = AsyncExitStack()
+
+    async def fill(_: FakeEngine, name: str, __: Call) -> None:
+        if name == "pause_generation":
+            fake_engine.FAULTS.clear()
+            await filled.enter_async_context(full_disk(fleet))
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fill
+    operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    assert operation.state == OPERATION_STATE_OK
+
+    def recorded() -> int:
+        rows = dict(fleet.server.coordinator._journal.read("operation"))
+        return OperationRecord.FromString(rows[operation.operation_id]).operation.state
+
+    assert recorded() == OPERATION_STATE_RUNNING
+    await filled.aclose()
+    await eventually(lambda: recorded() == OPERATION_STATE_OK)
 
 
 async def test_what_attached_to_a_call_that_could_not_be_recorded_ends_with_it(fleet: InProcessFleet) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc.aio
 import pytest
+from updating import restart
 
+import rlctl
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.engine import Call
@@ -188,6 +191,26 @@ async def test_the_sdk_raises_operations_that_did_not_end_ok_and_carries_them(cl
     assert unchecked.error.reason == "CHECKPOINT_NOT_FOUND"
 
 
+async def test_a_batch_that_fails_leaves_nothing_running(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = client.generate
+
+    def running() -> bool:
+        return any(stage._engine._running for stage in fleet.stages.values())  # type: ignore[attr-defined]
+
+    async def second(prompt: str, **asking: Any) -> Any:
+        if prompt == "y":
+            await eventually(running)
+        return await generate([-1] if prompt == "y" else prompt, **asking)
+
+    monkeypatch.setattr(client, "generate", second)
+    with pytest.raises(RlctlError) as caught:
+        await client.generate_batch(["x", "y"], max_new_tokens=10**6)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "input_ids")
+    await eventually(lambda: not running())
+
+
 async def test_the_sdk_refuses_parameters_that_do_not_exist(client: AsyncFleet) -> None:
     with pytest.raises(RlctlError, match="no sampling parameter 'temprature'") as caught:
         await client.generate("x", temprature=1.0)
@@ -217,3 +240,41 @@ def test_merging_parts_gives_the_whole() -> None:
         (1, "6", [6], 1),
     ]
     assert whole.samples[0].versions[0].end == 2
+
+
+async def test_no_channel_is_kept_to_where_a_stage_no_longer_is(make_fleet: Callable) -> None:
+    async with make_fleet(a=1) as fleet, await aio.connect(fleet.server.address) as client:
+        for _ in range(2):
+            await client.generate("x", max_new_tokens=1)
+            here = fleet.stages["a"].rollout_address
+            await restart(fleet, "a")
+        await client.generate("x", max_new_tokens=1)
+        assert fleet.stages["a"].rollout_address != here
+        assert set(client._lines._channels) == {fleet.stages["a"].rollout_address}
+
+
+async def test_a_channel_that_is_used_is_kept_wherever_its_stage_has_gone(client: AsyncFleet) -> None:
+    lines = client._lines
+    for number in (1, 2):
+        lines.take(f"127.0.0.1:{number}")
+    lines.give_back("127.0.0.1:1")
+    lines.take("127.0.0.1:3")
+    assert set(lines._channels) == {"127.0.0.1:2", "127.0.0.1:3"}
+
+
+async def test_a_fleet_may_be_closed_while_a_stream_is_open(
+    fleet: InProcessFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    def left_open() -> None:
+        with rlctl.connect(fleet.server.address) as blocking:
+            stream = blocking.generate_stream("x", max_new_tokens=400)
+            next(stream)
+            blocking.close()
+            stream.close()
+            assert list(stream) == []
+            with pytest.raises(RlctlError, match="closed") as caught:
+                blocking.status()
+            assert caught.value.reason is Reason.CANCELLED
+
+    await asyncio.to_thread(left_open)
+    assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from updating import abort, begin, commit, digest, join, refusal, write
+from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.times import duration
+from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 
 
 def groups(fleet: InProcessFleet) -> list[set[str]]:
@@ -140,3 +141,69 @@ async def test_an_update_that_a_running_operation_keeps_out_reserves_nothing(fle
     assert list(journal.read("update")) == []
     held.set()
     assert (await running).state == OPERATION_STATE_OK
+
+
+NCCL, GLOO = common.TRANSPORT_TORCH_NCCL, common.TRANSPORT_TORCH_GLOO
+
+
+def offers(fleet: InProcessFleet, slot: str, *transports: common.Transport.ValueType) -> None:
+    fleet.server.coordinator.roster.slots[slot].record.registration.capabilities.transports.extend(transports)
+
+
+async def join_all(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse) -> list[list[str]]:
+    """Who joined each group that does not stand yet."""
+    operations = [
+        await join(fleet, plan, group_name=group.group_name, world_size=group.world_size, backend=group.backend)
+        for group in plan.groups
+        if not group.formed
+    ]
+    return [list(operation.targets) for operation in operations]
+
+
+async def write_over(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, name: str, text: str) -> Operation:
+    bucket = v.TensorBucket(names=[text], dtypes=["torch.float32"], shapes=[v.Shape()], group_name=name)
+    request = v.UpdateWeightsFromDistributedRequest(buckets=[bucket])
+    request.header.fence.update_id = plan.update_id
+    return await fleet.stub.UpdateWeightsFromDistributed(request)
+
+
+async def test_each_target_is_fed_by_the_first_transport_that_it_offers(fleet: InProcessFleet) -> None:
+    offers(fleet, "a", GLOO, NCCL)
+    offers(fleet, "b", GLOO)
+    for label in ("one", "two"):
+        plan = await begin(fleet, label, transports=[NCCL, GLOO])
+        assert {target.slot: target.transport for target in plan.targets} == {"a": NCCL, "b": GLOO}
+        groups_of = {group.backend: group for group in plan.groups}
+        assert [[m.slot for m in groups_of[backend].members] for backend in ("nccl", "gloo")] == [["a"], ["b"]]
+        assert [groups_of[backend].world_size for backend in ("nccl", "gloo")] == [2, 3]
+        joined = await join_all(fleet, plan)
+        assert joined == ([["a"], ["b"]] if label == "one" else [])
+        written = await asyncio.gather(*(write_over(fleet, plan, group.group_name, label) for group in plan.groups))
+        assert [list(operation.targets) for operation in written] == [["a"], ["b"]]
+        assert (await commit(fleet, plan, digest(label))).state == OPERATION_STATE_OK
+        assert weights(fleet) == [label] * 3
+
+
+async def test_targets_of_one_transport_do_not_wait_for_those_of_another(fleet: InProcessFleet) -> None:
+    offers(fleet, "a", NCCL)
+    offers(fleet, "b", GLOO)
+    plan = await begin(fleet, "one", transports=[NCCL, GLOO])
+    await join_all(fleet, plan)
+    first, second = plan.groups
+    stuck = asyncio.create_task(write_over(fleet, plan, first.group_name, "stuck"))
+    await write_over(fleet, plan, second.group_name, "one")
+    assert not stuck.done()
+    # Whoever fails leaves its own group; in the other one nobody is told to.
+    await abort(fleet, plan)
+    assert (await stuck).state != OPERATION_STATE_OK
+    assert version_of(fleet) == ("initial", 1)
+
+
+async def test_a_target_that_offers_none_of_the_transports_is_refused_by_name(fleet: InProcessFleet) -> None:
+    offers(fleet, "b", GLOO)
+    error = await refusal(begin(fleet, transports=[NCCL, GLOO]))
+    assert (error.reason, error.field, error.message) == (
+        Reason.UNSUPPORTED,
+        "transports",
+        "a joins no nccl or gloo group",
+    )

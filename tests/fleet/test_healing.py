@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
+from rlctl.coordinator.healing import MAKE_WAY_S
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.fingerprints import fingerprints
@@ -374,6 +375,34 @@ async def test_an_update_does_not_wait_for_the_rest_of_a_heal_of_several_stages(
         going_on.set()
         healed = await healing
         assert [(r.slot, r.error.reason) for r in healed.stage_results] == [("a", "CANCELLED"), ("b", "CANCELLED")]
+
+
+async def test_an_update_does_not_wait_for_one_of_another_model_that_waits_for_a_heal(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(heal=False, a=1) as fleet:
+        fleet.specs.append(StageSpec("critic", checkpoint("early"), model="critic"))
+        await fleet.start_stage(fleet.specs[-1])
+        await fleet.until(lambda stages: stages[1].routable)
+        await scramble(fleet, "critic")
+        preparing, going_on = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "prepare_update":
+                preparing.set()
+                await going_on.wait()
+
+        fake_engine.FAULTS[fleet.specs[1].model_path, 0] = wait
+        healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest()))
+        await preparing.wait()
+        waiting = asyncio.ensure_future(begin(fleet, "two", model="critic"))
+        await asyncio.wait({waiting}, timeout=0.1)
+        async with asyncio.timeout(MAKE_WAY_S / 2):
+            await begin(fleet, "three")
+        assert not waiting.done()
+        going_on.set()
+        await waiting
+        assert (await healing).error.reason == "CANCELLED"
 
 
 async def test_an_update_does_not_wait_for_a_heal_that_is_at_another_model(

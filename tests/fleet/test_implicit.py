@@ -227,6 +227,19 @@ async def test_a_version_that_is_named_afterwards_is_the_same_version(fleet: InP
     assert refused.reason is Reason.UPDATE_NOT_FOUND
 
 
+async def test_a_call_that_comes_long_after_the_others_is_an_operation_of_its_own(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.coordinator.joining.JOINED_S", 0.0)
+    await form(fleet)
+    await write(fleet, "w1")
+    first = await end(fleet, "a", version="x")
+    await end(fleet, version="y")
+    late = await end(fleet, "b", version="x")
+    assert late.operation_id != first.operation_id
+    assert version_of(fleet) == ("x", 2)
+
+
 async def test_outside_of_a_pause_a_write_is_a_whole_update(fleet: InProcessFleet) -> None:
     await form(fleet)
     first, second = await asyncio.gather(*(write(fleet, "w1", slot=slot, weight_version="one-shot") for slot in "ab"))

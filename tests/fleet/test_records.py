@@ -5,18 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from updating import begin, commit, digest, join, write
+import pytest
+from updating import abort, begin, commit, digest, from_disk, join, refusal, write
 
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import Put
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
-from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.common_pb2 import STAGE_STATE_STALE, RequestHeader, Target
+from rlctl.v1.journal_pb2 import (
+    UPDATE_PHASE_PUBLISHED,
+    UPDATE_PHASE_WRITING,
+    ModelRecord,
+    OperationRecord,
+    SlotRecord,
+    UpdatePhase,
+    UpdateRecord,
+)
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, OPERATION_STATE_UNKNOWN, Operation
 
 MEANWHILE_S = 0.3
 """How long something may get ahead of a record that is being written; what waits for the record does not end in it."""
@@ -160,3 +176,112 @@ async def test_a_first_version_that_comes_while_an_update_is_open_does_not_get_i
     ended = await commit(fleet, plan, digest("w1"))
     assert ended.state == OPERATION_STATE_OK, ended.error
     assert (model.record.latest.label, model.record.latest.sequence) == ("step-1", 2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (UPDATE_PHASE_WRITING, "the coordinator was restarted while the operation ran"),
+        (UPDATE_PHASE_PUBLISHED, "its version had been published"),
+    ],
+)
+async def test_of_updates_that_a_killed_coordinator_had_open_only_their_operations_stay(
+    tmp_path: Path, phase: UpdatePhase.ValueType, said: str
+) -> None:
+    operation = Operation(operation_id="u", update_id="u", verb="WeightUpdate", state=OPERATION_STATE_RUNNING)
+    journal = SqliteJournal(tmp_path / "journal.db")
+    await journal.write(
+        [
+            Put("operation", "u", OperationRecord(operation=operation).SerializeToString()),
+            Put("update", "u", UpdateRecord(phase=phase).SerializeToString()),
+            Put("update", "u/heal/a", UpdateRecord(phase=UPDATE_PHASE_WRITING).SerializeToString()),
+        ]
+    )
+    journal.close()
+    server = CoordinatorServer(CoordinatorConfig(tmp_path / "journal.db", "127.0.0.1:0"))
+    await server.start()
+    try:
+        assert list(server.coordinator._journal.read("update")) == []
+        ended = server.coordinator.operations.get("u").operation
+        assert ended.state == OPERATION_STATE_UNKNOWN
+        assert ended.error.message.endswith(said)
+    finally:
+        await server.stop()
+
+
+async def test_a_heal_that_has_ended_leaves_only_its_operation(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        plan = await begin(fleet, "aborted")
+        await join(fleet, plan)
+        await write(fleet, plan, "half")
+        await abort(fleet, plan)
+        assert (await fleet.stub.HealStage(rpc.HealStageRequest())).state == OPERATION_STATE_OK
+        assert list(fleet.server.coordinator._journal.read("update")) == []
+
+
+async def test_no_heal_begins_while_the_version_gets_another_label(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    """It would bring its stage to a version of a name that is not served by its end."""
+    preparing = asyncio.Event()
+
+    async def prepared(_: FakeEngine, name: str, __: Call) -> None:
+        if name == "prepare_update":
+            preparing.set()
+
+    def renames(put: Put) -> bool:
+        return put.kind == "model" and ModelRecord.FromString(put.body).latest.label == "three"
+
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        await fleet.stages.pop("b").stop()
+        await fleet.workers.pop(("b", 1)).stop()
+        healing: list[asyncio.Task[Operation]] = []
+
+        async def heal() -> None:
+            await fleet.start_stage(fleet.specs[1])
+            await fleet.until(lambda stages: stages[1].state == STAGE_STATE_STALE)
+            fake_engine.FAULTS[fleet.specs[1].model_path, 0] = prepared
+            healing.append(asyncio.ensure_future(fleet.stub.HealStage(rpc.HealStageRequest(slots=["b"]))))
+            await asyncio.wait(healing, timeout=MEANWHILE_S)
+            assert not preparing.is_set()
+
+        header = RequestHeader(target=Target(model="actor"))
+        async with at_write(fleet, renames, before=heal):
+            named = await fleet.stub.CommitWeightUpdate(u.CommitWeightUpdateRequest(header=header, version="three"))
+        assert named.state == OPERATION_STATE_OK
+        assert (await healing[0]).error.reason == "UPDATE_IN_PROGRESS"
+        assert (await fleet.stub.HealStage(rpc.HealStageRequest(slots=["b"]))).state == OPERATION_STATE_OK
+        assert fleet.stage("b").routable
+        assert fleet.stage("b").report.weight_version.label == "three"
+
+
+async def test_a_stage_that_is_leaving_is_no_target_of_an_update_that_begins(fleet: InProcessFleet) -> None:
+    beginning: list[asyncio.Task[u.BeginWeightUpdateResponse]] = []
+
+    async def early() -> None:
+        beginning.append(asyncio.ensure_future(begin(fleet)))
+        await asyncio.wait(beginning, timeout=MEANWHILE_S)
+
+    def leaves(put: Put) -> bool:
+        return put.kind == "slot" and SlotRecord.FromString(put.body).retired
+
+    async with at_write(fleet, leaves, before=early):
+        await fleet.stub.DeregisterStage(rpc.DeregisterStageRequest(slot="a"))
+    assert [target.slot for target in (await beginning[0]).targets] == ["b"]
+
+
+async def test_a_target_of_an_update_that_is_being_accepted_does_not_leave(fleet: InProcessFleet) -> None:
+    leaving: list[asyncio.Task[Any]] = []
+
+    async def leave() -> None:
+        leaving.append(asyncio.ensure_future(fleet.stub.DeregisterStage(rpc.DeregisterStageRequest(slot="a"))))
+        await asyncio.wait(leaving, timeout=MEANWHILE_S)
+
+    async with at_write(fleet, lambda put: put.kind == "update", before=leave):
+        plan = await begin(fleet)
+    assert (await refusal(leaving[0])).reason is Reason.UPDATE_IN_PROGRESS
+    assert [target.slot for target in plan.targets] == ["a", "b"]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from test_records import MEANWHILE_S, at_write
 from updating import (
     abort,
     begin,
@@ -25,6 +26,7 @@ from rlctl.control import commander
 from rlctl.coordinator import peers
 from rlctl.engine import Call
 from rlctl.errors import Reason
+from rlctl.ports import Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
@@ -41,6 +43,7 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_READY,
     STAGE_STATE_STALE,
 )
+from rlctl.v1.journal_pb2 import UpdateRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
 
 ONE = u.RolloutStrategy(max_unavailable=1)
@@ -347,3 +350,44 @@ async def test_a_stage_that_cannot_be_reached_ends_the_rolling(
     assert operation.state == OPERATION_STATE_PARTIAL
     assert outcomes(operation)["a"] == OUTCOME_APPLIED
     assert outcomes(operation)["c"] == OUTCOME_REJECTED
+
+
+def _opens(number: int) -> Callable[[Put], bool]:
+    """Whether it is the record of an update whose batch of this number is the next one."""
+    return lambda put: put.kind == "update" and UpdateRecord.FromString(put.body).plan.batch.number == number
+
+
+async def test_a_repeat_is_not_told_of_a_batch_that_is_not_open_yet(three: InProcessFleet) -> None:
+    """What it did with it would be refused, or forgotten."""
+    plan = await begin(three, rollout=ONE, options=RETRACT)
+    await send(three, plan)
+    repeats: list[asyncio.Task[u.CommitBatchResponse]] = []
+
+    async def repeat() -> None:
+        repeats.append(asyncio.ensure_future(commit_batch(three, plan, digest("w1"))))
+        await asyncio.wait(repeats, timeout=MEANWHILE_S)
+        assert not repeats[0].done()
+
+    async with at_write(three, _opens(2), before=repeat):
+        answer = await commit_batch(three, plan, digest("w1"))
+    assert (await repeats[0]).next == answer.next
+    assert answer.next.groups[0].group_name != plan.groups[0].group_name
+    assert (await send(three, answer.next)).state == OPERATION_STATE_OK
+    assert (await commit_batch(three, answer.next, digest("w1"))).next.batch.number == 3
+
+
+async def test_a_defect_after_the_first_batch_leaves_nothing_of_the_version_before_in_service(
+    three: InProcessFleet,
+) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    plan = await begin(three, rollout=ONE, options=RETRACT)
+    await send(three, plan)
+    async with at_write(three, _opens(2), before=fail):
+        ended = (await commit_batch(three, plan, digest("w1"))).ended
+    assert ended.state == OPERATION_STATE_PARTIAL
+    assert outcomes(ended) == {"a": OUTCOME_APPLIED, "b": OUTCOME_REJECTED, "c": OUTCOME_REJECTED}
+    assert "ZeroDivisionError" in ended.stage_results[1].error.message
+    assert admitted(three) == ["step-1"]
+    assert states(three) == [STAGE_STATE_READY, STAGE_STATE_STALE, STAGE_STATE_STALE]

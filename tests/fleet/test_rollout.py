@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import rlctl
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
+from rlctl.rollout.progress import begin
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.stage.core import Serving
 from rlctl.testing.fleet import InProcessFleet
@@ -293,6 +295,51 @@ async def test_what_is_wrong_is_refused_at_once_and_by_name(client: AsyncFleet) 
         await client.rollout("nope").generate([0])
     assert caught.value.reason is Reason.MODEL_NOT_FOUND
     assert await client.rollout("actor", resume="return").generate([0], presence_penalty=1.0, max_new_tokens=1)
+
+
+async def test_a_request_that_is_refused_costs_the_others_nothing(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def short(
+        generate: Callable[..., AsyncIterator[r.GenerateResponse]], request: r.GenerateRequest
+    ) -> AsyncIterator[r.GenerateResponse]:
+        if request.input_ids.ids[0] == 7:
+            raise Reason.PROMPT_TOO_LONG.error("it is too long", field="input_ids")
+        async for response in generate(request):
+            yield response
+
+    for slot in "ab":
+        monkeypatch.setattr(engine(fleet, slot), "generate", partial(short, engine(fleet, slot).generate))
+    rollout = client.rollout("actor")
+    with pytest.raises(RolloutFailed, match="1 of 2 samples were cut: it is too long") as caught:
+        await rollout.generate_batch([[1], [7]], max_new_tokens=3)
+    assert [sample.output_ids for sample in caught.value.samples] == [[2, 3, 4], []]
+    assert [sample.error is not None for sample in caught.value.samples] == [False, True]
+    with pytest.raises(RolloutFailed) as until:
+        await rollout.generate_until(2, [[1], [2], [7]], max_new_tokens=LONG)
+    assert until.value.reason is Reason.PROMPT_TOO_LONG
+    assert len(until.value.samples) == 3
+    assert not running(fleet)
+
+
+async def test_a_sample_that_waits_for_a_stage_is_stopped_too(client: AsyncFleet, fleet: InProcessFleet) -> None:
+    rollout = client.rollout("actor", max_inflight_samples=1)
+
+    def named(rid: str) -> RolloutSample:
+        params = r.SamplingParams(max_new_tokens=5)
+        return begin(r.GenerateRequest(model="actor", text="x", rid=rid, sampling_params=params))
+
+    await client.pause_generation()
+    waiting = [asyncio.create_task(rollout.complete(named(rid))) for rid in ("for a stage", "for a place")]
+    await client._lines.view.known()
+    await asyncio.sleep(0.05)
+    assert await rollout.stop(["for a stage", "for a place"]) == ["for a stage", "for a place"]
+    assert await rollout.stop(["for a stage"]) == ["for a stage"], "it may be said twice"
+    async with asyncio.timeout(5):
+        samples = await asyncio.gather(*waiting)
+    assert [(sample.finish, sample.output_ids, sample.error) for sample in samples] == [("abort", [], None)] * 2
+    await client.continue_generation()
+    assert (await rollout.complete(named("for a stage"))).finished, "its place and its name are free again"
 
 
 async def test_a_caller_that_leaves_leaves_nothing_running(client: AsyncFleet, fleet: InProcessFleet) -> None:

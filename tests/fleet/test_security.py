@@ -14,6 +14,7 @@ from google.protobuf.any_pb2 import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from rlctl.client import aio
 from rlctl.control.commander import Commander
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.errors import Reason, RlctlError
@@ -74,6 +75,17 @@ async def test_a_token_guards_every_service(make_fleet: Callable) -> None:
         assert scheme.reason is Reason.TOKEN_MISSING
         lower = await fleet.stub.GetFleet(c.GetFleetRequest(), metadata=(("authorization", f"bearer {TOKEN}"),))
         assert len(lower.stages) == 1
+
+
+async def test_whoever_has_no_token_learns_so_and_does_not_wait_for_a_stage(make_fleet: Callable) -> None:
+    async with make_fleet(token=TOKEN, a=1) as fleet:
+        for token, reason in (("another", Reason.TOKEN_INVALID), ("", Reason.TOKEN_MISSING)):
+            async with await aio.connect(fleet.server.address, token=token) as client:
+                rollout = client.rollout("actor", resume="return")
+                for call in (client.generate("x"), rollout.generate("x"), client.models()):
+                    with pytest.raises(RlctlError) as caught:
+                        await call
+                    assert caught.value.reason is reason
 
 
 async def test_a_wide_bind_without_a_token_needs_to_be_said(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
+from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
@@ -289,6 +290,28 @@ async def test_stay_paused_is_honoured(fleet: InProcessFleet, checkpoint: Callab
     assert (await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())).state == OPERATION_STATE_OK
 
 
+async def test_a_stage_that_cannot_be_told_to_stay_paused_is_not_routed_to(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    """Its pause is still the update's, and would be lifted."""
+    paused: list[str] = []
+
+    async def refuse_second(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation" and engine.config.tp_size == 1:
+            paused.append(call.command_id)
+            if len(paused) == 2:
+                raise Reason.ENGINE_FAILED.error("not now")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse_second
+    options = v.UpdateOptions(after=v.AFTER_UPDATE_STAY_PAUSED, pause=common.PAUSE_MODE_RETRACT)
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), options=options)
+    operation = await fleet.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert [result.warning.message for result in operation.stage_results] == ["not now", ""]
+    assert fleet.stage("a").quarantine.message == "not now"
+    assert fleet.stage("b").state == common.STAGE_STATE_PAUSED
+
+
 async def test_released_weights_refuse_an_update_before_anything_is_paused(
     fleet: InProcessFleet, checkpoint: Callable[[str], str]
 ) -> None:
@@ -420,3 +443,25 @@ async def test_nothing_is_done_to_an_open_update_on_trial(fleet: InProcessFleet)
         assert (error.reason, error.field) == (Reason.FIELD_INVALID, "header.validate_only")
     assert version_of(fleet) == ("initial", 1)
     assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+
+
+@pytest.mark.parametrize("outcome", [common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY])
+async def test_an_update_whose_abort_is_not_known_to_have_been_heard_is_aborted_again(
+    fleet: InProcessFleet, outcome: common.Outcome
+) -> None:
+    told: list[FakeEngine] = []
+
+    async def deaf_once(engine: FakeEngine, method: str, _: Call) -> None:
+        if method == "abort_update" and engine.config.tp_size == 1:
+            told.append(engine)
+            if len(told) == 1:
+                raise Reason.RANK_SILENT.error("it is busy", outcome=outcome)
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = deaf_once
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "half")
+    await abort(fleet, plan)
+    assert fleet.stage("a").report.state != common.STAGE_STATE_READY
+    await eventually(lambda: len(told) == 2 and not told[0]._update)
+    await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_DIRTY for stage in stages))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import bodies, dialects, identity
+from rlctl.gateway import bodies, connections, dialects, identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
@@ -20,12 +22,14 @@ from rlctl.testing.waiting import eventually
 
 TOKEN = "a token made for this test"
 FINISHED: list[str] = []
+HUGE = 64 << 20
+"""More bytes than sockets hold."""
 
 
 async def echo(call: Call) -> Reply:
     fields = await call.fields()
     number = fields.take("number", int)
-    return Reply({"number": number, "ids": [call.request_id(), call.request_id("second")]})
+    return Reply({"number": number, "ids": [await call.request_id(), await call.request_id("second")]})
 
 
 async def slow(call: Call) -> Reply:
@@ -44,6 +48,24 @@ async def stream(call: Call) -> Stream:
         yield b"data: 2\n\n"
 
     return Stream(chunks(), lambda error: f"data: {error.reason.name}\n\n".encode())
+
+
+async def endless(call: Call) -> Stream:
+    async def chunks() -> Any:
+        try:
+            while True:
+                yield bytes(1 << 20)
+        finally:
+            FINISHED.append(call.url)
+
+    return Stream(chunks(), lambda error: b"")
+
+
+async def huge(call: Call) -> Reply:
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: FINISHED.append(call.url))  # once the answer is written
+    return Reply(bytes(HUGE))
 
 
 async def broken(call: Call) -> Reply:
@@ -65,7 +87,9 @@ def _dialect(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, generation: Generation) -> Dialect:
         rows = [("echo", echo), ("broken", broken)]
         routes = [Route("POST", f"/{path}", handler, Scope.VIEWER) for path, handler in rows]
+        routes += [Route("POST", "/change", echo), Route("POST", "/other", echo)]
         routes += [Route("POST", "/slow", slow), Route("POST", "/slow_read", slow, Scope.VIEWER)]
+        routes += [Route("GET", "/endless", endless, Scope.ROLLOUT), Route("GET", "/huge", huge, Scope.VIEWER)]
         return Dialect(name, [*routes, Route("GET", "/stream", stream, Scope.ROLLOUT)], body_bytes=1000)
 
     monkeypatch.setattr(dialects, "load", load)
@@ -117,8 +141,8 @@ async def test_a_slow_body_is_given_up(http: aiohttp.ClientSession, monkeypatch:
 
 
 async def test_a_repeat_under_a_key_has_the_same_ids(http: aiohttp.ClientSession) -> None:
-    async def ids(**headers: str) -> list[str]:
-        async with http.post("/echo", json={"number": 1}, headers=headers) as response:
+    async def ids(path: str = "/change", **headers: str) -> list[str]:
+        async with http.post(path, json={"number": 1}, headers=headers) as response:
             assert response.status == 200, await response.text()
             said: list[str] = (await response.json())["ids"]
             return said
@@ -126,9 +150,15 @@ async def test_a_repeat_under_a_key_has_the_same_ids(http: aiohttp.ClientSession
     first, again = await ids(**{"Idempotency-Key": "step-1"}), await ids(**{"Idempotency-Key": "step-1"})
     other, none = await ids(**{"X-Request-Id": "step-2"}), await ids()
     assert first == again
-    assert len({*first, *other, *none}) == 6
+    elsewhere, stranger = (
+        await ids("/other", **{"Idempotency-Key": "step-1"}),
+        await ids(**{"Idempotency-Key": "step-1", "Authorization": "Bearer another"}),
+    )
+    assert len({*first, *other, *none, *elsewhere, *stranger}) == 10
     own = "01890a5d-ac96-774b-bcce-b302099a8057"
     assert (await ids(**{"Idempotency-Key": own}))[0] == own
+    read = await ids("/echo", **{"Idempotency-Key": "step-1"})
+    assert read[0] not in first, "a read takes no key at the coordinator"
 
 
 def test_the_id_of_a_step_is_a_uuid7_of_the_same_time() -> None:
@@ -190,3 +220,91 @@ def test_fields_within_fields_have_their_whole_path() -> None:
             take()
         assert caught.value.field in ("info.port", "info.names[1]", "info.host")
     assert Fields({"a": 1, "b": 2}).unknown == ["a", "b"]
+
+
+# Connections.
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "WRITE_S", 0.3)
+
+
+WHOLE = b"POST /slow_read HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@asynccontextmanager
+async def connected(
+    http: aiohttp.ClientSession, limit: int = 1 << 16
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    assert http._base_url is not None
+    reader, writer = await asyncio.open_connection(http._base_url.host, http._base_url.port, limit=limit)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def ends(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side ends it soon, having told nothing."""
+    async with asyncio.timeout(5):
+        return await reader.read() == b""
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("sent", [b"", WHOLE[:20], WHOLE[:40]])
+async def test_a_caller_that_sends_no_whole_head_is_cut_off(http: aiohttp.ClientSession, sent: bytes) -> None:
+    async with connected(http) as (reader, writer):
+        writer.write(sent)
+        assert await ends(reader)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_one_that_trickles_a_head_is_cut_off(http: aiohttp.ClientSession) -> None:
+    async with connected(http) as (reader, writer):
+
+        async def trickle() -> None:
+            for byte in WHOLE:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.1)
+
+        trickling = asyncio.create_task(trickle())
+        assert await ends(reader)
+        trickling.cancel()
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_connection_is_kept_between_requests_but_not_for_half_of_one(http: aiohttp.ClientSession) -> None:
+    async with connected(http) as (reader, writer):
+        for pause in (0.0, 0.5):  # the request itself takes as long as a head may
+            await asyncio.sleep(pause)
+            writer.write(WHOLE)
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+        writer.write(WHOLE[:20])
+        assert await ends(reader)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("path", ["/endless", "/huge"])
+async def test_a_caller_that_takes_nothing_of_an_answer_is_cut_off(http: aiohttp.ClientSession, path: str) -> None:
+    FINISHED.clear()
+    async with connected(http, limit=1) as (reader, writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        await reader.readexactly(1)
+        await eventually(lambda: path in FINISHED)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            async with asyncio.timeout(5):
+                await reader.readexactly(HUGE)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_one_that_takes_it_slowly_is_not(http: aiohttp.ClientSession) -> None:
+    async with connected(http) as (reader, writer):
+        writer.write(b"GET /huge HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(16):
+            await asyncio.sleep(0.05)
+            await reader.readexactly(HUGE // 16)

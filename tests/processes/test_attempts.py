@@ -13,6 +13,7 @@ from trainers import PP_TP, train
 
 import rlctl
 from rlctl.client.fleet import Fleet
+from rlctl.client.publisher import Publisher
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
@@ -28,6 +29,11 @@ def three(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LaunchedFleet]:
     engines = [EngineSpec("a", str(tiny[1]), tp_size=2), EngineSpec("b", str(tiny[1])), EngineSpec("c", str(tiny[1]))]
     with LaunchedFleet(engines, directory=tmp_path / "fleet") as fleet:
         yield fleet
+
+
+def break_group(publisher: Publisher) -> None:
+    (group,) = publisher.aio._part._groups.values()
+    group.interrupt()
 
 
 def held(fleet: Fleet, *slots: str) -> set[str]:
@@ -119,7 +125,7 @@ def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(thre
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         publisher.update(demo_tiny.make(seed=1), version="whole")
         model = demo_tiny.make(seed=2)
-        weights = Interrupted(model, lambda: publisher.aio._part._group.interrupt())  # type: ignore[union-attr]
+        weights = Interrupted(model, lambda: break_group(publisher))
         digest = rlctl.model_digest(model)
         pending = publisher.update_async(weights, version="again", retries=1, deadline_s=60)
         pending.wait_sent()
@@ -132,7 +138,7 @@ def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(thre
         assert all(stage.routable for stage in fleet.status().stages)
         # Without retries the same failure ends the update.
         model = demo_tiny.make(seed=2)
-        weights = Interrupted(model, lambda: publisher.aio._part._group.interrupt())  # type: ignore[union-attr]
+        weights = Interrupted(model, lambda: break_group(publisher))
         with pytest.raises((OperationFailed, RlctlError)):
             publisher.update(weights, version="once", deadline_s=60)
         assert weights.passes == 1

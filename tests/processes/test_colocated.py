@@ -1,17 +1,24 @@
-"""A trainer and an engine on one host, step after step as in GRPO: the engine sleeps while the trainer trains."""
+"""A trainer and an engine on one host, step after step of GRPO: the engine sleeps while the trainer trains."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import rlctl
 from rlctl.client.fleet import Fleet
+from rlctl.client.rollout import Asking
+from rlctl.demo import tiny
+from rlctl.demo.grpo import Trainer, rollouts
+from rlctl.demo.judge import MISMATCH, RISE
+from rlctl.demo.production import Production
+from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, draw
 from rlctl.demo.tiny import encode, save
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
@@ -27,39 +34,26 @@ PROMPT = encode("12+34=")
 LONG = 150
 """Tokens of a request that a step catches in the middle."""
 
+PROMPTS, SAMPLES = 16, 8
+
 REALLY = 0.75
 """Share of what a rank reports that its process's memory must shrink and grow by; the rest is what else it does."""
 
 
 def make() -> Any:
-    """A model with 34 MB of weights that computes little."""
+    """The demo's model, but so wide that its weights show: 10.7 MB."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1 << 15,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    model: Any = LlamaForCausalLM(config).float()
-    return model
-
-
-def train(model: Any, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    config = tiny.make(0).config
+    config.intermediate_size = 3328
+    model: Any = LlamaForCausalLM(config)
+    return model.float()
 
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, Any]]:
-    """An engine with 134 MB of KV entries, and the trainer's model."""
+    """An engine with 134 MB of KV entries, and the trainer's model, which has seen some sums."""
     model = make()
+    Trainer(model, learning_rate=2e-3, seed=0).supervise(15, batch=64)
     tmp_path = tmp_path_factory.mktemp("colocated")
     save(model, tmp_path / "checkpoint")
     engine = EngineSpec("actor-0", str(tmp_path / "checkpoint"), options={"max_total_tokens": str(1 << 17)})
@@ -72,9 +66,18 @@ def ranks(operation: Operation) -> list[Any]:
 
 
 def resident(fleet: Fleet) -> int:
-    """Bytes of resident memory of the engine's process."""
+    """Bytes of resident memory of the engine's process, less what it shares with others: the segments."""
     (rank,) = ranks(fleet.call(GetServerInfoRequest()))
-    return int(psutil.Process(rank.server_info.pid).memory_info().rss)
+    memory = psutil.Process(rank.server_info.pid).memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def release(fleet: Fleet, tag: str) -> int:
+    """Release a region; the bytes that the engine says, which its process has really given back."""
+    before = resident(fleet)
+    (rank,) = ranks(fleet.release_memory([tag]))
+    assert before - resident(fleet) > REALLY * rank.memory.bytes
+    return int(rank.memory.bytes)
 
 
 def refused(fleet: Fleet, call: Callable[[], object]) -> Reason:
@@ -97,32 +100,50 @@ def is_most_likely(model: Any, prefix: list[int], tokens: list[int]) -> bool:
     return bool(tokens) and logits[len(prefix) - 1 : -1].argmax(-1).tolist() == tokens
 
 
+def reward(fleet: Fleet) -> float:
+    """Mean over all sums, each answered by what is most likely."""
+    prompts = [encode(problem.prompt) for problem in EVERY]
+    answers = fleet.generate_batch(prompts, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+    texts = [answer.samples[0].text for answer in answers]
+    return sum(problem.reward(text) for problem, text in zip(EVERY, texts, strict=True)) / len(EVERY)
+
+
 def test_twenty_steps_in_which_the_engine_sleeps_while_the_trainer_trains(colocated: tuple[Fleet, Any]) -> None:
     fleet, model = colocated
     publisher = fleet.publisher("actor", path="ipc")
+    trainer = Trainer(model, learning_rate=2e-4, seed=0)
+    trainer.remember(1)
+    numbers = random.Random(1)
+    asking: Asking = {"n": SAMPLES, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0, "seed": 7}
+    production = Production(fleet.rollout("actor"), "sync", PROMPTS, lambda count: draw(numbers, count), asking)
+    at_first, published = reward(fleet), [rlctl.model_digest(model)]
     for step in range(1, STEPS + 1):
+        batch = rollouts(production.batch(latest=step))
+        assert {version for rollout in batch for version in rollout.versions} == {step}
         # Every fifth step a request is in the middle.
         stream = fleet.generate_stream(
             PROMPT, max_new_tokens=LONG if step % 5 == 1 else 1, temperature=0.0, ignore_eos=True
         )
         first = next(stream)
         fleet.pause_generation("retract")
-        awake = resident(fleet)
-        # Every other step the weights are released with the KV cache.
-        (released,) = ranks(fleet.release_memory(["kv_cache"] if step % 2 else []))
+        # Every other step the weights are released before the KV cache.
+        released = sum(release(fleet, tag) for tag in (["kv_cache"] if step % 2 else ["weights", "kv_cache"]))
+        assert released > (128 if step % 2 else 138) << 20
         asleep = resident(fleet)
-        assert released.memory.bytes > (128 if step % 2 else 160) << 20
-        assert awake - asleep > REALLY * released.memory.bytes
         assert fleet.status().stages[0].state == common.STAGE_STATE_ASLEEP
-        train(model, step)
+        # What was generated is what the weights of the version give, and what the trainer learns from.
+        assert trainer.step(batch) < MISMATCH
         if step % 2 == 0:
             assert refused(fleet, lambda: publisher.update(model, version="never")) is Reason.MEMORY_RELEASED
             assert refused(fleet, fleet.continue_generation) is Reason.MEMORY_RELEASED
             fleet.resume_memory(["weights"])
-        publisher.update(model, version=f"step-{step}", after="stay_paused")
+        result = publisher.update(model, version=f"step-{step}", after="stay_paused")
+        assert result.version.sequence == step + 1
+        published.append(result.model_digest)
+        trainer.remember(result.version.sequence)
         assert refused(fleet, fleet.continue_generation) is Reason.MEMORY_RELEASED
         fleet.resume_memory(["kv_cache"])
-        assert resident(fleet) - asleep > REALLY * released.memory.bytes
+        assert resident(fleet) - asleep > REALLY * released
         assert not fleet.status().stages[0].routable
         fleet.continue_generation()
         if step % 5 == 1:
@@ -130,6 +151,9 @@ def test_twenty_steps_in_which_the_engine_sleeps_while_the_trainer_trains(coloca
         answer = fleet.generate(PROMPT, max_new_tokens=8, temperature=0.0, ignore_eos=True).samples[0]
         assert {span.version.label for span in answer.versions} == {f"step-{step}"}
         assert is_most_likely(model, PROMPT, list(answer.output_ids))
+    production.close()
+    assert len(set(published)) == STEPS + 1
+    assert reward(fleet) > at_first + RISE
     assert {rank.check.model_digest for rank in ranks(fleet.check_weights())} == {rlctl.model_digest(model)}
     assert not fleet.operations(verb="InitWeightsUpdateGroup"), "everything went through shared memory"
     publisher.close()

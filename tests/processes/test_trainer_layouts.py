@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 MODEL = "experts"
 
+STOPPED_S = 14.0
+"""How long a stopped rank stays so: longer than an update of 4 s may take to fail at the others."""
+
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
@@ -105,6 +108,26 @@ def test_the_next_trainer_helps_engines_whose_trainer_was_killed(
     held = {r.check.model_digest for stage in fleet.check_weights().stage_results for r in stage.rank_results}
     assert held == {rlctl.model_digest(model)}
     assert all(stage.routable for stage in fleet.status().stages)
+
+
+@pytest.mark.parametrize("stops", [0, 2], ids=["lead", "source"])
+def test_a_trainer_rank_that_is_stopped_costs_the_others_the_deadline(fleet: Fleet, tmp_path: Path, stops: int) -> None:
+    said = train(fleet, tmp_path, seeds=[67, 68], stops=stops, stops_s=STOPPED_S, deadline_s=4.0, lease_s=3.0, **PP_TP)
+    for rank, updates in enumerate(said):
+        assert updates[0]["digest"] == digest_of(67)
+        assert updates[-1]["reason"], "an error of rlctl's, or of the trainer's own gathers"
+        if rank != stops:
+            assert updates[-1]["elapsed_s"] < STOPPED_S
+    (ended, *_) = fleet.operations(verb="WeightUpdate")
+    assert ended.error.reason in (("LEASE_EXPIRED",) if stops == 0 else ("CANCELLED", "DEADLINE_EXCEEDED"))
+    assert fleet.status().models[0].latest.label == "seed-67"
+    publisher = fleet.publisher("actor")
+    model = make(MODEL, 69)
+    publisher.update(model, version=f"helped-{stops}", deadline_s=60)
+    publisher.close()
+    held = {r.check.model_digest for stage in fleet.check_weights().stage_results for r in stage.rank_results}
+    assert held == {rlctl.model_digest(model)}
+    assert [(stage.routable, stage.incarnation) for stage in fleet.status().stages] == [(True, 1)] * 2
 
 
 def check_lost(said: list[Any], *, dies: int) -> None:

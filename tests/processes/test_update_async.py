@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlctl.client.publisher import Publisher
 from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.testing.interrupted import Interrupted
 from rlctl.weights.segment_sender import SegmentSender
 from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
@@ -80,6 +82,17 @@ class Held:
                 self.reached.set()
                 assert self.go_on.wait(60)
             yield pair
+
+
+@pytest.fixture
+def interrupts() -> Callable[[], None]:
+    """Sends an interrupt to the main thread, and waits until it has arrived there."""
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Event().wait(1.0)
+
+    return interrupt
 
 
 def held_by(fleet: Fleet) -> set[str]:
@@ -222,3 +235,23 @@ def test_what_is_wrong_is_raised_by_both_waits(fleet: Fleet) -> None:
     assert fleet.status().models[0].latest == latest
     publisher.update(demo_tiny.make(seed=18), version="good")
     publisher.close()
+
+
+def test_an_update_that_is_interrupted_holds_nothing_up(fleet: Fleet, interrupts: Callable[[], None]) -> None:
+    model = demo_tiny.make(seed=17)
+    with rlctl.connect(fleet.aio.connection.address) as trainer:
+        publisher = trainer.publisher("actor")
+        with pytest.raises(KeyboardInterrupt):
+            publisher.update(Interrupted(model, interrupts), version="interrupted")
+    publisher.close()
+    assert fleet.status().models[0].update_id == "", "its lease is not waited for"
+    # One that is pending when the fleet is closed is given up as well.
+    with rlctl.connect(fleet.aio.connection.address) as trainer:
+        weights = Held(model)
+        pending = trainer.publisher("actor").update_async(weights, version="left")
+        assert weights.reached.wait(60)
+        assert fleet.status().models[0].update_id
+    weights.go_on.set()
+    assert pending.done()
+    assert fleet.status().models[0].update_id == ""
+    rlctl.publisher(fleet, "actor").update(model, version="after")

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import trainer_models
+from with_nccl import stand_in_at_a_source
 
 import rlctl
 from rlctl.client import publisher as publishing
@@ -100,9 +102,17 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
         return model
     assert stage_group is not None
     last = seed == settings["seeds"][-1]
+    if last and rank == settings.get("stops"):
+        return StageSource(model, rank // 2, stage_group, functools.partial(stop_for, settings["stops_s"]))
     victim = os.getpid() if rank == settings.get("dies") else settings.get("kills") if rank == 0 else None
     happens = functools.partial(os.kill, victim, signal.SIGKILL) if last and victim is not None else None
     return StageSource(model, rank // 2, stage_group, happens)
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process; another one lets it go on."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def scramble(weights: Any) -> None:
@@ -117,6 +127,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     publishing.LEASE_TTL_S = settings.get("lease_s", publishing.LEASE_TTL_S)
+    if "nccl" in settings.get("backend", ""):
+        stand_in_at_a_source()
     rank, size = settings["rank"], settings["size"]
     store = dist.FileStore(settings["store"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -134,6 +146,7 @@ def main() -> None:
         trainer_group=dist.group.WORLD,
         source=sources.index(rank) if rank in sources else None,
         path=settings.get("path", "broadcast"),
+        backend=settings.get("backend", "gloo"),
         bucket_bytes=BUCKET_BYTES,
     )
     version = ""

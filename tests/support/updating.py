@@ -39,7 +39,7 @@ async def refusal(call: object) -> RlctlError:
 
 async def begin(fleet: InProcessFleet, version: str = "step-1", **fields: object) -> u.BeginWeightUpdateResponse:
     trainer = {"trainer": u.Trainer(name="trainer", boot_id="boot")}
-    request = u.BeginWeightUpdateRequest(model="actor", version=version, **trainer | fields)
+    request = u.BeginWeightUpdateRequest(version=version, **{"model": "actor"} | trainer | fields)
     return await fleet.stub.BeginWeightUpdate(request)
 
 

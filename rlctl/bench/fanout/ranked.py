@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rlctl import loops
 from rlctl.engine import EngineConfig
-from rlctl.process import announce, end_with_parent, stop_event
+from rlctl.process import announce, collect_seldom, end_with_parent, stop_event
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.worker.server import WorkerConfig, WorkerServer
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.end_with_parent:
         end_with_parent()
+    collect_seldom()  # as the servers do that these stand for
     loops.run(_serve(given.coordinator, given.slot, given.checkpoint, given.ranks))
 
 

@@ -58,10 +58,12 @@ def dialect(generation: Generation) -> Dialect:
 
 
 def fail(error: RlctlError) -> Reply:
-    """A wrong field is 422; who holds what is needed, 503; a wrong key, 403."""
+    """A wrong field, or another body under a key, is 422; who holds what is needed, 503; a wrong admin key, 403."""
     status = error.http_status
     if error.reason is Reason.TOKEN_INVALID:
         status = 403
+    elif error.reason is Reason.REQUEST_ID_REUSED:
+        status = 422
     elif isinstance(error, Conflict):
         status = 503
     elif isinstance(error, InvalidRequest) and error.field != "body":

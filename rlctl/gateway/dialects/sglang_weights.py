@@ -35,7 +35,7 @@ async def from_disk(asked: Asked) -> Reply:
     if asked["keep_pause"]:
         options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
     request = verbs_pb2.UpdateWeightsFromDiskRequest(
-        header=asked.header(model=await _model(asked)),
+        header=await asked.header(model=await _model(asked)),
         model_path=asked["model_path"],
         load_format=asked["load_format"] or "",
         weight_version=_label(asked["weight_version"]),
@@ -53,7 +53,7 @@ async def from_disk(asked: Asked) -> Reply:
 async def begin_weight_update(asked: Asked) -> Reply:
     """Open an update that later writes join, without pausing anything yet."""
     request = update_pb2.BeginWeightUpdateRequest(
-        header=asked.header(),
+        header=await asked.header(),
         implicit=True,
         model=await _model(asked),
         kind=_kind(asked),
@@ -85,7 +85,7 @@ async def update_weight_version(asked: Asked) -> Reply:
 
 async def _commit(asked: Asked, version: str) -> Operation:
     model = "" if asked.slot else await engines.updatable(asked.call)
-    request = update_pb2.CommitWeightUpdateRequest(header=asked.header("commit", model=model), version=version)
+    request = update_pb2.CommitWeightUpdateRequest(header=await asked.header("commit", model=model), version=version)
     operation: Operation = await asked.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
     if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
         raise OperationFailed(operation)
@@ -100,7 +100,7 @@ async def init_group(asked: Asked) -> Reply:
         if not 0 <= value < 1 << 31:
             raise Reason.FIELD_INVALID.error(f"it is {value}", field=name)
     request = verbs_pb2.InitWeightsUpdateGroupRequest(
-        header=asked.header(model=await _model(asked)),
+        header=await asked.header(model=await _model(asked)),
         master_address=asked["master_address"],
         master_port=port,
         rank_offset=offset,
@@ -138,7 +138,7 @@ async def from_distributed(asked: Asked) -> Reply:
         format=_FORMAT[asked["load_format"]],
     )
     request = verbs_pb2.UpdateWeightsFromDistributedRequest(
-        header=asked.header(model=await _model(asked)),
+        header=await asked.header(model=await _model(asked)),
         group_name=asked["group_name"],
         buckets=[bucket],
         weight_version=_label(asked["weight_version"]),
@@ -159,7 +159,7 @@ async def from_tensor(asked: Asked) -> Reply:
             next_step="Send over a group (update_weights_from_distributed), or name shared memory in `segments`.",
         )
     request = verbs_pb2.UpdateWeightsFromTensorRequest(
-        header=asked.header(model=await _model(asked)),
+        header=await asked.header(model=await _model(asked)),
         weight_version=_label(asked["weight_version"]),
         options=_options(asked),
         kind=_kind(asked),
@@ -211,7 +211,7 @@ async def post_process_weights(_: Asked) -> Reply:
 async def load_lora(asked: Asked) -> Reply:
     """Every engine of the model reads an adapter."""
     request = verbs_pb2.LoadAdapterRequest(
-        header=asked.header(model=await _model(asked)),
+        header=await asked.header(model=await _model(asked)),
         name=asked["lora_name"],
         path=asked["lora_path"],
         pinned=asked["pinned"],
@@ -222,7 +222,9 @@ async def load_lora(asked: Asked) -> Reply:
 @saying_success(error_message=None, loaded_adapters={})
 async def unload_lora(asked: Asked) -> Reply:
     """Every engine of the model unloads an adapter."""
-    request = verbs_pb2.UnloadAdapterRequest(header=asked.header(model=await _model(asked)), name=asked["lora_name"])
+    request = verbs_pb2.UnloadAdapterRequest(
+        header=await asked.header(model=await _model(asked)), name=asked["lora_name"]
+    )
     return _adapters(await asked.call.fleet.call(request))
 
 

@@ -1,0 +1,30 @@
+"""Answering a call: what was asked for goes on when the caller leaves, and can know that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from rlctl.ports import CALLER, Caller
+
+T = TypeVar("T")
+
+
+async def answer(work: Coroutine[Any, Any, T], *, cancellable: bool = False) -> T:
+    """The answer to one call. Cancelled when the caller leaves: ``work`` then goes on, unless it is ``cancellable``
+    (generation), so that a deadline at the caller never leaves a half-applied command behind.
+    """
+    caller = Caller()
+    CALLER.set(caller)
+    task = asyncio.ensure_future(work)
+    try:
+        return await (task if cancellable else shielded(task))
+    except asyncio.CancelledError:
+        caller.left.set()
+        raise
+
+
+def shielded(task: asyncio.Task[T]) -> Awaitable[T]:
+    """A task whose end is waited for, and that goes on when nobody waits any more."""
+    return asyncio.shield(task)

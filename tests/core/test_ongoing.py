@@ -1,0 +1,125 @@
+"""Requests under way at a stage: whom a look at the gate wakes, and when a wait is over."""
+
+from __future__ import annotations
+
+import asyncio
+from types import MappingProxyType
+
+import pytest
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import SystemClock
+from rlctl.stage import ongoing
+from rlctl.stage.core import Serving
+from rlctl.stage.ongoing import Ongoing
+from rlctl.v1 import common_pb2
+
+READY = Serving(
+    slot="a",
+    model="actor",
+    incarnation=1,
+    state=common_pb2.STAGE_STATE_READY,
+    version=common_pb2.WeightVersion(sequence=1),
+    lease_until=float("inf"),
+    obstacle=None,
+    adapters=MappingProxyType({"math": "1"}),
+    held=frozenset({"math"}),
+    awaited=frozenset(),
+    spoiling="",
+)
+SOON_S = 0.01
+
+
+class Host:
+    """A stage whose state is set by the test."""
+
+    def __init__(self) -> None:
+        self.serving = READY
+        self.clock = SystemClock()
+        self.ongoing = Ongoing(lambda: self.serving, self.clock)
+
+    def wait(self, coming: asyncio.Future[str], *, left: float = float("inf"), adapter: str = "") -> asyncio.Task[None]:
+        """A request that waits for what its engine says."""
+        return asyncio.ensure_future(self.ongoing.wait(coming, self.clock.now() + left, adapter))
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """One that is looked at often."""
+    monkeypatch.setattr(ongoing, "LOOK_S", SOON_S)
+    return Host()
+
+
+def new() -> asyncio.Future[str]:
+    """What an engine has yet to say."""
+    return asyncio.get_running_loop().create_future()
+
+
+async def reason(waiting: asyncio.Task[None]) -> Reason:
+    """Why a wait ended."""
+    with pytest.raises(RlctlError) as refused:
+        await waiting
+    return refused.value.reason
+
+
+async def test_what_the_engine_says_ends_its_own_wait_only(host: Host) -> None:
+    first, second = new(), new()
+    one, other = host.wait(first), host.wait(second)
+    await asyncio.sleep(3 * SOON_S)
+    assert not one.done()
+    first.set_result("x")
+    await one
+    assert not other.done()
+    second.set_result("y")
+    await other
+
+
+async def test_what_was_said_before_the_gate_shut_is_not_told_after(host: Host) -> None:
+    coming = new()
+    coming.set_result("x")
+    host.serving = READY._replace(lease_until=0.0)
+    assert await reason(host.wait(coming)) is Reason.STAGE_NOT_SERVING
+
+
+async def test_a_gate_that_shuts_ends_every_silent_wait(host: Host) -> None:
+    waits = [host.wait(new()) for _ in range(3)]
+    await asyncio.sleep(2 * SOON_S)
+    host.serving = READY._replace(state=common_pb2.STAGE_STATE_DIRTY)
+    assert {await reason(each) for each in waits} == {Reason.STAGE_NOT_SERVING}
+
+
+async def test_an_adapter_that_is_gone_ends_its_own_requests_only(host: Host) -> None:
+    said = new()
+    base, adapted = host.wait(said), host.wait(new(), adapter="math")
+    await asyncio.sleep(0)
+    host.serving = READY._replace(adapters=MappingProxyType({}))
+    assert await reason(adapted) is Reason.STAGE_NOT_SERVING
+    assert not base.done()
+    said.set_result("x")
+    await base
+
+
+async def test_time_is_up_between_two_looks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ongoing, "LOOK_S", 3600.0)
+    assert await reason(host.wait(new(), left=SOON_S)) is Reason.DEADLINE_EXCEEDED
+    assert await reason(host.wait(new(), left=0.0)) is Reason.DEADLINE_EXCEEDED
+
+
+async def test_nobody_looks_when_nobody_waits(host: Host) -> None:
+    looked = 0
+
+    def counted() -> Serving:
+        nonlocal looked
+        looked += 1
+        return READY
+
+    host.ongoing = Ongoing(counted, host.clock)
+    coming = new()
+    waiting = host.wait(coming)
+    await asyncio.sleep(3 * SOON_S)
+    coming.set_result("x")
+    await waiting
+    await asyncio.sleep(2 * SOON_S)
+    after = looked
+    await asyncio.sleep(5 * SOON_S)
+    assert looked == after > 1

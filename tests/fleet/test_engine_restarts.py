@@ -1,0 +1,96 @@
+"""Engines that their stage server can start again: tried again whatever keeps them from starting, heard whenever they
+fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import pytest
+
+from rlctl.engine import EngineInfo
+from rlctl.errors import Reason
+from rlctl.stage import server
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.v1.common_pb2 import STAGE_STATE_READY
+
+LOST = Reason.ENGINE_FAILED.error("the server process is gone")
+
+
+class Restartable(FakeEngine):
+    """``starts``: what happens at its first start, its second, ...: an error, or a failure right after it."""
+
+    started = 0
+    starts: ClassVar[list[Exception | str]] = []
+    stops: ClassVar[list[Exception]] = []
+
+    def can_restart(self) -> bool:
+        return True
+
+    async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+        type(self).started += 1
+        what = self.starts.pop(0) if self.starts else ""
+        if isinstance(what, Exception):
+            raise what
+        info = await super().start(setup)
+        if what == "fails":
+            self.fail(LOST)
+        return info
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self.stops:
+            raise self.stops.pop(0)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> type[Restartable]:
+    monkeypatch.setattr(server, "engine_class", lambda name: Restartable)
+    monkeypatch.setattr(server, "RESTART_AFTER_S", 0.01)
+    monkeypatch.setattr(Restartable, "started", 0)
+    monkeypatch.setattr(Restartable, "starts", [])
+    monkeypatch.setattr(Restartable, "stops", [])
+    return Restartable
+
+
+async def ready_again(fleet: InProcessFleet, engines: type[Restartable], started: int) -> None:
+    """Wait until so many engines have been started, and the last of them serves."""
+
+    def ready() -> bool:
+        report = fleet.stage("a").report
+        return report.state == STAGE_STATE_READY and all(rank.alive for rank in report.ranks)
+
+    async with asyncio.timeout(10):
+        await eventually(lambda: engines.started == started)
+        await eventually(ready)
+    assert not engines.starts
+
+
+async def test_an_engine_is_tried_again_whatever_keeps_it_from_starting_or_ending(
+    make_fleet: Callable, engines: type[Restartable]
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        engines.starts[:] = [OSError("no space left on device"), LOST]
+        engines.stops[:] = [OSError("no such process")]
+        fleet.stages["a"]._engine.fail(LOST)
+        await ready_again(fleet, engines, 4)
+
+
+async def test_an_engine_that_fails_while_it_is_taken_into_service_is_started_again(
+    make_fleet: Callable, engines: type[Restartable]
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        engines.starts[:] = ["fails"]
+        fleet.stages["a"]._engine.fail(LOST)
+        await ready_again(fleet, engines, 3)
+
+
+async def test_an_engine_that_fails_as_it_starts_first_is_started_again(
+    make_fleet: Callable, engines: type[Restartable]
+) -> None:
+    engines.starts[:] = ["fails"]
+    async with make_fleet(a=1) as fleet:
+        await ready_again(fleet, engines, 2)
