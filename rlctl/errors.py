@@ -220,6 +220,11 @@ class Reason(enum.Enum):
         "Destroy it first.",
     )
     ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")
+    ADAPTER_EXISTS = (
+        PreconditionFailed,
+        "An adapter of this name is loaded.",
+        "Unload it first, or load without asking for a new one: it is then replaced.",
+    )
     CHECKPOINT_NOT_FOUND = (NotFound, "No readable checkpoint is there.", "")
     CHECKPOINT_MISMATCH = (PreconditionFailed, "The checkpoint does not fit the model.", "")
     SEGMENT_NOT_FOUND = (NotFound, "A shared segment cannot be mapped: it is gone, or not this rank's to open.", "")

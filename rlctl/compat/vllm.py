@@ -6,19 +6,18 @@ own communicator is a PyNccl one, which no torch process group can share; the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from rlctl.errors import Reason
+from rlctl.vllm_transfer import PACKED_BYTES, group_name
 from rlctl.weights.groups import WeightGroup, join
 
-GROUP = "weight_transfer"
-"""vLLM's groups have no name; the gateway's dialect gives them this one."""
-
-PACKED_BYTES = 1 << 30
 TIMEOUT_S = 300.0
 
 _stores: dict[int, TCPStore] = {}
@@ -41,8 +40,9 @@ class NCCLTrainerSendWeightsArgs:
 def trainer_init(init_info: Any, rank: int = 0) -> WeightGroup:
     """The group of rank 0, whose store listens at ``master_address:master_port``; returns when all have come.
 
-    ``init_info``: a mapping or a dataclass with those and ``world_size``. NCCL where torch has it and a GPU is there,
-    else gloo: what the gateway forms with where a request names no backend. Raises GROUP_FAILED.
+    ``init_info``: a mapping or a dataclass with those and ``world_size``, and with ``packed`` and
+    ``packed_buffer_size_bytes`` where the engines are told so. NCCL where torch has it and a GPU is there, else gloo:
+    what the gateway forms with where a request names no backend. Raises GROUP_FAILED.
     """
     del rank
     info = asdict(init_info) if is_dataclass(init_info) and not isinstance(init_info, type) else dict(init_info)
@@ -52,7 +52,7 @@ def trainer_init(init_info: Any, rank: int = 0) -> WeightGroup:
     nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return join(
         (host, port),
-        name=GROUP,
+        name=group_name(int(info.get("packed_buffer_size_bytes", PACKED_BYTES)) if info.get("packed") else 0),
         rank=0,
         world_size=world_size,
         backend="nccl" if nccl else "gloo",
@@ -105,3 +105,117 @@ class NCCLWeightTransferEngine:
         for item in iterator:
             tensor = args.post_iter_func(item) if args.post_iter_func is not None else item[1]
             args.group.broadcast(tensor.detach().contiguous())
+
+
+class SyncClient(Protocol):
+    """What tells the engines: vLLM's ``HTTPVLLMWeightSyncClient``, say."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Form the group; returns when it stands."""
+
+    def start_weight_update(self) -> None:
+        """Open an update."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Announce tensors; returns when they are taken in."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commit it."""
+
+
+class Weights(Protocol):
+    """vLLM's ``WeightSource``: the same tensors in each pass, as its ``metadata`` names them."""
+
+    def metadata(self) -> Sequence[Any]:
+        """``name``, ``dtype`` and ``shape`` of each."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass
+class NCCLTrainerInitInfo:
+    """Where the trainer's store is, and how it sends; as vLLM has it from 0.28 on."""
+
+    backend: ClassVar[str] = "rlctl"
+
+    master_address: str
+    master_port: int
+    world_size: int
+    packed: bool = True
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+    rank: int = field(kw_only=True)
+
+
+class NCCLTrainerWeightTransferEngine:
+    """vLLM's stateful trainer engine; ``WeightTransferTrainerFactory.register_engine("rlctl", ...)`` makes it known."""
+
+    init_info_cls = NCCLTrainerInitInfo
+
+    def __init__(self, info: NCCLTrainerInitInfo, client: SyncClient, source: Weights) -> None:
+        """Made by :meth:`trainer_init`, at every rank of the trainer; rank 0 sends."""
+        self.is_sender = info.rank == 0
+        self.model_update_group: WeightGroup | None = None
+        self._info = info
+        self._client = client
+        self._source = source
+
+    @classmethod
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: SyncClient, source: Weights) -> Self:
+        """Form the group. Raises GROUP_FAILED, and what the client raises."""
+        engine = cls(init_info, client, source)
+        if engine.is_sender:
+            told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
+            with ThreadPoolExecutor(1) as threads:
+                joined = threads.submit(client.init_weight_transfer_engine, {**told, "rank_offset": 1})
+                engine.model_update_group = trainer_init(init_info)
+                joined.result()
+        return engine
+
+    def send_weights(self) -> None:
+        """One update: every rank goes through the weights, rank 0 sends them. Raises FIELD_CONFLICT where a pass does
+        not give what was announced, GROUP_FAILED, and what the client raises.
+        """
+        announced = list(self._source.metadata())
+        if not self.is_sender:
+            for _ in self._source:
+                pass
+            return
+        assert self.model_update_group is not None
+        update_info = {
+            "names": [each.name for each in announced],
+            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in announced],
+            "shapes": [list(each.shape) for each in announced],
+        }
+        self._client.start_weight_update()
+        threads = ThreadPoolExecutor(1)
+        try:
+            taken = threads.submit(self._client.update_weights, update_info)
+            info = self._info
+            arguments = NCCLTrainerSendWeightsArgs(
+                self.model_update_group, packed=info.packed, packed_buffer_size_bytes=info.packed_buffer_size_bytes
+            )
+            NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
+            taken.result()
+        finally:
+            threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
+        self._client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self.model_update_group is not None:
+            self.model_update_group.close()
+            self.model_update_group = None
+
+
+def _as_announced(source: Weights, announced: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    wanted = iter(announced)
+    for name, tensor in source:
+        expected = next(wanted, None)
+        given = (name, tensor.dtype, tuple(tensor.shape))
+        if expected is None or given != (expected.name, expected.dtype, tuple(expected.shape)):
+            raise Reason.FIELD_CONFLICT.error(f"the weights give {given} where {expected} was announced")
+        yield name, tensor
+    missing = next(wanted, None)
+    if missing is not None:
+        raise Reason.FIELD_CONFLICT.error(f"{missing} was announced and did not come")

@@ -12,6 +12,7 @@ from rlctl.coordinator.roster import Roster
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.verification import Expected
+from rlctl.errors import Reason
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE
@@ -87,8 +88,14 @@ class FromDisk:
             trainer=Trainer(name="adapters", incarnation=incarnation),
         )
         adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
+
+        def vet(_: Session) -> None:
+            loaded = {each.name for each in self._roster.model(model).record.adapters}
+            if request.only_new and request.name in loaded:
+                raise Reason.ADAPTER_EXISTS.error(f"{model} has an adapter {request.name} already", field="name")
+
         content = functools.partial(self._read, request=request)
-        return await self._updates.begin_whole(begin, timeout_s, request, content, adapter=adapter)
+        return await self._updates.begin_whole(begin, timeout_s, request, content, adapter=adapter, vet=vet)
 
     async def _read(self, opened: OpenUpdate, *, request: Request) -> None:
         """Let every target read; an abort meanwhile does not wait for them."""

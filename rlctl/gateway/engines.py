@@ -19,6 +19,8 @@ from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
@@ -28,6 +30,8 @@ _OF_THE_MODEL = (
     BeginWeightUpdateRequest,
     CommitWeightUpdateRequest,
     InitWeightsUpdateGroupRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,

@@ -1768,6 +1768,7 @@ class LoadAdapterRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
+    ONLY_NEW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that generation requests use. Required."""
     path: _builtins.str
@@ -1778,6 +1779,8 @@ class LoadAdapterRequest(_message.Message):
     """Never evict it."""
     abort_requests: _builtins.bool
     """End the requests that run with the adapter of this name first instead of refusing."""
+    only_new: _builtins.bool
+    """Refuse with ADAPTER_EXISTS where one of this name is loaded, instead of replacing it."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1791,10 +1794,11 @@ class LoadAdapterRequest(_message.Message):
         version: _builtins.str = ...,
         pinned: _builtins.bool = ...,
         abort_requests: _builtins.bool = ...,
+        only_new: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "header", b"header", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "header", b"header", "name", b"name", "only_new", b"only_new", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

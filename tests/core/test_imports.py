@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 _SHARED = [
     *("v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "sglang_api", "times", "version"),
-    "fingerprints",
+    *("fingerprints", "vllm_transfer"),
 ]
 BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
@@ -52,6 +52,7 @@ CORES = [
     "rlctl/coordinator/followers.py",
     "rlctl/coordinator/groups.py",
     "rlctl/coordinator/healing.py",
+    "rlctl/coordinator/keys.py",
     "rlctl/coordinator/operations.py",
     "rlctl/coordinator/orphans.py",
     "rlctl/coordinator/peers.py",

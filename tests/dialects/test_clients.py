@@ -54,12 +54,16 @@ async def test_skyrls_client(
     assert [(step["lengths"], step["stop_reasons"]) for step in steps] == [([60, 60], ["length"] * 2)] * 2
 
 
-async def test_vllms_example(torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_vllms_example(
+    torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], stateful: bool
+) -> None:
     """By OpenAI's own client, and the requests that vLLM's trainer example makes."""
     async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
         steps = await run(
             *(sys.executable, str(INTEGRATIONS / "vllm-trainer" / "update.py"), f"--model={tiny[1]}"),
             *(f"--url=http://{http._base_url.authority}", f"--coordinator={torch_fleet.address}"),
+            *(["--stateful"] if stateful else []),
             clients=ROOT,
         )
     assert len({step["model_digest"] for step in steps}) == 2

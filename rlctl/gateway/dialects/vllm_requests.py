@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from rlctl import vllm_transfer
 from rlctl.client.enums import number
 from rlctl.errors import Reason
 from rlctl.gateway import engines, weights
@@ -39,13 +40,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDistributedRequest,
 )
 
-GROUP = "weight_transfer"
-"""vLLM's groups have no name; a torch process group needs one, which is this unless the trainer gives another."""
-
 SCHEDULING = "scheduling"
-
-PACKED_BYTES = 1 << 30
-"""vLLM's default for ``packed_buffer_size_bytes``."""
 
 _MODES = {
     "abort": (PAUSE_MODE_ABORT, PAUSE_MODE_ABORT),
@@ -117,19 +112,33 @@ async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
         info = call.watch(Fields({**info.values, "master_address": info.values["master_addr"]}, "init_info."))
         info.accept("master_addr")
     info.accept("model_dtype_str", "override_existing_receiver", "override_existing", "packed_num_buffers")
-    if info.take("packed", bool, False):
+    if info.take("nccl_unique_id_b64", str, None):
         raise Reason.UNSUPPORTED.error(
-            "how tensors come is said with the tensors",
-            field=info.path("packed"),
-            next_step="Say packed, and packed_buffer_size_bytes, in every update_info.",
+            "engines meet a trainer at a store", field=info.path("nccl_unique_id_b64"), next_step="Give its address."
         )
-    request = weights.group(info, name=GROUP, backend=await backend(call))
+    request = weights.group(info, name=vllm_transfer.group_name(_packed(info)), backend=await backend(call))
     if follow:
         for stage in await engines.living(call) if engines.slots_of(call) else ():
             if stage.registration.slot == engines.slots_of(call)[0]:
                 break
             request.rank_offset += len(stage.registration.layout.workers)
     return [request]
+
+
+def _packed(info: Fields) -> int:
+    """How far the group's source packs tensors; 0: updates say it. Raises FIELD_INVALID, FIELD_CONFLICT."""
+    most = info.take("packed_buffer_size_bytes", int, vllm_transfer.PACKED_BYTES)
+    if not info.take("packed", bool, False):
+        return 0
+    if most < 1:
+        raise Reason.FIELD_INVALID.error(f"{most} bytes hold nothing", field=info.path("packed_buffer_size_bytes"))
+    if info.take("group_name", str, None) is not None:
+        raise Reason.FIELD_CONFLICT.error(
+            "the name of a group whose tensors come packed says so",
+            field=info.path("packed"),
+            next_step="Leave the name out, or say packed in every update_info.",
+        )
+    return most
 
 
 async def backend(call: Call) -> str:
@@ -144,7 +153,7 @@ async def _standing(call: Call) -> str:
         for rank in (rank for result in operation.stage_results for rank in result.rank_results):
             if rank.group.group_name:
                 return rank.group.group_name
-    return GROUP
+    return vllm_transfer.GROUP
 
 
 async def start_update(call: Call) -> list[Message]:
@@ -183,12 +192,13 @@ async def _taken_in(call: Call, fields: Fields) -> list[Message]:
                     next_step="Send them over a group, or use fleet.publisher().",
                 )
         dtypes = "dtype_names" if "dtype_names" in info.values else "dtypes"
-        most = info.take("packed_buffer_size_bytes", int, PACKED_BYTES)
-        if info.take("packed", bool, False):
+        group = info.take("group_name", str, request.group_name)
+        agreed = vllm_transfer.packed_bytes(group)
+        most = info.take("packed_buffer_size_bytes", int, agreed or vllm_transfer.PACKED_BYTES)
+        if info.take("packed", bool, bool(agreed)):
             buckets = weights.packed(weights.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_FLATTENED), most)
         else:
             buckets = [weights.bucket(info, dtypes=dtypes, format=BUCKET_FORMAT_TENSORS)]
-        group = info.take("group_name", str, request.group_name)
         for bucket in buckets:
             bucket.group_name = group
         request.buckets.extend(buckets)

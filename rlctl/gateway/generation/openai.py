@@ -80,12 +80,12 @@ class _Asked:
 async def completions(call: Call) -> Answer:
     """Complete texts; OpenAI's fields and reply."""
     fields = await call.fields()
-    model = await call.generation.model(fields.take("model", str, ""))
+    model, adapter = await call.generation.named(fields.take("model", str, ""))
     tops = fields.take("logprobs", int, None)
     prompts = _prompts(fields.take("prompt", str | list))
     requests = []
     for prompt in prompts:
-        request = _request(call, fields, model, tops is not None, tops or 0)
+        request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
         params = request.sampling_params
         limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
         assign(params, "max_new_tokens", limit, "max_tokens")
@@ -100,12 +100,12 @@ async def completions(call: Call) -> Answer:
 async def chat(call: Call) -> Answer:
     """Go on with a conversation, by the chat template of the model's tokenizer; OpenAI's fields and reply."""
     fields = await call.fields()
-    model = await call.generation.model(fields.take("model", str, ""))
+    model, adapter = await call.generation.named(fields.take("model", str, ""))
     wanted = fields.take("logprobs", bool, False)
     tops = fields.take("top_logprobs", int, 0)
     if tops and not wanted:
         raise Reason.FIELD_CONFLICT.error("it needs logprobs", field="top_logprobs")
-    request = _request(call, fields, model, wanted, tops)
+    request = _request(call, fields, model, adapter, wanted=wanted, tops=tops)
     limit = fields.take("max_completion_tokens", int, fields.take("max_tokens", int, LONGEST))
     assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(fields.take_list("messages", dict))]
@@ -146,7 +146,7 @@ async def _answer(
     ids = fields.take("return_token_ids", bool, False)
     by_id = fields.take("return_tokens_as_token_ids", bool, False)
     texts = await call.generation.tokenizers.maybe(model) if with_logprobs and not by_id else None
-    asked = _Asked(chat, rid, model, n, with_logprobs, usage, ids, texts, int(time.time()))
+    asked = _Asked(chat, rid, requests[0].adapter or model, n, with_logprobs, usage, ids, texts, int(time.time()))
     if stream:
         return Stream(_events(call, asked, samples), failed)
     ended = await running.whole(call, samples)
@@ -154,7 +154,7 @@ async def _answer(
     return Reply({**_head(asked, ended, chunk=False), "choices": choices, "usage": _usage(ended)})
 
 
-def _request(call: Call, fields: Fields, model: str, wanted: bool, tops: int) -> GenerateRequest:
+def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bool, tops: int) -> GenerateRequest:
     for name, nothing in _WITHOUT.items():
         value = fields.take(name, object, None)
         if value is not None and value not in nothing:
@@ -163,7 +163,9 @@ def _request(call: Call, fields: Fields, model: str, wanted: bool, tops: int) ->
     if not 0 <= tops <= MOST_LOGPROBS:
         raise Reason.FIELD_INVALID.error(f"{tops} is not from 0 to {MOST_LOGPROBS}", field="logprobs")
     request.top_logprobs_num = tops
-    request.adapter = fields.take("lora_path", str, "")
+    request.adapter = fields.take("lora_path", str, "") or adapter
+    if adapter not in ("", request.adapter):
+        raise Reason.FIELD_CONFLICT.error(f"model means adapter {adapter}", field="lora_path")
     for name, ours in _SAMPLING.items():
         value = fields.take(name, object, None)
         if value is not None:

@@ -23,19 +23,14 @@ def routes(prefix: str = "") -> tuple[Route, ...]:
 
 
 async def models(call: Call) -> Reply:
-    """The models that there are, as OpenAI lists them, with the version that is published."""
-    fleet = await call.fleet.status()
-    cards = [
-        {
-            "id": model.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rlctl",
-            "root": model.checkpoint or model.name,
-            "parent": None,
-            "weight_version": model.latest.label,
-            "weight_version_seq": model.latest.sequence,
-        }
-        for model in fleet.models
-    ]
+    """The models that there are, as OpenAI lists them, with the version that is published, and their adapters."""
+    known = {"object": "model", "created": 0, "owned_by": "rlctl"}
+    cards = []
+    for model in (await call.fleet.status()).models:
+        version = {"weight_version": model.latest.label, "weight_version_seq": model.latest.sequence}
+        cards.append({"id": model.name, **known, "root": model.checkpoint or model.name, "parent": None, **version})
+        cards += [
+            {"id": adapter.name, **known, "root": adapter.path or adapter.name, "parent": model.name, **version}
+            for adapter in model.adapters
+        ]
     return Reply({"object": "list", "data": cards})

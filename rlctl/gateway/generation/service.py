@@ -81,6 +81,21 @@ class Generation:
             )
         return known[0]
 
+    async def named(self, name: str = "") -> tuple[str, str]:
+        """The model and the adapter that an OpenAI client's ``model`` means: a model, an adapter of one, or
+        "MODEL:ADAPTER". Raises as :meth:`model`.
+        """
+        known = {model.name: {adapter.name for adapter in model.adapters} for model in await self.fleet.models()}
+        base, _, adapter = name.partition(":")
+        holders = [model for model, adapters in known.items() if name in adapters]
+        if name in known or not name:
+            return await self.model(name), ""
+        if adapter in known.get(base, ()):
+            return base, adapter
+        if len(holders) > 1 and self.settings.model in holders:
+            return self.settings.model, name
+        return (holders[0], name) if len(holders) == 1 else (await self.model(name), "")
+
     def rollout(self, model: str) -> AsyncRollout:
         """What generates with a model."""
         if model not in self._rollouts:

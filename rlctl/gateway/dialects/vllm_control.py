@@ -1,0 +1,226 @@
+"""vLLM's control paths, each as the verbs that it takes, and what became of them as servers and as a map of those."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rlctl.errors import PreconditionFailed, Reason, RlctlError, from_detail
+from rlctl.gateway import engines
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Reply, Route, plain_error
+from rlctl.gateway.dialects import vllm_requests
+from rlctl.outcomes import acknowledged
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    AbortRequestsRequest,
+    ContinueGenerationRequest,
+    DestroyWeightsUpdateGroupRequest,
+    InitWeightsUpdateGroupRequest,
+    ResumeMemoryRequest,
+)
+
+UPDATE_S = 600.0
+
+Steps = Callable[[Call], Awaitable[Sequence[Message]]]
+
+
+@dataclass(frozen=True)
+class Control:
+    """A control path.
+
+    Attributes:
+        steps: the operations that it takes, one after the other, unless one fails.
+        told: the body of a server's answer that is well.
+        several: it takes more than one operation: they go on when the caller leaves.
+    """
+
+    path: str
+    steps: Steps
+    told: Mapping[str, Any]
+    doc: str
+    several: bool = False
+
+
+_JOINED = {"message": "Weight transfer initialized"}
+_DONE = {"message": "Weight update finished"}
+
+CONTROLS = (
+    Control(
+        "/pause",
+        vllm_requests.pause,
+        {"status": "paused"},
+        "PauseGeneration, and FlushCache for clear_cache.",
+        several=True,
+    ),
+    Control("/resume", vllm_requests.resume, {"status": "resumed"}, "ContinueGeneration; commits an open update."),
+    Control(
+        "/sleep", vllm_requests.sleep, {"status": "sleeping"}, "PauseGeneration, then ReleaseMemory.", several=True
+    ),
+    Control(
+        "/wake_up",
+        vllm_requests.wake_up,
+        {"status": "awake"},
+        "ResumeMemory; all of it there: generation too.",
+        several=True,
+    ),
+    Control(
+        "/reset_prefix_cache",
+        vllm_requests.reset_prefix_cache,
+        {"success": True},
+        "FlushCache, of running requests too by a pause that retracts them.",
+        several=True,
+    ),
+    Control("/collective_rpc", vllm_requests.collective_rpc, {"results": []}, "One of the methods that are allowed."),
+    Control(
+        "/init_weight_transfer_engine",
+        functools.partial(vllm_requests.init_transfer, follow=False),
+        _JOINED,
+        "InitWeightsUpdateGroup.",
+    ),
+    Control(
+        "/init_weight_transfer",
+        functools.partial(vllm_requests.init_transfer, follow=True),
+        _JOINED,
+        "The same under SkyRL's first name; engines find out their own offsets.",
+    ),
+    Control(
+        "/start_weight_update",
+        vllm_requests.start_update,
+        {"message": "Weight update started"},
+        "Opens an update that is joined without naming it.",
+    ),
+    Control(
+        "/update_weights", vllm_requests.update_weights, {"message": "Weights updated"}, "UpdateWeightsFromDistributed."
+    ),
+    Control("/finish_weight_update", vllm_requests.finish_update, _DONE, "Commits the open update."),
+    Control("/finalize_weight_update", vllm_requests.finish_update, _DONE, "The same, SkyRL's first name."),
+    Control("/update_weight_version", vllm_requests.set_version, {"success": True}, "Commits under this label."),
+    Control(
+        "/shutdown_weight_transfer_engine",
+        vllm_requests.shut_down,
+        {"message": "Weight transfer shut down"},
+        "DestroyWeightsUpdateGroup.",
+    ),
+)
+
+
+async def control(row: Control, call: Call) -> Reply:
+    """Carry out the steps; the first that fails is told. What was paused for the others goes on all the same."""
+    operation = Operation()
+    for number, step in enumerate(await row.steps(call)):
+        failed = number > 0 and operation.state != OPERATION_STATE_OK
+        if failed and not isinstance(step, ContinueGenerationRequest):
+            continue
+        carried_out = await _carry_out(call, step, f"step {number}" if number else "")
+        if failed:
+            continue
+        operation = carried_out
+        if isinstance(step, ResumeMemoryRequest) and operation.stage_results:
+            operation = await _go_on(call, operation)
+    return await _told(call, row, operation)
+
+
+async def _go_on(call: Call, woken: Operation) -> Operation:
+    """vLLM generates once it is awake: so do engines whose memory is all there again and whose weights are good."""
+    if any(result.state != STAGE_STATE_PAUSED for result in woken.stage_results):
+        return woken
+    return await _carry_out(call, ContinueGenerationRequest(), "continue")
+
+
+async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
+    request = await engines.aimed(call, step, name)
+    if isinstance(request, BeginWeightUpdateRequest):
+        request.implicit, request.model = True, request.header.target.model
+        await call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
+        return Operation(state=OPERATION_STATE_OK)
+    if isinstance(request, CommitWeightUpdateRequest):
+        committed: Operation = await call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
+        return committed
+    operation = await call.fleet.call(request, check=False)
+    if isinstance(request, InitWeightsUpdateGroupRequest) and any(map(_stands_otherwise, operation.stage_results)):
+        # vLLM has one group, which a trainer that comes again makes anew without a word about the old one.
+        left = DestroyWeightsUpdateGroupRequest(group_name=request.group_name)
+        await call.fleet.call(await engines.aimed(call, left, f"{name} leave"), check=False)
+        again = InitWeightsUpdateGroupRequest()
+        again.CopyFrom(request)
+        again.header.request_id = await call.request_id(f"{name} again")
+        operation = await call.fleet.call(again, check=False)
+    return operation
+
+
+def _stands_otherwise(result: StageResult) -> bool:
+    return result.error.reason == Reason.GROUP_EXISTS.name
+
+
+async def _told(call: Call, row: Control, operation: Operation) -> Reply:
+    results = {result.slot: result for result in operation.stage_results}
+    slots = engines.slots_of(call)
+    if slots:
+        result = results.get(slots[0])
+        error = _error(operation, result)
+        if error is not None:
+            return plain_error(error) if not _is_no(row, error) else Reply({"success": False, "message": str(error)})
+        return Reply(_body(row, result))
+    named = operation.targets or [stage.registration.slot for stage in await engines.living(call)]
+    answers = {}
+    for slot in named:
+        error = _error(operation, results.get(slot))
+        if error is None:
+            answers[engines.url_of(call, slot)] = {"status": 200, "body": _body(row, results.get(slot))}
+        elif _is_no(row, error):
+            answers[engines.url_of(call, slot)] = {"status": 200, "body": {"success": False, "message": str(error)}}
+        else:
+            answers[engines.url_of(call, slot)] = {"status": error.http_status, "error": str(error)}
+    return told_by_each(answers)
+
+
+def _error(operation: Operation, result: StageResult | None) -> RlctlError | None:
+    """What kept a server from it; None: nothing."""
+    if result is not None:
+        return None if acknowledged(result, update=False) else from_detail(result.error)
+    return None if operation.state == OPERATION_STATE_OK else from_detail(operation.error)
+
+
+def _is_no(row: Control, error: RlctlError) -> bool:
+    """vLLM answers 200 and success false where the cache cannot be reset."""
+    return row.path == "/reset_prefix_cache" and isinstance(error, PreconditionFailed)
+
+
+def _body(row: Control, result: StageResult | None) -> dict[str, Any]:
+    body = dict(row.told)
+    if "results" in body:
+        body["results"] = [None] * (len(result.rank_results) if result is not None else 1)
+    if result is not None and result.weight_version.label:
+        body["weight_version"] = result.weight_version.label
+    return body
+
+
+def told_by_each(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
+    """Servers' statuses and bodies by their addresses."""
+    return Reply(answers, 200 if all(answer["status"] == 200 for answer in answers.values()) else 207)
+
+
+async def abort(call: Call) -> Reply:
+    """End requests by their ids, or all."""
+    fields = await call.fields()
+    rids = fields.take_list("request_ids", str, None)
+    request = AbortRequestsRequest(rids=rids or (), abort_all=not rids)
+    stopped = await call.generation.stop(rids) if rids else []
+    operation = await call.fleet.call(await engines.aimed(call, request), check=False)
+    if operation.state != OPERATION_STATE_OK:
+        return plain_error(from_detail(operation.error))
+    ended = sum(rank.abort.aborted for result in operation.stage_results for rank in result.rank_results)
+    return Reply({"status": "aborted", "aborted": len(rids) if rids else ended + len(stopped)})
+
+
+ROUTES = (
+    *(Route("POST", row.path, functools.partial(control, row), doc=row.doc, lasting=row.several) for row in CONTROLS),
+    Route("POST", "/abort_requests", abort, doc="AbortRequests; {} ends all."),
+)

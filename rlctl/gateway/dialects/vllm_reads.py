@@ -1,0 +1,124 @@
+"""What vLLM and SkyRL's router tell of servers: below an engine's address its own, at the root by address."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from rlctl.errors import Reason
+from rlctl.gateway import engines
+from rlctl.gateway.call import Call
+from rlctl.gateway.dialect import Reply, Route, Scope
+from rlctl.gateway.dialects import vllm_requests
+from rlctl.gateway.dialects.vllm_control import told_by_each
+from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.verbs_pb2 import GetLoadsRequest, GetServerInfoRequest
+from rlctl.version import __version__
+
+_DEAD = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_JOINING)
+
+
+async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
+    """What is known of the engine, or of each."""
+    stages = await engines.asked(call)
+    if engines.slots_of(call):
+        return Reply(tell(call, stages[0]))
+    told = {engines.url_of(call, stage.registration.slot): tell(call, stage) for stage in stages}
+    return (
+        Reply(told)
+        if tell is _info
+        else told_by_each({url: {"status": 200, "body": body} for url, body in told.items()})
+    )
+
+
+def _info(call: Call, stage: Stage) -> dict[str, Any]:
+    registration, layout = stage.registration, stage.registration.layout
+    return {
+        "url": engines.url_of(call, registration.slot),
+        "world_size": len(layout.workers),
+        "tp_size": layout.tp_size,
+        "pp_size": layout.pp_size or 1,
+        "dp_size": layout.dp_size or 1,
+        "model": registration.model,
+        "engine": registration.engine,
+        "weight_version": stage.report.weight_version.label,
+    }
+
+
+READS: Sequence[tuple[str, Callable[[Call, Stage], dict[str, Any]], str]] = (
+    ("/is_paused", lambda _, stage: {"is_paused": stage.report.paused}, "Whether generation is paused."),
+    ("/is_sleeping", lambda _, stage: {"is_sleeping": bool(stage.report.released)}, "Whether memory is released."),
+    (
+        "/weight_info",
+        lambda _, stage: {"weight_version": stage.report.weight_version.label},
+        "The label of the weights' version.",
+    ),
+    ("/get_server_info", _info, "Layout and version; at the root a map by address."),
+)
+
+
+async def servers(call: Call) -> Reply:
+    """The engines' addresses."""
+    return Reply({"servers": [engines.url_of(call, stage.registration.slot) for stage in await engines.living(call)]})
+
+
+async def world_size(call: Call) -> Reply:
+    """The engine's ranks; at the root those of all engines."""
+    stages = await engines.asked(call)
+    sizes = [len(stage.registration.layout.workers) for stage in stages]
+    return Reply({"world_size": sum(sizes)})
+
+
+async def load(call: Call) -> Reply:
+    """Requests that wait or run."""
+    operation = await call.fleet.call(await engines.aimed(call, GetLoadsRequest()), check=False)
+    loads = [rank.loads for result in operation.stage_results for rank in result.rank_results]
+    return Reply({"server_load": sum(each.running + each.waiting for each in loads)})
+
+
+async def server_info(call: Call) -> Reply:
+    """How the engine was started; at the root every one by its address. ``vllm_config`` has what trainers look for."""
+    operation = await call.fleet.call(await engines.aimed(call, GetServerInfoRequest()))
+    told = {
+        result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
+        for result in operation.stage_results
+    }
+    stages = await engines.asked(call)
+    config = {
+        "model_config": {"model": stages[0].registration.checkpoint if stages else ""},
+        "parallel_config": {"world_size": sum(len(stage.registration.layout.workers) for stage in stages)},
+        "weight_transfer_config": {"backend": await vllm_requests.backend(call)},
+    }
+    if engines.slots_of(call):
+        return Reply({**told[engines.slots_of(call)[0]], "vllm_config": config})
+    return Reply({"servers": {engines.url_of(call, slot): info for slot, info in told.items()}, "vllm_config": config})
+
+
+async def health(call: Call) -> Reply:
+    """200 if the engine lives, paused or asleep too; at the root if one does."""
+    if any(
+        stage.state not in _DEAD and not stage.quarantine.reason for stage in await engines.asked(call, openly=True)
+    ):
+        return Reply(b"")
+    raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
+
+
+async def version(call: Call) -> Reply:
+    """rlctl's version."""
+    del call
+    return Reply({"version": __version__})
+
+
+ROUTES = (
+    *(Route("GET", path, functools.partial(read, tell), Scope.VIEWER, doc) for path, tell, doc in READS),
+    Route("GET", "/get_world_size", world_size, Scope.VIEWER),
+    Route("GET", "/load", load, Scope.VIEWER),
+    Route("GET", "/server_info", server_info, Scope.VIEWER),
+    Route("GET", "/health", health, Scope.OPEN),
+    Route("GET", "/ping", health, Scope.OPEN),
+    Route("GET", "/version", version, Scope.OPEN),
+)

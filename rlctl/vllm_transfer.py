@@ -1,0 +1,29 @@
+"""What a trainer that uses vLLM's weight transfer and a gateway must both know of their group. Pure.
+
+vLLM's groups have no name, a torch process group needs one. From 0.28 on whether tensors are packed is a property of
+the group (``packed`` and ``packed_buffer_size_bytes`` in ``init_info``) and not of each update; so the name says it,
+and whoever knows the group, whenever that was formed, knows how its tensors come.
+"""
+
+from __future__ import annotations
+
+import re
+
+GROUP = "weight_transfer"
+"""Of groups that are named by nobody."""
+
+PACKED_BYTES = 1 << 30
+"""vLLM's default for ``packed_buffer_size_bytes``."""
+
+_PACKED = re.compile(re.escape(GROUP) + r"-packed-([1-9][0-9]*)")
+
+
+def group_name(packed_bytes: int = 0) -> str:
+    """The name of a group whose source packs tensors so far; 0: it sends them one by one."""
+    return f"{GROUP}-packed-{packed_bytes}" if packed_bytes else GROUP
+
+
+def packed_bytes(group: str) -> int:
+    """How far a group's source packs tensors; 0: its name says nothing of that."""
+    found = _PACKED.fullmatch(group)
+    return int(found[1]) if found else 0
