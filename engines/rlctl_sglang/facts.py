@@ -202,10 +202,10 @@ class Facts:
         return int(self.info.get(name) or 1)
 
 
-async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: bool) -> Facts:
+async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: bool, nodes: int = 1) -> Facts:
     """What the server says; ``verbs``: those that the plug-in has code for; ``launched``: it is a child of ours.
 
-    Raises as :meth:`Control.ask`.
+    ``nodes``: on how many hosts its ranks are. Raises as :meth:`Control.ask`.
     """
     info = await control.ask("/server_info", call=call, admin=False)
     described = await control.ask("/openapi.json", call=call, admin=False)
@@ -219,9 +219,10 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
             unsupported[verb] = (
                 "SGLang takes weights in at tensor-parallel ranks only; this one has pipeline or data ranks"
             )
-    if not (launched and facts.cpu and host_id()):
+    here = launched and facts.cpu and nodes == 1
+    if not (here and host_id()):
         unsupported["UpdateWeightsFromTensor"] = (
-            "tensors are handed over in memory to servers that the stage server launched, on CPUs, only"
+            "tensors are handed over in memory to servers that the stage server launched, on CPUs of its own node, only"
         )
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
@@ -230,7 +231,7 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
     elif dp_size > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
-    exports = launched and facts.cpu and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
+    exports = here and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
     return Facts(info, unsupported, exports)
 
 

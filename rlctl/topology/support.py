@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from rlctl.engine import brings_ranks
+from rlctl.engine import brings_ranks, spans_nodes
 from rlctl.topology.plan import Plan
 from rlctl.topology.problems import Problem
 from rlctl.topology.resolved import Group, Model, Topology
@@ -108,7 +108,7 @@ def _of_group(topology: Topology, model: Model, group: Group) -> list[str]:
         found.append(f"engine {model.engine} has no pipeline-parallel ranks")
     if group.num_gpus_per_engine > topology.num_gpus_per_node and not group.external:
         if topology.launcher == "ray":
-            if brings_ranks(model.engine):
+            if brings_ranks(model.engine) and not spans_nodes(model.engine):
                 found.append(f"engine {model.engine} starts no server over several nodes")
         elif group.device == "cuda":
             found.append("the local launcher has one node, and the engine needs several")

@@ -160,6 +160,19 @@ def test_an_engine_larger_than_a_node_fills_whole_ones() -> None:
     assert made.nodes == 3
 
 
+def test_a_server_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> None:
+    made = planned("fleet: {launcher: ray, num_gpus_per_node: 2, device: cuda}\n" + model(of(4, 4)))
+    assert not unsupported(made.topology)
+    (engine,) = made.engines
+    assert (engine.spec.nodes, engine.spec.ranks_each, list(engine.spec.followers)) == (2, 2, [1])
+    assert not engine.spec.restarts_itself, "its nodes are started together, by the launcher"
+    assert "--rank 1" in engine.commands["actor-0.1"]
+    assert "--device cuda:2" in engine.commands["actor-0.1"]
+    assert "--follower '<actor-0.1>'" in engine.commands["actor-0"]
+    here = planned("fleet: {num_gpus_per_node: 2, device: cpu}\n" + model(of(4, 4))).engines[0]
+    assert (here.spec.nodes, here.spec.ranks_each) == (1, 4), "the local launcher has one node"
+
+
 def test_no_engine_lies_over_the_end_of_a_node_and_the_gap_is_used() -> None:
     made = planned(model(of(9, 3) + "\n" + of(2, 1)))
     assert [engine.spec.gpus for engine in made.engines] == [(0, 1, 2), (3, 4, 5), (8, 9, 10), (6,), (7,)]
@@ -278,15 +291,20 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
             ),
             "sglang-router has no policy 'consistent_hashing'; there are: cache_aware, ",
         ),
-        (
-            "fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4)),
-            "engine sglang starts no server over several nodes",
-        ),
     ],
 )
 def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> None:
     assert any(words in problem.message for problem in unsupported(planned(text).topology))
     assert unsupported(planned(BASIC).topology) == []
+
+
+def test_a_plug_in_whose_servers_have_one_node_is_not_started_over_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = planned("fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4))).topology
+    assert unsupported(topology) == []
+    monkeypatch.setattr("rlctl.topology.support.spans_nodes", lambda _: False)
+    assert [problem.message for problem in unsupported(topology)] == [
+        "engine sglang starts no server over several nodes"
+    ]
 
 
 def test_checkpoints_that_are_not_there_are_missing() -> None:
@@ -310,8 +328,8 @@ def test_cores_that_ranks_are_bound_to_must_be_there() -> None:
     ]
     assert len(missing(made, gpus=0, cores=12)) == 1
     engine = made.engines[0].spec
-    assert [engine.cpus(rank) for rank in (0, 1)] == [3, 3]
-    assert planned(model(of(2, 2, "cpus_per_rank: 3"))).engines[0].spec.cpus(0) == 6, "SGLang brings its ranks"
+    assert engine.cpus == 3
+    assert planned(model(of(2, 2, "cpus_per_rank: 3"))).engines[0].spec.cpus == 6, "SGLang brings its ranks"
 
 
 def test_the_json_schema_has_every_key() -> None:
