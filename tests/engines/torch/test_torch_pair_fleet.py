@@ -133,6 +133,26 @@ async def test_an_update_in_the_middle_of_pairs_leaves_no_stale_token(
     await nothing_left(fleet)
 
 
+async def test_entries_that_lie_ready_while_their_version_ends_are_computed_anew(
+    client: AsyncFleet, fleet: InProcessFleet, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = True
+    for slot in ("d0", "d1"):
+        take = scheduler(fleet, slot).move
+        monkeypatch.setattr(
+            scheduler(fleet, slot), "move", lambda *, admit, take=take: None if held else take(admit=admit)
+        )
+    new, prompt = checkpoints("llama", seed=5), prompt_of(20)
+    generating = asyncio.create_task(client.rollout("actor").generate(prompt, max_new_tokens=6, **GREEDY))
+    decoding = [scheduler(fleet, slot) for slot in ("d0", "d1")]
+    await until(lambda: any(sample.comes for each in decoding for sample in [*each._waiting, *each._running]))
+    await update(fleet, new, PAUSE_MODE_IN_PLACE)
+    held = False
+    [sample] = await generating
+    assert (sample.output_ids, sequences(sample)) == (greedy(new, prompt, 6), [2] * 6)
+    await nothing_left(fleet)
+
+
 @pytest.mark.parametrize("half", ["p0", "d0"])
 async def test_a_half_that_is_paused_makes_requests_wait_or_go_elsewhere(
     client: AsyncFleet, fleet: InProcessFleet, half: str
