@@ -14,7 +14,6 @@ from rlctl.topology.resolved import Group, Model, Topology
 from rlctl.topology.schema import ROUTERS
 
 PAIRED = ("prefill", "decode")
-BACKEND = "disaggregation_transfer_backend"
 
 POLICIES = {
     "": ("consistent_hashing", "round_robin"),
@@ -61,12 +60,10 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
     found += [
         Problem(
             topology.source, 0, engine.spec.slot,
-            "SGLang's libraries for KV entries between prefill and decode servers need GPUs, and this one is on a CPU; "
-            f"`overrides: {{{BACKEND}: ...}}` names one that does not",
+            f"SGLang's {engine.spec.worker_type} servers need GPUs, and this one is on a CPU (docs/topology.md)",
         )
         for engine in plan.engines
         if engine.spec.engine == "sglang" and engine.spec.worker_type in PAIRED and engine.spec.device == "cpu"
-        and BACKEND not in engine.spec.options
     ]  # fmt: skip
     if topology.launcher != "local":
         return found
