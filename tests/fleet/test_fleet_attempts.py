@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -62,3 +63,29 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
         assert version_of(fleet) == ("step-1", 2)
         assert weights(fleet)[:2] == ["w2", "w2"]
         assert [fleet.stage(slot).routable for slot in "ab"] == [True, True]
+
+
+async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1, b=2) as fleet, AsyncExitStack() as away:
+
+        async def lose(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "update_weights_from_distributed" and engine.config.tp_size == 2:
+                fake_engine.FAULTS.clear()
+                await away.enter_async_context(unreachable(fleet, "b"))
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 1] = lose
+        plan = await begin(fleet, retries=1)
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
+        again = u.RetryWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+        )
+        retried = asyncio.ensure_future(fleet.stub.RetryWeightUpdate(again))
+        await away.aclose()
+        plan = await retried
+        assert list(plan.lost) == []
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_OK
+        assert weights(fleet) == ["w2"] * 3
+        assert all(fleet.stage(slot).routable for slot in "ab")
