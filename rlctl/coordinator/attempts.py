@@ -131,12 +131,17 @@ class Attempts:
 
     async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
         """Let targets of an update take in what its sources send; one request after the other."""
-        session = opened.session
+        session, plan = opened.session, opened.session.record.plan
+        attempt = plan.attempt
         async with contextlib.AsyncExitStack() as writing:
             for transport in session.transports_of(request):
                 await writing.enter_async_context(session.writing[transport])
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
+            if plan.attempt != attempt or not set(run.operation.targets) <= set(names(session.targets)):
+                raise Reason.GROUP_FAILED.error(
+                    f"the write was meant for targets and groups before attempt {plan.attempt}"
+                )
             if opened.broken:
                 raise Reason.GROUP_FAILED.error("another write of this attempt has failed")
             try:
