@@ -17,7 +17,7 @@ _SHARED = [
     *("fingerprints", "vllm_transfer"),
 ]
 BASE = {f"rlctl.{name}" for name in _SHARED}
-PORTS = BASE | {"rlctl.engine", "rlctl.ports", "rlctl.calls"}
+PORTS = BASE | {"rlctl.calls", "rlctl.engine", "rlctl.ports"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/weights": BASE,

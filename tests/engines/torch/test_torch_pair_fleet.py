@@ -148,9 +148,12 @@ async def test_a_half_that_is_paused_makes_requests_wait_or_go_elsewhere(
     running = asyncio.create_task(rollout.generate_batch(prompts, max_new_tokens=30, **GREEDY))
     await until(lambda: scheduler(fleet, "d0")._generated > 3)
     await send(PauseGenerationRequest(mode=PAUSE_MODE_ABORT))
+    later = await rollout.generate(prompts[0], max_new_tokens=4, **GREEDY)
+    assert half not in {part.slot for part in later[0].parts}
+    # One that got in between the engine's pause and its stage's waits there.
+    await send(ContinueGenerationRequest())
     samples = [sample for [sample] in await running]
     assert [sample.output_ids for sample in samples] == [greedy(path, prompt, 30) for prompt in prompts]
-    await send(ContinueGenerationRequest())
     await nothing_left(fleet)
 
 
