@@ -16,7 +16,7 @@ from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
 from rlctl.transport.auth import load_token
-from rlctl.v1.fleet_pb2 import Model
+from rlctl.v1.fleet_pb2 import Model, Stage
 from rlctl.v1.rollout_pb2 import GenerateResponse
 
 if TYPE_CHECKING:
@@ -112,12 +112,20 @@ class AsyncFleet(AsyncAdmin):
 
     async def models(self, timeout_s: float = CONNECT_S) -> list[Model]:
         """The models as the coordinator last told them, by name. Raises DEADLINE_EXCEEDED."""
+        await self._told(timeout_s)
+        return self._lines.view.models
+
+    async def stages(self, timeout_s: float = CONNECT_S) -> list[Stage]:
+        """The stages as the coordinator last told them, by slot. Raises DEADLINE_EXCEEDED."""
+        await self._told(timeout_s)
+        return self._lines.view.stages
+
+    async def _told(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._lines.view.known()
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
-        return self._lines.view.models
 
     # Generation.
 

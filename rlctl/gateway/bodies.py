@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 
 async def read(request: web.Request, most: int) -> bytes:
-    """The whole body. Raises MESSAGE_TOO_LARGE, and DEADLINE_EXCEEDED (408) for a slow one."""
+    """The whole body. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow one, FIELD_INVALID for one that is
+    not compressed, or cut into chunks, as its headers say.
+    """
     if (request.content_length or 0) > most:
         raise _too_large(request.content_length or 0, most)
     parts: list[bytes] = []
@@ -47,6 +49,8 @@ async def read(request: web.Request, most: int) -> bytes:
         )
         failure.http_status = 408
         raise failure from None
+    except web.RequestPayloadError as error:
+        raise Reason.FIELD_INVALID.error(f"the body is not coded as its headers say: {error}", field="body") from None
 
 
 def _too_large(size: int, most: int) -> Exception:

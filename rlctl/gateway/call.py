@@ -35,7 +35,11 @@ class Call:
     def __init__(
         self, request: web.Request, fleet: AsyncFleet, generation: Generation, *, dialect: str, changes: bool, most: int
     ) -> None:
-        """``dialect``: whose route it is; ``changes``: it may change something; ``most``: bytes of its body."""
+        """``dialect``: whose route it is; ``changes``: it may change something; ``most``: bytes of its body.
+
+        Raises FIELD_INVALID, TOKEN_MISSING for headers that nobody can read.
+        """
+        identity.readable(request.headers)
         self.method = request.method
         self.url = str(request.rel_url)
         self.path: Mapping[str, str] = request.match_info

@@ -23,9 +23,17 @@ def token(headers: Mapping[str, str]) -> str | None:
     if given is None:
         return None
     scheme, _, value = given.partition(" ")
-    if scheme.lower() != "bearer" or not value.strip():
+    value = value.strip()
+    if scheme.lower() != "bearer" or not value or not (value.isascii() and value.isprintable()):
         raise Reason.TOKEN_MISSING.error("the Authorization header is no bearer token", field="Authorization")
-    return value.strip()
+    return value
+
+
+def readable(headers: Mapping[str, str]) -> None:
+    """Raise FIELD_INVALID for a header that is no UTF-8: nobody here could pass it on, or tell it."""
+    for name, value in headers.items():
+        if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
+            raise Reason.FIELD_INVALID.error("it is no UTF-8", field=name)
 
 
 def key(headers: Mapping[str, str]) -> tuple[str, str]:

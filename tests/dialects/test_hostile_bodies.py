@@ -79,3 +79,48 @@ async def test_no_body_finds_a_defect(
                     assert response.status in DOCUMENTED, (path, body, told)
         assert not [record for record in caplog.records if record.levelname == "ERROR"]
         await fleet.until(lambda stages: not any(stage.quarantine.reason for stage in stages))
+
+
+GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+PARAMETERS = (
+    *("max_new_tokens", "max_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed"),
+    *("stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "json_schema", "logit_bias", "frequency_penalty"),
+)
+ASKED = (
+    *("text", "input_ids", "prompt", "messages", "token_ids", "model", "rid", "request_id", "stream", "stream_options"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "top_logprobs", "lora_path", "session_id", "echo"),
+    *("response_format", "image_data", "priority", "return_token_ids", "output_mode", "best_of", "suffix", "features"),
+    *PARAMETERS,
+)
+TRUE_ENOUGH = ("x", [1, 2], ["x", "y"], [[1], [2]], [{"role": "user", "content": "x"}], 0, 1, 2, 0.5, True, {"n": 2})
+
+
+async def test_no_body_finds_a_defect_in_what_generates(
+    fleet: InProcessFleet, open_gateway: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw, seen = random.Random(1), set()
+
+    def some(names: tuple[str, ...], share: float) -> dict[str, Any]:
+        return {name: draw.choice(VALUES + 3 * TRUE_ENOUGH) for name in names if draw.random() < share}
+
+    prompts = {"text": "x", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "token_ids": [1]}
+    async with open_gateway(fleet.server.address, "vllm") as http:
+        for path in GENERATING:
+            mixed = [
+                {**(prompts if draw.random() < 0.5 else {}), "sampling_params": some(PARAMETERS, 0.2)}
+                | some(ASKED, 0.15)
+                for _ in range(40)
+            ]
+            for body in [*BODIES, *mixed, *({**prompts, "sampling_params": value} for value in VALUES)]:
+                if isinstance(body, dict):
+                    body.setdefault("max_tokens", 2)
+                    if isinstance(body.get("sampling_params"), dict):
+                        body["sampling_params"] = {"max_new_tokens": 2, "max_tokens": 2} | body["sampling_params"]
+                given = {"data": body} if isinstance(body, bytes) else {"json": body}
+                async with http.post(path, **given) as response:
+                    told = await response.text()
+                    seen.add(response.status)
+                    assert response.status in DOCUMENTED, (path, body, told)
+                    assert "INTERNAL" not in told, (path, body, told)
+    assert {200, 400} <= seen
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

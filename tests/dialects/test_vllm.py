@@ -339,6 +339,8 @@ async def test_what_is_generated_when_a_pause_aborts_comes_back(http: aiohttp.Cl
         ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, {}, 501, None),
         ("/finish_weight_update", {}, {}, 404, ""),
         ("/finish_session", {}, {}, 400, "session_id"),
+        ("/detokenize", {"tokens": [-1]}, {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1 << 40]}, {}, 400, "tokens"),
         ("/inference/v1/generate", {"model": "actor"}, {}, 400, "token_ids"),
         ("/inference/v1/generate", {"model": "other", "token_ids": [1]}, {}, 404, "model"),
     ],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.client.rollout import Place
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import Call
 from rlctl.rollout.progress import Progress
 from rlctl.rollout.sample import RolloutSample
@@ -37,7 +37,7 @@ class News:
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
-    place = _place(call)
+    place = await _place(call)
     tasks = [asyncio.create_task(call.generation.complete(sample, token=call.token, place=place)) for sample in samples]
     try:
         return await asyncio.gather(*tasks)
@@ -53,7 +53,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
     waiting: dict[int, list[Sample]] = {}
     changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
     ended: dict[int, RolloutSample] = {}
-    place = _place(call)
+    place = await _place(call)
 
     async def run(index: int) -> None:
         def tell(_progress: Progress, part: Sample) -> None:
@@ -85,10 +85,14 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
         await _end(tasks)
 
 
-def _place(call: Call) -> Place:
+async def _place(call: Call) -> Place:
+    """Where the address says. Raises STAGE_NOT_FOUND: nobody waits for an engine that there is not."""
     if PREFERRED in call.path:
         return Place(call.path[PREFERRED], only=False)
-    return Place(call.path.get(SLOT, ""))
+    slot = call.path.get(SLOT, "")
+    if slot and slot not in [stage.registration.slot for stage in await call.fleet.stages()]:
+        raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=SLOT)
+    return Place(slot)
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -52,8 +52,11 @@ class Tokenizer:
         return self.join([token])
 
     def join(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        return str(self._tokenizer.decode(tokens))
+        """The text of tokens, special ones included. Raises FIELD_INVALID for what can be none."""
+        try:
+            return str(self._tokenizer.decode(tokens))
+        except (OverflowError, TypeError) as error:
+            raise Reason.FIELD_INVALID.error(f"they hold what is no token id: {error}", field="tokens") from None
 
     def ids(self, text: str, *, special: bool = True) -> list[int]:
         """A text's token ids; with those that stand around a text, if ``special``."""
