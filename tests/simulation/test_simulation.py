@@ -39,7 +39,7 @@ CAUGHT_BY = {
     "ongoing_gate": 1096,
     "presumed_abort": 1000,
     "publish_last": 1004,
-    "quarantine": 1137,
+    "quarantine": 1234,
     "serving_lease": 1019,
     "shielding": 1003,
     "silence": 1004,
