@@ -184,7 +184,8 @@ async def test_a_batch_does_not_serve_the_published_version_before_it_is_verifie
 
 @pytest.mark.parametrize("end", ["abort", "lease", "deadline", "journal"])
 async def test_between_two_batches_it_can_only_end_partial(three: InProcessFleet, end: str) -> None:
-    fields = {"lease": {"lease_ttl": duration(0.3)}, "deadline": {"header": common.RequestHeader(timeout=duration(1))}}
+    # Longer than the first batch takes on a busy machine.
+    fields = {"lease": {"lease_ttl": duration(1.5)}, "deadline": {"header": common.RequestHeader(timeout=duration(2))}}
     plan = await first_batch(three, **fields.get(end, {}))
     await join(three, plan)
     if end == "journal":
