@@ -21,7 +21,9 @@ it out. An engine of one rank may ignore both and act at once.
 Ranks of its own. An engine that is a server with rank processes of its own is listed in the entry point group
 ``rlctl.engines.own_ranks`` too. No followers are started for it: one object speaks for all of its ranks, and what it
 answers once is filed for each of them with evidence ENGINE. It says by itself which ranks answered for themselves. An
-adapter is loaded, for all that it says, when every rank has said so to it: nothing else proves that.
+adapter is loaded, for all that it says, when every rank has said so to it: nothing else proves that. Where such a
+server can be larger than a host, the entry point group ``rlctl.engines.nodes`` names what runs on every further one:
+an engine whose rank is the number of its host, which starts the server's part there and is told of no verbs.
 
 Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
 :class:`rlctl.weights.loading.LoadHooks`: ``prepare_load`` before the first tensor of an update, ``finalize_load`` after
@@ -49,6 +51,7 @@ class EngineConfig:
         model_path: directory of the checkpoint.
         rank: this rank, 0-based.
         tp_size: tensor-parallel size; also the number of ranks for engines without further parallelism.
+        nodes: hosts that a server with ranks of its own is started over; ``rank`` is then the number of this one.
         node: name of the host, as others know it.
         device: "cpu", or "cuda:0" and so on.
         dtype: dtype to hold the weights in, "float32" say; "auto" takes the checkpoint's.
@@ -62,6 +65,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     options: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1
 
 
 @dataclass
@@ -96,6 +100,7 @@ class EngineInfo:
         checkpoint: what it loaded.
         model_digest: hex digest of the full tensors that it loaded, or "".
         fenced: nobody but this object can reach the engine.
+        bootstrap: of a prefill engine: host and port at which decode engines ask for KV entries.
     """
 
     layout: fleet_pb2.StageLayout
@@ -103,6 +108,7 @@ class EngineInfo:
     checkpoint: str = ""
     model_digest: str = ""
     fenced: bool = True
+    bootstrap: tuple[str, int] | None = None
 
 
 class Engine(abc.ABC):
@@ -136,6 +142,9 @@ class Engine(abc.ABC):
 
     async def interrupt(self, update_id: str) -> None:  # noqa: B027
         """Break whatever blocks inside this update (a receive whose sender is gone, say), from outside."""
+
+    def lost(self, error: RlctlError) -> None:  # noqa: B027
+        """Rank 0 of a server with ranks of its own: its part on another host has ended. It cannot go on."""
 
     def can_restart(self) -> bool:
         """After a failure: whether a new object may start the engine again in this process, as a new incarnation."""
@@ -197,6 +206,22 @@ def installed_engines() -> list[str]:
 def brings_ranks(name: str) -> bool:
     """Whether the plug-in of this name has rank processes of its own; it is not loaded to find out."""
     return any(point.name == name for point in entry_points(group="rlctl.engines.own_ranks"))
+
+
+def spans_nodes(name: str) -> bool:
+    """Whether a server of the plug-in of this name, with ranks of its own, can be started over several hosts."""
+    return any(point.name == name for point in entry_points(group="rlctl.engines.nodes"))
+
+
+def follower_class(name: str) -> type[Engine]:
+    """What a follower of the plug-in of this name runs. Raises as :func:`engine_class`; UNSUPPORTED: it has none."""
+    if not brings_ranks(name):
+        return engine_class(name)
+    for point in entry_points(group="rlctl.engines.nodes"):
+        if point.name == name:
+            found: type[Engine] = point.load()
+            return found
+    raise Reason.UNSUPPORTED.error(f"engine {name} starts no server over several nodes", field="engine")
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -328,6 +328,11 @@ class Reason(enum.Enum):
         "The stage is at an older version than was asked for.",
         "Ask another stage, or wait.",
     )
+    HANDOVER_FAILED = (
+        Unavailable,
+        "The KV entries of a prompt did not get from the prefill engine to the decode engine.",
+        "Send it again: it is computed again.",
+    )
     NO_ROUTABLE_STAGE = (Unavailable, "No stage of the model is routable.", "`rlctl status` says why.")
     TOO_MANY_REQUESTS = (Unavailable, "Too many requests are under way here.", "Send it again a little later.")
     NOT_COLOCATED = (

@@ -1,14 +1,16 @@
-"""What sampling parameters may be: the same for every engine, so that a request means the same wherever it goes."""
+"""What a request may say: the same for every engine, so that it means the same wherever it goes."""
 
 from __future__ import annotations
 
 import math
 
 from rlctl.errors import Reason
-from rlctl.v1.rollout_pb2 import SamplingParams
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 MOST_SAMPLES = 4096
+MOST_ROOM = (1 << 63) - 1
+"""Largest bootstrap_room: SGLang keeps it in a signed number."""
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -41,3 +43,26 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             value = getattr(params, name)
             shown = list(value) if name.startswith("stop") else value
             raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")
+
+
+def check_pair(request: GenerateRequest, mode: str) -> None:
+    """Raise for a request that an engine of this ``disaggregation_mode`` cannot take: "prefill" and "decode" generate
+    as one of a pair only, "null" never does. FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED.
+    """
+    if mode == "null":
+        if request.HasField("bootstrap_room"):
+            raise Reason.UNSUPPORTED.error("this engine is none of a pair", field="bootstrap_room")
+        return
+    if not request.HasField("bootstrap_room"):
+        raise Reason.FIELD_REQUIRED.error(
+            f"a {mode} engine generates as one of a pair only",
+            field="bootstrap_room",
+            next_step="Ask the model through the SDK or a gateway, which pick both.",
+        )
+    for name in ("bootstrap_host", "bootstrap_port", "model"):
+        if not getattr(request, name):
+            raise Reason.FIELD_REQUIRED.error("a request to a pair names it", field=name)
+    if request.bootstrap_room > MOST_ROOM or request.bootstrap_port > 65535:
+        raise Reason.FIELD_INVALID.error(
+            f"there is no room {request.bootstrap_room} at port {request.bootstrap_port}", field="bootstrap_room"
+        )

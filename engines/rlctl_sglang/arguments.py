@@ -51,7 +51,7 @@ def _of_installation(python: str) -> KnownOptions | None:
                     renamed[field] = f"SGLang's argument is called {called[0]}"
         if names:
             taken = {name: _INSTEAD.get(name, "it must not be given") for name in TAKEN}
-            taken |= dict.fromkeys(NODES, "a server over several nodes is not launched; attach to it with external:")
+            taken |= dict.fromkeys(NODES, "an engine larger than num_gpus_per_node has a process on each of its nodes")
             names = (names - taken.keys()) | set(OURS)
             origin = f"SGLang {sources.version(source.parent.parent, 'sglang')}".strip()
             return KnownOptions(frozenset(names), {**renamed, **taken}, origin)

@@ -26,6 +26,7 @@ from rlctl_sglang.adapters import Adapters
 from rlctl_sglang.checking import Checker
 from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
+from rlctl_sglang.nodes import FirstNode
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.probing import Prober
 from rlctl_sglang.process import PRODUCT
@@ -52,7 +53,9 @@ class SGLangEngine(ServerEngine):
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
         self._options = parse_options(config.options)
         super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
-        self._server = Server(self._config, self._options, self._failed)
+        self._first: FirstNode | None = FirstNode(self._config) if self._several_nodes() else None
+        meeting = self._first.meeting if self._first is not None else None
+        self._server = Server(self._config, self._options, self._failed, meeting)
         self._control = Control(self._server.http, self._wedged)
         self._state = State()
         self._source: Source | None = None
@@ -63,7 +66,9 @@ class SGLangEngine(ServerEngine):
         """Launch the server, or attach to it, and find out what it is and can do."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
-        self._facts = facts = await facts_.ask(self._control, self.verbs(), call, launched=self._server.launched)
+        self._facts = facts = await facts_.ask(
+            self._control, self.verbs(), call, launched=self._server.launched, nodes=self._config.nodes
+        )
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
         checkpoint = self._config.model_path
@@ -96,8 +101,9 @@ class SGLangEngine(ServerEngine):
         )
         self._requests = self._ending = Requests(native)
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
-        # Others' requests would be answered while a probe makes the server go on.
-        prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
+        # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
+        probes = self._server.launched and facts.mode == "null"
+        prober = Prober(self._control, self._state, self._requests, limits) if probes else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
         self._workers = layout.workers
         self._checker = Checker(self._control, readback, prober, layout.workers)
@@ -109,10 +115,25 @@ class SGLangEngine(ServerEngine):
             checkpoint=checkpoint,
             model_digest=digest,
             fenced=self._server.fenced,
+            bootstrap=facts.bootstrap(self._server.http.url),
         )
+
+    def setup(self) -> dict[str, str]:
+        """Where the other nodes of the server meet it."""
+        return self._first.setup() if self._first is not None else {}
+
+    def can_restart(self) -> bool:
+        """A server that was launched can be launched again; one of several nodes by whoever has started all of them."""
+        return super().can_restart() and self._first is None
+
+    def lost(self, error: RlctlError) -> None:
+        """Nothing comes back from a server of which a node is gone: what waits for it ends with it."""
+        self._wedged(error)
 
     async def stop(self) -> None:
         """End the server if it was launched, and whatever waits for it."""
+        if self._first is not None:
+            self._first.close()
         if self._source is not None:
             self._source.close()
         if self._ready:
@@ -317,6 +338,12 @@ class SGLangEngine(ServerEngine):
             tokenizer_path=told.get("tokenizer_path") or "",
             reference=[to_proto(reference[name]) for name in self._order()] if request.reference else (),
         )
+
+    def _several_nodes(self) -> bool:
+        """Whether the server is launched on several nodes. Raises FIELD_CONFLICT: it runs already."""
+        if self._config.nodes > 1 and self._options.url:
+            raise Reason.FIELD_CONFLICT.error("a server that is attached to has its own nodes", field="followers")
+        return self._config.nodes > 1
 
     def _order(self) -> Sequence[str]:
         """Names of the tensors, in the order in which they can be sent with the least memory."""

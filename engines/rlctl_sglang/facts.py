@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
@@ -111,7 +112,20 @@ class Facts:
             longest_prompt=int(self.info.get("max_req_input_len") or longest - 1),
             tokenizer=not self.info.get("skip_tokenizer_init"),
             seeds=bool(self.info.get("enable_deterministic_inference")),
+            mode=self.mode,
         )
+
+    @property
+    def mode(self) -> str:
+        """Its part in a pair, "prefill" or "decode"; "null": none."""
+        return str(self.info.get("disaggregation_mode") or "null")
+
+    def bootstrap(self, url: str) -> tuple[str, int] | None:
+        """Of a prefill server that answers at this URL: where decode servers ask for KV entries."""
+        if self.mode != "prefill":
+            return None
+        # It binds the host that the server binds.
+        return urlsplit(url).hostname or "", self._number("disaggregation_bootstrap_port")
 
     @property
     def cache_tiers(self) -> list[str]:
@@ -171,7 +185,10 @@ class Facts:
             memory_tags=sorted(self.memory_tags),
             check_actions=actions,
             cache_tiers=self.cache_tiers,
-            experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
+            experimental=[
+                *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
+                *(["disaggregation"] if self.mode != "null" else []),
+            ],
             unsupported=unsupported,
             answers_for_ranks=self.ranks > 1,
             draft_model=self.draft,
@@ -185,10 +202,10 @@ class Facts:
         return int(self.info.get(name) or 1)
 
 
-async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: bool) -> Facts:
+async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: bool, nodes: int = 1) -> Facts:
     """What the server says; ``verbs``: those that the plug-in has code for; ``launched``: it is a child of ours.
 
-    Raises as :meth:`Control.ask`.
+    ``nodes``: on how many hosts its ranks are. Raises as :meth:`Control.ask`.
     """
     info = await control.ask("/server_info", call=call, admin=False)
     described = await control.ask("/openapi.json", call=call, admin=False)
@@ -202,9 +219,10 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
             unsupported[verb] = (
                 "SGLang takes weights in at tensor-parallel ranks only; this one has pipeline or data ranks"
             )
-    if not (launched and facts.cpu and host_id()):
+    here = launched and facts.cpu and nodes == 1
+    if not (here and host_id()):
         unsupported["UpdateWeightsFromTensor"] = (
-            "tensors are handed over in memory to servers that the stage server launched, on CPUs, only"
+            "tensors are handed over in memory to servers that the stage server launched, on CPUs of its own node, only"
         )
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
@@ -213,7 +231,7 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
     elif dp_size > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
-    exports = launched and facts.cpu and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
+    exports = here and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
     return Facts(info, unsupported, exports)
 
 

@@ -23,7 +23,7 @@ TAKEN = (
 """Arguments of SGLang that rlctl sets itself."""
 
 NODES = ("nnodes", "node_rank", "dist_init_addr")
-"""Arguments of a server over several nodes, which is not launched."""
+"""Arguments of a server over several nodes, which each node's process sets."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ def parse_options(given: Mapping[str, str]) -> Options:
     arguments = {name: value for name, value in given.items() if name not in OURS}
     for name in arguments:
         if name in NODES:
-            raise Reason.UNSUPPORTED.error(
-                "a server over several nodes is not launched: each node needs a process of its own",
+            raise Reason.FIELD_INVALID.error(
+                "each node has a process of its own, which says where it is",
                 field=f"options.{name}",
-                next_step="Start SGLang on every node, and attach to the first one with --option url=.",
+                next_step="`rlctl worker --engine sglang --rank NUMBER` on every further node; its address with "
+                "--follower to `rlctl stage` on the first one.",
             )
     check_arguments("SGLang", arguments, TAKEN)
     url = address(given, arguments)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl_servers.http import Http
@@ -14,6 +16,7 @@ from rlctl_servers.process import ServerProcess, cores_of, flags
 
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
+from rlctl.weights.interfaces import interface_of
 from rlctl_sglang.options import Options, interpreter
 from rlctl_sglang.scratch import Scratch
 
@@ -23,8 +26,25 @@ PROBE_S = 5.0
 _STAND_INS = Path(__file__).parent / "cpu"
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the parts of a server meet that is on several nodes.
+
+    Attributes:
+        nodes: how many there are.
+        node: number of this one.
+        address: HOST:PORT on the first one, where the ranks of all meet.
+        host: this one's address, which the others reach.
+    """
+
+    nodes: int
+    node: int
+    address: str
+    host: str
+
+
 class SGLangProcess(ServerProcess):
-    """A launched SGLang server.
+    """A launched SGLang server, or its part on one node.
 
     Attributes:
         scratch: what it leaves behind, once it was launched.
@@ -32,11 +52,12 @@ class SGLangProcess(ServerProcess):
 
     scratch: Scratch
 
-    def __init__(self, config: EngineConfig, options: Options) -> None:
-        """Raises FIELD_INVALID when SGLang is not installed."""
+    def __init__(self, config: EngineConfig, options: Options, meeting: Meeting | None = None) -> None:
+        """``meeting``: None for a server of one node. Raises FIELD_INVALID when SGLang is not installed."""
         python = interpreter(options)
         self._config = config
         self._options = options
+        self._meeting = meeting
         self._port = hold_port()
         api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._keys = {"api-key": api_key, "admin-api-key": admin_key}
@@ -49,7 +70,7 @@ class SGLangProcess(ServerProcess):
         self.scratch = Scratch()
         self._keys_file = self.scratch.path / "keys.yaml"
         self._keys_file.write_text(json.dumps(self._keys))
-        arguments = [*_arguments(self._config, self._options), "--config", str(self._keys_file)]
+        arguments = [*_arguments(self._config, self._options, self._meeting), "--config", str(self._keys_file)]
         arguments += ["--host", "127.0.0.1", "--port", str(self._port.getsockname()[1])]
         return ["-m", "sglang.launch_server", *arguments]
 
@@ -61,7 +82,7 @@ class SGLangProcess(ServerProcess):
 
     def environment(self) -> Mapping[str, str]:
         """What SGLang needs around it."""
-        return {**_environment(self._config), "TMPDIR": str(self.scratch.path)}
+        return {**_environment(self._config, self._meeting), "TMPDIR": str(self.scratch.path)}
 
     def inherited(self) -> Sequence[int]:
         """The lock that says that it lives."""
@@ -69,7 +90,7 @@ class SGLangProcess(ServerProcess):
 
     async def ready(self) -> bool:
         """Whether it serves, and whoever answers is really it: nobody else knows its keys, and it wants one."""
-        self.scratch.note(self.pid)
+        await asyncio.to_thread(self.scratch.note, self.pid)  # which looks at every process
         try:
             if (await self.http.call("/ready", timeout_s=PROBE_S)).status != 200:
                 return False
@@ -97,17 +118,17 @@ class SGLangProcess(ServerProcess):
         self._port.close()
 
 
-def hold_port() -> socket.socket:
-    """A free port of the loopback interface, held while the socket is open: bound, and never listened on, so that the
-    kernel gives it to nobody who asks for any, and SGLang, which sets SO_REUSEADDR as well, can still bind it.
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """A free port of an address of this machine, held while the socket is open: bound, and never listened on, so that
+    the kernel gives it to nobody who asks for any, and SGLang, which sets SO_REUSEADDR as well, can still bind it.
     """
-    held = socket.socket()
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    held.bind((host, 0))
     return held
 
 
-def _arguments(config: EngineConfig, options: Options) -> list[str]:
+def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) -> list[str]:
     """The command line without address and keys."""
     named = {
         "model_path": config.model_path,
@@ -129,11 +150,21 @@ def _arguments(config: EngineConfig, options: Options) -> list[str]:
         named["base_gpu_id"] = number
     if config.dtype != "auto":
         named["dtype"] = config.dtype.removeprefix("torch.")
+    if meeting is not None:
+        named |= {
+            "nnodes": str(meeting.nodes),
+            "node_rank": str(meeting.node),
+            "dist_init_addr": meeting.address,
+        }
     named |= options.arguments
     return flags(named)
 
 
-def _environment(config: EngineConfig) -> Mapping[str, str]:
+def _ranks_here(config: EngineConfig, meeting: Meeting | None) -> int:
+    return max(config.tp_size // meeting.nodes, 1) if meeting is not None else config.tp_size
+
+
+def _environment(config: EngineConfig, meeting: Meeting | None) -> Mapping[str, str]:
     """What SGLang needs around it."""
     # A health probe must neither generate nor mark a paused server as ill.
     variables = {
@@ -141,6 +172,9 @@ def _environment(config: EngineConfig) -> Mapping[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore",
     }
+    if meeting is not None:
+        # By itself each side takes the address of its host's name, which need not be on the network between them.
+        variables |= {"SGLANG_HOST_IP": meeting.host, "GLOO_SOCKET_IFNAME": interface_of(meeting.host)}
     if config.device.partition(":")[0] != "cpu":
         return variables
     path = [str(_STAND_INS), os.environ.get("PYTHONPATH", "")]
@@ -152,5 +186,5 @@ def _environment(config: EngineConfig) -> Mapping[str, str]:
     if config.tp_size > 1:
         # A CUDA build of torch brings NCCL, which SGLang would open without asking whether there is a GPU.
         variables["SGLANG_NCCL_SO_PATH"] = "not used on a CPU"
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(config.tp_size)
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(_ranks_here(config, meeting))
     return variables

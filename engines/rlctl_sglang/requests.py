@@ -12,6 +12,7 @@ from typing import Any
 from rlctl_servers import requests
 
 from rlctl.errors import Reason
+from rlctl.sampling import check_pair
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 _FIELDS = frozenset(
@@ -33,9 +34,11 @@ class Limits(requests.Limits):
 
     Attributes:
         seeds: it honours seeds (deterministic inference).
+        mode: its disaggregation_mode: "null", or its part in a pair.
     """
 
     seeds: bool = False
+    mode: str = "null"
 
 
 def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
@@ -43,6 +46,7 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
 
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
+    check_pair(request, limits.mode)
     prompt, length = _prompt(request, limits)
     start = requests.logprob_start(request, length)
     body: dict[str, Any] = {
@@ -65,6 +69,13 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
     made = []
     for index, rid in enumerate(rids):
         one = {**body, "rid": rid}
+        if limits.mode != "null":
+            # Of a batch SGLang counts the rooms on like this, for every sample.
+            one |= {
+                "bootstrap_host": request.bootstrap_host,
+                "bootstrap_port": request.bootstrap_port,
+                "bootstrap_room": request.bootstrap_room + index,
+            }
         if (seed := requests.seed_of(request.sampling_params, index)) is not None:
             one["sampling_params"] = {**body["sampling_params"], "sampling_seed": seed}
         made.append(one)

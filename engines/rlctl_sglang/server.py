@@ -11,7 +11,10 @@ from rlctl_servers.http import Http
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl_sglang.options import Options
-from rlctl_sglang.process import PRODUCT, SGLangProcess
+from rlctl_sglang.process import PRODUCT, Meeting, SGLangProcess
+
+DIFFUSION = "diffusion"
+"""The model type that SGLang-Diffusion says, whatever its model (``multimodal_gen/.../http_server.py``)."""
 
 
 class Server(server.Server):
@@ -23,9 +26,18 @@ class Server(server.Server):
 
     probe: ClassVar[str] = "/ready"
 
-    def __init__(self, config: EngineConfig, options: Options, on_end: Callable[[RlctlError], None]) -> None:
-        """``on_end`` is told, from any thread, when it is gone. Raises FIELD_INVALID."""
-        process = None if options.url else SGLangProcess(config, options)
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: Options,
+        on_end: Callable[[RlctlError], None],
+        meeting: Meeting | None = None,
+    ) -> None:
+        """``meeting``: of one over several nodes. ``on_end`` is told, from any thread, when it is gone.
+
+        Raises FIELD_INVALID.
+        """
+        process = None if options.url else SGLangProcess(config, options, meeting)
         http = process.http if process else Http(PRODUCT, options.url, options.api_key, options.admin_key)
         super().__init__(process, http, on_end)
         self.fenced = self.launched or bool(options.admin_key)
@@ -34,6 +46,12 @@ class Server(server.Server):
         """Raise why a server that runs already cannot be attached to."""
         answer = await self.http.call("/ready", timeout_s=server.PROBE_S)
         known = await self.http.call("/model_info", timeout_s=server.PROBE_S, admin=False)
+        if isinstance(known.body, dict) and known.body.get("model_type") == DIFFUSION:
+            raise Reason.UNSUPPORTED.error(
+                f"at {self.http.url} is SGLang-Diffusion, which makes pictures and not tokens: it cannot be a stage",
+                field="options.url",
+                next_step="Give it weights by its own POST /update_weights_from_disk, with target_modules.",
+            )
         if answer.status != 200:
             raise Reason.ILLEGAL_STATE.error(
                 f"SGLang at {self.http.url} is not ready: paused, or starting",

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
+from rlctl.sampling import check_pair
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.weights.interfaces import address_of
 from rlctl.weights.memberships import Groups, Membership
@@ -30,9 +31,11 @@ from rlctl_torch.intake import Intake
 from rlctl_torch.loop import StepLoop
 from rlctl_torch.memory import Release, Resume
 from rlctl_torch.options import float_dtype, parse_options
+from rlctl_torch.pairs import decode, prefill
 from rlctl_torch.pausing import Continue, Flush, Pause
 from rlctl_torch.rank import Rank
 from rlctl_torch.ranks import Ranks, make_store
+from rlctl_torch.rooms import Rooms
 from rlctl_torch.scheduler import Scheduler
 from rlctl_torch.sending import Send
 from rlctl_torch.updates import Abort, Commit, FromDistributed, FromTensor, Prepare, Seal
@@ -60,6 +63,8 @@ class TorchEngine(Engine):
         self._ranks = Ranks(config.rank, config.tp_size)
         self._groups = Groups(address_of(config.node))
         self._rank = Rank(config, options, self._ranks, self._groups)
+        self._mode = options.disaggregation_mode
+        self._rooms: Rooms | None = None
         self._disk = Disk(self._rank)
         self._store: TCPStore | None = None
         self._commands = CommandStream(lambda: self._loop.wake())
@@ -85,11 +90,15 @@ class TorchEngine(Engine):
         loop = asyncio.get_running_loop()
         self._setup = setup
         self._started = loop, loop.create_future()
+        if self._mode == "prefill" and self._config.rank == 0:
+            self._rooms = Rooms(address_of(self._config.node))
         self._loop.start()
         return await self._started[1]
 
     async def stop(self) -> None:
         """End the engine thread; what is active ends with STAGE_NOT_SERVING, a start that is under way too."""
+        if self._rooms is not None:
+            self._rooms.close()
         self._groups.close()
         self._rank.segments.close()
         self._disk.stop()
@@ -127,6 +136,7 @@ class TorchEngine(Engine):
             capabilities=info.capabilities(rank, self.verbs()),
             checkpoint=rank.checkpoint,
             model_digest=model_digest,
+            bootstrap=None if self._rooms is None else self._rooms.address,
         )
         self._intake = Intake(rank, info.end_tokens(rank))
         if rank.scheduler is not None:
@@ -341,6 +351,17 @@ class TorchEngine(Engine):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Generate; see :meth:`rlctl.engine.Engine.generate`."""
         scheduler = self._leader()
+        check_pair(request, self._mode)
+        if self._mode != "null":
+            half = (
+                decode(request, self._intake, scheduler)
+                if self._rooms is None
+                else prefill(request, self._intake, self._rooms, scheduler)
+            )
+            async with aclosing(half) as messages:
+                async for message in messages:
+                    yield message
+            return
         stream = self._intake.submit(request, scheduler)
         try:
             async with aclosing(stream.messages()) as messages:

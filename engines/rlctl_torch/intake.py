@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import uuid
+from dataclasses import replace
 
 from rlctl.errors import Reason
 from rlctl.v1.rollout_pb2 import GenerateRequest
 from rlctl_torch.rank import Rank
+from rlctl_torch.rooms import Room
 from rlctl_torch.samples import Sample
 from rlctl_torch.scheduler import Scheduler
 from rlctl_torch.settings import Settings, check
@@ -30,12 +32,43 @@ class Intake:
 
         Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, PROMPT_TOO_LONG, ADAPTER_NOT_FOUND, RID_IN_USE.
         """
-        rank = self._rank
+        return self._submit(request, scheduler, *self._checked(request))
+
+    def prefill(self, request: GenerateRequest, scheduler: Scheduler, room: Room) -> Stream:
+        """As :meth:`submit`, of a prefill engine: its prompt only, whose KV entries go to a room. There are none to
+        give of a prompt of one token, or where no output is wanted.
+        """
+        prompt, settings = self._checked(request)
+        gives = room if settings.max_new_tokens and len(prompt) > 1 else None
+        return self._submit(request, scheduler, prompt, replace(settings, max_new_tokens=0, n=1), gives=gives)
+
+    def decode(self, request: GenerateRequest, scheduler: Scheduler) -> tuple[Stream, bool]:
+        """As :meth:`submit`, of a decode engine: everything but the prompt; and whether it begins with entries that a
+        prefill engine computes.
+        """
+        prompt, settings = self._checked(request)
+        awaited = settings.max_new_tokens > 0 and len(prompt) > 1
+        settings = replace(settings, logprob_start=None)
+        return self._submit(request, scheduler, prompt, settings, awaited=awaited), awaited
+
+    def _checked(self, request: GenerateRequest) -> tuple[list[int], Settings]:
         settings = check(
-            request, vocab_size=rank.model.vocab_size, eos=self._eos, tokenizer=self._tokenizer is not None
+            request, vocab_size=self._rank.model.vocab_size, eos=self._eos, tokenizer=self._tokenizer is not None
         )
         prompt = self._prompt(request)
         self._check_length(prompt, settings)
+        return prompt, settings
+
+    def _submit(
+        self,
+        request: GenerateRequest,
+        scheduler: Scheduler,
+        prompt: list[int],
+        settings: Settings,
+        *,
+        gives: Room | None = None,
+        awaited: bool = False,
+    ) -> Stream:
         seed = self._random.getrandbits(64) if settings.seed is None else settings.seed
         stream = Stream(request.rid or uuid.uuid4().hex, settings, prompt, echo_prompt=request.HasField("text"))
         samples = [
@@ -45,13 +78,14 @@ class Intake:
                 prompt,
                 settings,
                 seed,
-                longest=rank.longest,
+                longest=self._rank.longest,
                 text=self._text(settings),
                 adapter=request.adapter,
+                gives=gives,
             )
             for index in range(settings.n)
         ]
-        scheduler.submit(stream, samples)
+        scheduler.submit(stream, samples, awaited=awaited)
         return stream
 
     def _prompt(self, request: GenerateRequest) -> list[int]:

@@ -12,9 +12,11 @@ import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.rollout_pb2 import KvHandover
+from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl_torch.beside import Later
 from rlctl_torch.commands import CommandStream, unknown
-from rlctl_torch.plan import Order, Plan
+from rlctl_torch.plan import Move, Order, Plan
 from rlctl_torch.rank import Rank
 from rlctl_torch.ranks import HEARTBEAT_S, Broken
 from rlctl_torch.runner import run
@@ -102,6 +104,7 @@ class StepLoop:
             )
         finally:
             self._rank.beside.stop(Reason.CANCELLED.error("the engine was stopped"))
+            self._rank.handovers.close()
             ranks.close()
 
     def _fail(self, error: RlctlError) -> None:
@@ -138,6 +141,11 @@ class StepLoop:
         order = self._commands.next_order()
         if order is not None:
             return Plan(self.step + 1, orders=(order,))
+        move = scheduler.let_go()
+        if move is None and self._rank.may_run:
+            move = scheduler.move(admit=not self._rank.draining)
+        if move is not None:
+            return Plan(self.step + 1, move=move)
         if not self._rank.may_run:
             return None
         batch = scheduler.schedule(admit=not self._rank.draining)
@@ -147,6 +155,8 @@ class StepLoop:
         self.step = plan.step
         for order in plan.orders:
             self._execute(order)
+        if plan.move is not None:
+            self._move(plan.move)
         if plan.batch is not None:
             scheduler = self._rank.scheduler
             rank = self._rank
@@ -154,6 +164,25 @@ class StepLoop:
             if scheduler is not None:
                 scheduler.process(logits)
             self._rank.last_step = time.perf_counter()
+
+    def _move(self, move: Move) -> None:
+        """KV entries from or to another engine; rank 0 says what has become of them."""
+        rank = self._rank
+        segments: list[TensorSegment] = []
+        failure: RlctlError | None = None
+        try:
+            match move.kind:
+                case "give":
+                    segments = rank.handovers.give(rank.cache, move.room, move.slots)
+                case "take":
+                    rank.handovers.take(rank.cache, move.row, move.slots, KvHandover.FromString(move.handover))
+                case "let_go":
+                    rank.handovers.let_go(move.room)
+                    return
+        except RlctlError as error:
+            failure = error
+        if rank.scheduler is not None:
+            rank.scheduler.moved(segments, failure)
 
     def _execute(self, order: Order) -> None:
         command = self._commands.take(order.command_id, self.step)

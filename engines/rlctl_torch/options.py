@@ -13,6 +13,11 @@ from rlctl.errors import Reason
 if TYPE_CHECKING:
     import torch
 
+    Value = int | str | torch.dtype | tuple[str, ...]
+
+MODES = ("null", "prefill", "decode")
+"""SGLang's names for what an engine does of a request."""
+
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that weights and KV entries may be held in."""
 
@@ -30,6 +35,7 @@ class Options:
         seed: makes requests that carry no seed of their own repeatable, in order of arrival; None: random.
         allowed_roots: directories below which checkpoints may be read and pulled, separated as in PATH; empty: the
             one that the checkpoint lies in which the engine was started with.
+        disaggregation_mode: "prefill" or "decode", of a pair's engines; "null": it does both.
     """
 
     max_running: int = 64
@@ -39,12 +45,13 @@ class Options:
     threads: int = 1
     seed: int | None = None
     allowed_roots: tuple[str, ...] = ()
+    disaggregation_mode: str = "null"
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
     """The settings; raises FIELD_INVALID, naming ``options.NAME``, for an unknown name or a bad value."""
     known = {field.name for field in fields(Options)}
-    values: dict[str, int | torch.dtype | tuple[str, ...]] = {}
+    values: dict[str, Value] = {}
     for name, text in given.items():
         if name not in known:
             raise Reason.FIELD_INVALID.error(
@@ -97,8 +104,15 @@ def _directories(text: str, field: str) -> tuple[str, ...]:
     return directories
 
 
-_PARSERS: dict[str, Callable[[str, str], int | torch.dtype | tuple[str, ...]]] = {
+def _mode(text: str, field: str) -> str:
+    if text not in MODES:
+        raise Reason.FIELD_INVALID.error(f"{field} is {text!r}; it must be one of {', '.join(MODES)}", field=field)
+    return text
+
+
+_PARSERS: dict[str, Callable[[str, str], Value]] = {
     "kv_dtype": float_dtype,
     "allowed_roots": _directories,
+    "disaggregation_mode": _mode,
 }
 """How the options that are no whole numbers are read."""

@@ -1,15 +1,16 @@
 """What rank 0 tells the others to do in one step, and how it looks on the wire: packed int64, never pickled.
 
-A plan is one array ``[length, kind, step, ...]``; a batch follows as integers, commands as UTF-8 JSON. It travels in a
-uint8 tensor of :data:`HEAD_BYTES`, with a second one for the rest when it does not fit.
+A plan is one array ``[length, kind, step, ...]``; a batch follows as integers, commands and moves as UTF-8 JSON. It
+travels in a uint8 tensor of :data:`HEAD_BYTES`, with a second one for the rest when it does not fit.
 """
 
 from __future__ import annotations
 
 import array
+import base64
 import json
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
@@ -19,7 +20,7 @@ from rlctl.v1 import common_pb2
 HEAD_BYTES = 16384
 """What every step broadcasts: a decode step of 400 sequences fits."""
 
-_NOTHING, _COMMANDS, _BATCH, _STOP = range(4)
+_NOTHING, _COMMANDS, _BATCH, _STOP, _MOVE = range(5)
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,34 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Move:
+    """KV entries of one sequence on their way between a prefill and a decode engine; see :mod:`rlctl_torch.handover`.
+
+    Attributes:
+        kind: "give" puts them into shared memory, "take" takes another engine's out of it, "let_go" has that memory be
+            used again.
+        room: which ones.
+        slots: KV slots that they come from or go to, in the order of the tokens.
+        row: "take": row of the slot table.
+        handover: "take": the ``KvHandover``, as bytes.
+    """
+
+    kind: Literal["give", "take", "let_go"]
+    room: int
+    slots: list[int] = field(default_factory=list)
+    row: int = 0
+    handover: bytes = b""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One step. Without a batch, orders or stop it only shows that rank 0 lives."""
+    """One step. Without a batch, orders, a move or stop it only shows that rank 0 lives."""
 
     step: int
     batch: Batch | None = None
     orders: tuple[Order, ...] = ()
     stop: bool = False
+    move: Move | None = None
 
 
 def encode(plan: Plan) -> bytes:
@@ -74,6 +96,9 @@ def encode(plan: Plan) -> bytes:
     elif plan.orders:
         body = json.dumps([_order_to_json(order) for order in plan.orders]).encode()
         kind = _COMMANDS
+    elif plan.move is not None:
+        handover = base64.b64encode(plan.move.handover).decode()
+        body, kind = json.dumps({**asdict(plan.move), "handover": handover}).encode(), _MOVE
     else:
         body, kind = b"", _STOP if plan.stop else _NOTHING
     return array.array("q", [24 + len(body), kind, plan.step]).tobytes() + body
@@ -98,6 +123,9 @@ def decode(data: bytes) -> Plan:
         return Plan(step, batch=Batch(*lists))
     if kind == _COMMANDS:
         return Plan(step, orders=tuple(_order_from_json(entry) for entry in json.loads(body)))
+    if kind == _MOVE:
+        told = json.loads(body)
+        return Plan(step, move=Move(**{**told, "handover": base64.b64decode(told["handover"])}))
     return Plan(step, stop=kind == _STOP)
 
 

@@ -25,6 +25,7 @@ from rlctl_torch import sabotage
 from rlctl_torch.adapters import Adapters, LoraAdapter
 from rlctl_torch.beside import Beside
 from rlctl_torch.commands import with_outcome
+from rlctl_torch.handover import Handovers
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
 from rlctl_torch.model import Model, build
 from rlctl_torch.options import Options
@@ -126,6 +127,7 @@ class Rank:
         announced: what they announce; for the admin loop.
         adapters: LoRA adapters that are loaded.
         segments: reads updates out of memory that is shared with a trainer.
+        handovers: KV entries that go to another engine, or come from one.
         roots: directories that requests may name paths in.
         origin: what the weights were read from, or None when they came otherwise.
         paused: with which mode generation is paused; PAUSE_MODE_UNSPECIFIED: it is not.
@@ -151,6 +153,7 @@ class Rank:
         # Nothing is generated while weights are copied: the ranks share the cores for it.
         self.announced = Announced()
         self.segments = SegmentReader(self.device, max(1, usable_cores() // ranks.size))
+        self.handovers = Handovers(ranks)
         self.scheduler: Scheduler | None = None
         self.tokenizer: Tokenizer | None = None
         self.checkpoint = config.model_path

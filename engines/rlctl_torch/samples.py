@@ -8,6 +8,7 @@ from functools import cached_property
 
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason
+from rlctl_torch.rooms import Coming, Room
 from rlctl_torch.sampling import Choice
 from rlctl_torch.settings import Settings
 from rlctl_torch.stream import Delta, Stream
@@ -27,6 +28,9 @@ class Sample:
         ended: nothing more comes.
         scores: log probabilities of the prompt's tokens found so far, of the sample that scores the prompt.
         adapter: name of its adapter, or "".
+        gives: where a decode engine asks for its prompt's KV entries, once they are computed; or None.
+        given: they lie in shared memory.
+        comes: another engine's KV entries that it begins with, or None.
     """
 
     def __init__(
@@ -40,8 +44,12 @@ class Sample:
         longest: int,
         text: TextStream | None,
         adapter: str = "",
+        gives: Room | None = None,
     ) -> None:
         self.stream = stream
+        self.gives = gives
+        self.given = False
+        self.comes: Coming | None = None
         self.adapter = adapter
         self.index = index
         self.settings = settings

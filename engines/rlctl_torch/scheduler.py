@@ -16,11 +16,13 @@ import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
-from rlctl.v1.verbs_pb2 import Loads
+from rlctl.v1.verbs_pb2 import Loads, TensorSegment
 from rlctl_torch import sampling
 from rlctl_torch.adapters import WITHOUT, Adapters, LoraAdapter
+from rlctl_torch.handover import MOST
 from rlctl_torch.kv_cache import SlotAllocator
-from rlctl_torch.plan import Batch
+from rlctl_torch.plan import Batch, Move
+from rlctl_torch.rooms import Coming, Room
 from rlctl_torch.samples import Sample
 from rlctl_torch.stream import Stream, wake
 
@@ -51,6 +53,9 @@ class Scheduler:
         self._waiting: deque[Sample] = deque()
         self._running: list[Sample] = []
         self._under_way: list[_Part] = []
+        self._moving: Sample | None = None
+        self._lent: set[int] = set()  # rooms whose entries lie in shared memory
+        self._over: deque[int] = deque()  # those that nobody reads any more
         self._failure: RlctlError | None = None
         self._version = WeightVersion()
         self._generated = 0
@@ -59,8 +64,11 @@ class Scheduler:
 
     # From any thread.
 
-    def submit(self, stream: Stream, samples: list[Sample]) -> None:
-        """Queue a request. Raises RID_IN_USE, ADAPTER_NOT_FOUND, or why the engine no longer works."""
+    def submit(self, stream: Stream, samples: list[Sample], *, awaited: bool = False) -> None:
+        """Queue a request. Raises RID_IN_USE, ADAPTER_NOT_FOUND, or why the engine no longer works.
+
+        ``awaited``: it begins with KV entries that another engine computes: it is queued when they :meth:`arrive`.
+        """
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -70,10 +78,35 @@ class Scheduler:
                 raise Reason.RID_IN_USE.error(f"a request {stream.rid!r} is running", field="rid")
             self._requests[stream.rid] = list(samples)
             for sample in samples:
-                if sample.complete and sample.next_score is None:
+                if sample.complete and sample.next_score is None and sample.gives is None:
                     self._end(sample, "")
-                else:
+                elif not awaited:
                     self._waiting.append(sample)
+        wake([stream])
+        self.work.set()
+
+    def arrive(self, stream: Stream, coming: Coming) -> None:
+        """The entries that a request waits for are there. One that has ended meanwhile needs them no more."""
+        with self._lock:
+            samples = self._of(stream)
+            coming.wait_for(len(samples))
+            for sample in samples:
+                sample.comes = coming
+            self._waiting.extend(samples)
+        self.work.set()
+
+    def refuse(self, stream: Stream, error: RlctlError) -> None:
+        """End a request with an error, if it has not ended yet."""
+        with self._lock:
+            self._refuse(stream, error)
+        wake([stream])
+        self.work.set()
+
+    def hand_over(self, stream: Stream) -> None:
+        """The entries of a request's prompt have been taken: it has ended, and their memory may be used again."""
+        with self._lock:
+            for sample in self._of(stream):
+                self._end(sample, "")
         wake([stream])
         self.work.set()
 
@@ -88,12 +121,12 @@ class Scheduler:
         self.work.set()
         return len(found), unknown
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: Stream, why: str = ABORTED) -> None:
         """End the request of this stream if it has not ended yet: nobody listens any more."""
         with self._lock:
-            samples = self._requests.get(stream.rid)
-            if samples and samples[0].stream is stream:
-                self._abort([stream.rid])
+            if self._of(stream):
+                self._abort([stream.rid], why)
+        wake([stream])
         self.work.set()
 
     def abort_all(self) -> int:
@@ -113,6 +146,8 @@ class Scheduler:
             self._requests.clear()
             self._waiting.clear()
             self._running.clear()
+            self._over.extend(self._lent)
+            self._lent.clear()
             for stream in streams:
                 stream.fail(error)
         wake(streams)
@@ -131,7 +166,7 @@ class Scheduler:
         with self._lock:
             return Loads(
                 running=len(self._running),
-                waiting=len(self._waiting),
+                waiting=sum(len(samples) for samples in self._requests.values()) - len(self._running),
                 used_tokens=self._slots.used,
                 max_tokens=self._slots.tokens,
                 step=step,
@@ -205,6 +240,43 @@ class Scheduler:
                 parts = self._share()
             return self._form(parts) if parts else None
 
+    def let_go(self) -> Move | None:
+        """Shared memory that nobody reads any more, one room at a time. Whether or not requests may run."""
+        with self._lock:
+            return Move("let_go", self._over.popleft()) if self._over else None
+
+    def move(self, *, admit: bool) -> Move | None:
+        """KV entries that go to another engine, or come from one, before the next batch; :meth:`moved` ends it."""
+        with self._lock:
+            if admit:
+                self._admit()
+            for sample in list(self._running):
+                if sample.gives is not None and not sample.pending and len(self._lent) < MOST:
+                    self._moving = sample
+                    self._lent.add(sample.gives.number)
+                    return Move("give", sample.gives.number, sample.slots[:-1])
+                if sample.comes is not None and (move := self._take(sample, sample.comes)) is not None:
+                    self._moving = sample
+                    return move
+            return None
+
+    def moved(self, segments: Sequence[TensorSegment], error: RlctlError | None) -> None:
+        """What has become of the move: where the entries lie that were given, or why there are none."""
+        with self._lock:
+            sample, self._moving = self._moving, None
+            assert sample is not None
+            if sample.gives is not None:
+                self._gave(sample, sample.gives, segments, error)
+            elif error is not None:
+                self._refuse(sample.stream, error)
+            elif sample.comes is not None:
+                sample.kv_version = self._version
+                sample.comes.took()
+                sample.comes = None
+            if sample.doomed and not sample.ended:
+                self._end(sample, sample.doomed)
+        wake([sample.stream])
+
     def process(self, logits: torch.Tensor) -> None:
         """Take in the logits of the batch's outputs (``[outputs, vocabulary]``): sample, tell the streams."""
         parts = self._under_way
@@ -231,12 +303,12 @@ class Scheduler:
                 sample.take_scores(found)
             for (_, sample), choice in zip(extended, choices, strict=True):
                 if not sample.doomed:
-                    adapter = self._adapters.loaded[sample.adapter].info.version if sample.adapter else ""
-                    sample.extend(choice, self._version, adapter)
+                    sample.extend(choice, self._version, self._adapter_version(sample))
                     self._generated += 1
             for part in parts:
                 sample = part.sample
-                if sample.doomed or sample.ended or (sample.complete and not sample.pending):
+                done = sample.complete and not sample.pending and sample.gives is None
+                if sample.doomed or sample.ended or done:
                     self._end(sample, sample.doomed)
         wake({part.sample.stream for part in parts})
 
@@ -258,7 +330,7 @@ class Scheduler:
         budget = PREFILL_TOKENS
         parts = []
         for sample in self._running:
-            count = sample.pending
+            count = sample.pending if sample.comes is None else 0
             if count > 1:
                 count = min(count, budget)
                 budget -= count
@@ -303,7 +375,7 @@ class Scheduler:
         self._waiting.appendleft(sample)
 
     def _abort(self, rids: Iterable[str], why: str = ABORTED) -> list[Stream]:
-        under_way = {id(part.sample) for part in self._under_way}
+        under_way = {id(part.sample) for part in self._under_way} | {id(self._moving)}
         streams = []
         for rid in rids:
             samples = self._requests[rid]
@@ -315,6 +387,43 @@ class Scheduler:
                     self._end(sample, why)
         return streams
 
+    def _of(self, stream: Stream) -> list[Sample]:
+        """The samples of a request that have not ended."""
+        return [sample for sample in self._requests.get(stream.rid, ()) if sample.stream is stream]
+
+    def _take(self, sample: Sample, coming: Coming) -> Move | None:
+        """The move by which a sample gets its entries; None: there is no room yet, or it was refused."""
+        if coming.tokens > self._slots.free:
+            return None
+        try:
+            coming.check(sample.tokens, self._version, self._adapter_version(sample))
+        except RlctlError as error:
+            self._refuse(sample.stream, error)
+            wake([sample.stream])
+            return None
+        sample.slots = self._slots.take(coming.tokens)
+        return Move("take", 0, sample.slots, sample.row, coming.message())
+
+    def _gave(self, sample: Sample, room: Room, segments: Sequence[TensorSegment], error: RlctlError | None) -> None:
+        """The entries lie in shared memory, or do not: in both cases the slots are free again."""
+        if error is not None:
+            self._lent.discard(room.number)
+            self._refuse(sample.stream, error)
+            return
+        sample.given = True
+        room.offer(sample.tokens, sample.kv_version, self._adapter_version(sample), segments)
+        if sample.row >= 0:
+            self._give_up(sample)
+
+    def _adapter_version(self, sample: Sample) -> str:
+        return self._adapters.loaded[sample.adapter].info.version if sample.adapter else ""
+
+    def _refuse(self, stream: Stream, error: RlctlError) -> None:
+        for sample in self._of(stream):
+            sample.ended = True
+            self._end(sample, "")
+        stream.fail(error)
+
     def _end(self, sample: Sample, aborted: str) -> None:
         """Let go of a sample, and end its output unless that has ended by itself."""
         if not sample.ended:
@@ -323,6 +432,12 @@ class Scheduler:
             self._give_up(sample)
         elif sample in self._waiting:
             self._waiting.remove(sample)
+        if sample.given and sample.gives is not None and sample.gives.number in self._lent:
+            self._lent.remove(sample.gives.number)
+            self._over.append(sample.gives.number)
+        if sample.comes is not None:
+            sample.comes.took()
+            sample.comes = None
         samples = self._requests.get(sample.stream.rid, [])
         if sample in samples:
             samples.remove(sample)

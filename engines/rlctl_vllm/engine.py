@@ -299,13 +299,13 @@ class VLLMEngine(ServerEngine):
         """Broadcast what is held, between two steps of generation: vLLM generates nothing meanwhile."""
         workers = self._extension("SendWeights")
         self._refuse_during_update()
-        (report,) = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
-        return report
+        reports = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
+        return reports[0]
 
     async def check_weights(
         self, request: verbs_pb2.CheckWeightsRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.CheckReport:
-        """Digest what the rank holds, as it computes with it, or an adapter, or compute a probe."""
+        """Digest what the ranks hold, as they compute with it, or an adapter, or compute a probe."""
         if request.adapter:
             self._check("ListAdapters")
             return self._adapters.check(request, self._layout)
@@ -325,15 +325,18 @@ class VLLMEngine(ServerEngine):
             if getattr(request, field):
                 raise Reason.UNSUPPORTED.error("vLLM's weights are digested whole", field=field)
         call.accept()
-        (report,) = await workers.each("CheckWeights", request, verbs_pb2.CheckReport, call)
-        if request.expected_digest and report.model_digest != request.expected_digest:
+        reports = await workers.each("CheckWeights", request, verbs_pb2.CheckReport, call)
+        digest = reports[0].model_digest
+        if request.expected_digest and digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
-                f"the model digest is {report.model_digest}, {request.expected_digest} was expected",
+                f"the model digest is {digest}, {request.expected_digest} was expected",
                 field="expected_digest",
-                metadata={"expected": request.expected_digest, "found": report.model_digest},
+                metadata={"expected": request.expected_digest, "found": digest},
             )
-        (rank,) = self._layout
-        return [RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, check=report)]
+        return [
+            RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, check=report)
+            for rank, report in zip(self._layout, reports, strict=True)
+        ]
 
     # Reads.
 

@@ -77,8 +77,8 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """Model digest of what it held when it was asked; "" where that cannot be read back."""
-        return str(self.ranks[0]["digest"]) if len(self.ranks) == 1 else ""
+        """Model digest of what its ranks held when they were asked; "" where that cannot be read back."""
+        return str(self.ranks[0]["digest"]) if self.ranks else ""
 
     @property
     def kv_tokens(self) -> int:
@@ -216,7 +216,7 @@ async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[st
             )
     elif not facts.digest:
         unsupported["SendWeights"] = unsupported["CheckWeights"] = (
-            "this vLLM's weights cannot be read back: several ranks, or layers that give no weights"
+            "this vLLM's weights cannot be read back: it has layers that give no weights"
         )
     if facts.lora is None:
         unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without --enable-lora")

@@ -3,15 +3,12 @@
 vLLM fuses, pads and packs parameters. Writing goes the way of its layer-wise reload
 (``vllm.model_executor.model_loader.reload``): parameters go back to the checkpoint's format on the meta device, loaders
 keep what they are given until a layer is complete, and the layer is then processed into the memory that it had. Layers
-that were not begun, or are abandoned before they are complete, get their memory back untouched.
-
-Reading goes back through what computes. A packed linear layer (on a CPU vLLM keeps nothing else of most of them) gives
-its weight as the product with the identity matrix: products with 0 and 1 are exact.
+that were not begun, or are abandoned before they are complete, get their memory back untouched. Reading: :mod:`.held`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +16,9 @@ import torch
 
 from rlctl.errors import Reason
 from rlctl.weights.loading import Load, LoadHooks
+from rlctl.weights.shards import ShardMap
 from rlctl.weights.tensors import TensorMeta
+from rlctl_vllm.held import part_of
 
 
 class VLLMModel(LoadHooks):
@@ -84,24 +83,20 @@ class VLLMModel(LoadHooks):
             layers.setdefault(self._layer_of(name)[0], []).append(name)
         return [tuple(names) for names in layers.values() if len(names) > 1]
 
-    def read(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors as they are computed with. Raises UNSUPPORTED for what cannot be read."""
-        if self.size > 1:
-            raise Reason.UNSUPPORTED.error("tensors that are cut over several of vLLM's ranks are not read back")
-        for meta in metas:
-            path, leaf, part = self._layer_of(meta.name)
+    def held(self, reference: Mapping[str, TensorMeta]) -> ShardMap:
+        """What this rank computes with, as parts of the reference's tensors.
+
+        Packed layers are copied: as much memory again as they take. Raises UNSUPPORTED for what cannot be read.
+        """
+        shards = {}
+        for name, meta in reference.items():
+            path, leaf, part = self._layer_of(name)
             try:
-                tensor = _weight(self._module.get_submodule(path), leaf)
-                if part is not None:
-                    sizes = [int(size) for size in self._module.get_submodule(path).output_sizes]
-                    tensor = tensor.narrow(0, sum(sizes[:part]), sizes[part])
-                # A vocabulary is padded.
-                tensor = tensor[: meta.shape[0]] if meta.shape else tensor
-            except (AttributeError, RuntimeError, ValueError, IndexError) as error:
-                raise Reason.UNSUPPORTED.error(f"{meta.name} cannot be read back from vLLM: {error}") from error
-            if tuple(tensor.shape) != meta.shape:
-                raise Reason.UNSUPPORTED.error(f"vLLM holds {meta.name} with shape {tuple(tensor.shape)}")
-            yield meta.name, tensor.detach().to(meta.dtype).contiguous()
+                layer = self._module.get_submodule(path)
+            except AttributeError as error:
+                raise Reason.UNSUPPORTED.error(f"{name} cannot be read back from vLLM: {error}") from error
+            shards[name] = part_of(layer, leaf, part, meta, self.rank, self.size)
+        return ShardMap(shards)
 
     def _layer_of(self, name: str) -> tuple[str, str, int | None]:
         """The layer that a checkpoint's tensor goes to, its name there, and which part of a fused one it is."""
@@ -124,15 +119,3 @@ class VLLMModel(LoadHooks):
 
         context: AbstractContextManager[Any] = set_current_vllm_config(self._worker.vllm_config)
         return context
-
-
-def _weight(layer: Any, leaf: str) -> torch.Tensor:
-    """A parameter as it is computed with."""
-    held: torch.Tensor = getattr(layer, leaf)
-    compute = getattr(layer, "cpu_linear", None)
-    if leaf != "weight" or compute is None:
-        return held
-    width = held.shape[1] if held.numel() else int(layer.input_size_per_partition)
-    with torch.inference_mode():
-        product: torch.Tensor = compute(torch.eye(width, dtype=held.dtype), held, None)
-    return product.t()

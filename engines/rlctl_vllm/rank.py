@@ -8,8 +8,10 @@ handed to vLLM's loaders. Whatever can be refused is refused before the first te
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +24,21 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.verbs import VERBS
 from rlctl.weights import segments
 from rlctl.weights.announced import Announced
-from rlctl.weights.digest import ModelDigest
+from rlctl.weights.differences import difference
+from rlctl.weights.exchange import Exchange
+from rlctl.weights.gathering import Gathering
 from rlctl.weights.identity import device_id, host_id
 from rlctl.weights.loading import Load, Loading
 from rlctl.weights.memberships import Groups, Membership
 from rlctl.weights.segment_reader import SegmentReader
-from rlctl.weights.shards import Shard, ShardMap
+from rlctl.weights.sending import wire_device
+from rlctl.weights.shards import Shard, ShardMap, model_digest
 from rlctl.weights.tensors import TensorMeta, from_proto
 from rlctl.weights.transfer import Receiver, ReceiveStats
 from rlctl_vllm.model import VLLMModel
+from rlctl_vllm.together import Together, agreed
+
+log = logging.getLogger(__name__)
 
 
 class LoaderMap(ShardMap):
@@ -68,6 +76,7 @@ class Rank:
         self._segments = SegmentReader(model.device)
         self._announced = Announced()
         self._groups: Groups | None = None
+        self._calls = 0
         self._shards = LoaderMap({}, model)
         self._receiver = Receiver(self._shards)
         self._loading: Loading | None = None
@@ -76,10 +85,13 @@ class Rank:
 
     def call(self, verb: str, request: bytes, update_id: str, timeout_s: float) -> bytes:
         """Carry a verb out; request and answer are serialised messages. Raises what is wrong."""
+        self._calls += 1
         if verb == "Attach":
             return self._attach(json.loads(request))
         if self._groups is None:
             raise Reason.ILLEGAL_STATE.error("no stage server has attached to this worker")
+        if verb == "Meet":
+            return self._meet(json.loads(request), timeout_s)
         steps: dict[str, Callable[[Any, str, float], Message | None]] = {
             "InitWeightsUpdateGroup": self._join,
             "DestroyWeightsUpdateGroup": self._leave,
@@ -107,20 +119,27 @@ class Rank:
         )
         self._shards = LoaderMap({info.name: from_proto(info) for info in infos}, self._model)
         self._receiver = Receiver(self._shards)
-        try:
-            digest = self._digest()
-        except RlctlError:
-            digest = ""
+        self._together = Together(self._groups, self._model.rank, self._model.size)
         me = {
             "rank": self._model.rank,
             "size": self._model.size,
             "device": device_id(self._model.device),
             "host_id": host_id(),
             "pid": os.getpid(),
-            "digest": digest,
-            "store": self._groups.store_address if digest else ("", 0),
+            "store": self._groups.store_address if self._model.rank == 0 else None,
         }
         return json.dumps(me).encode()
+
+    def _meet(self, told: dict[str, Any], timeout_s: float) -> bytes:
+        """Learn where the ranks meet, and say what they hold: the model digest; "" where that cannot be read back."""
+        host, port = told["store"]
+        self._together.store = (host, port)
+        try:
+            with self._together.exchanging(self._calls, timeout_s) as exchange:
+                return model_digest(self._held(exchange), exchange).digest.encode()
+        except RlctlError as error:
+            log.warning("rlctl: what vLLM holds cannot be read back: %s", error)
+            return b""
 
     # Groups.
 
@@ -148,21 +167,33 @@ class Rank:
         self._groups.leave(request.group_name)
 
     def _send(self, request: v.SendWeightsRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
-        """Broadcast what is held; of a server of one rank."""
-        assert self._groups is not None
-        group = self._groups.get(request.group_name)
+        """Bring full tensors together at rank 0, which broadcasts them."""
         stream = self._announced.parse(request.buckets, request.group_name)
-        metas = [meta for _, bucket in stream for meta in bucket.metas]
         if any(bucket.parts for _, bucket in stream):
             raise Reason.UNSUPPORTED.error("vLLM's ranks send full tensors, no parts", field="buckets")
+        metas = [meta for _, bucket in stream for meta in bucket.metas]
         for meta in metas:
             if self._shards.reference.get(meta.name) != meta:
                 raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
         report = v.WeightsReport()
-        for _, tensor in self._model.read(metas):
-            group.broadcast(tensor.cpu() if group.backend == "gloo" else tensor)
-            report.tensors += 1
+        with self._together.exchanging(self._calls, timeout_s) as exchange:
+            gathering = Gathering(self._held(exchange).shards, exchange)
+            for meta in metas:
+                agreed(exchange, partial(self._broadcast, request.group_name, gathering.full(meta.name)))
+                report.tensors += 1
         return report
+
+    def _broadcast(self, name: str, full: torch.Tensor | None) -> None:
+        """Send a tensor, at the rank that has it."""
+        assert self._groups is not None
+        if full is None:
+            return
+        try:
+            group = self._groups.get(name)
+            group.broadcast(full.to(wire_device(group, full.device)))
+        except RlctlError as error:
+            error.outcome = OUTCOME_REJECTED
+            raise
 
     # Updates.
 
@@ -233,17 +264,25 @@ class Rank:
         self._give_up()
 
     def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport:
-        if self._loading is not None and self._shards.touched:
-            raise Reason.ILLEGAL_STATE.error("weights are being written")
-        return v.CheckReport(
-            action=v.CHECK_ACTION_CHECKSUM, tensor_count=len(self._shards.shards), model_digest=self._digest()
-        )
+        report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM, tensor_count=len(self._shards.shards))
+        with self._together.exchanging(self._calls, timeout_s) as exchange:
+            held = self._held(exchange)
+            found = model_digest(held, exchange)
+        report.model_digest = found.digest
+        report.inconsistent.extend(found.inconsistent)
+        if request.fingerprints:
+            report.difference.CopyFrom(difference(held, found, request.fingerprints))
+        return report
 
-    def _digest(self) -> str:
-        digest = ModelDigest()
-        for name, tensor in self._model.read(list(self._shards.reference.values())):
-            digest.add(name, tensor)
-        return digest.digest()
+    def _held(self, exchange: Exchange) -> ShardMap:
+        """What every rank computes with; refused at all of them where one cannot say."""
+
+        def held() -> ShardMap:
+            if self._loading is not None and self._shards.touched:
+                raise Reason.ILLEGAL_STATE.error("weights are being written")
+            return self._model.held(self._shards.reference)
+
+        return agreed(exchange, held)
 
     def _open(self, update_id: str) -> Loading:
         if self._loading is None or self._loading.load.update_id != update_id:

@@ -12,6 +12,7 @@ from typing import Any
 from rlctl_servers import requests
 
 from rlctl.errors import Reason
+from rlctl.sampling import check_pair
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 PROCESSED = "processed_logprobs"
@@ -52,6 +53,7 @@ def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], li
 
     Raises FIELD_REQUIRED, FIELD_INVALID, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
+    check_pair(request, "null")
     requests.check_ids(ids, limits, "text" if request.WhichOneof("prompt") == "text" else "input_ids.ids")
     stream = requests.logprob_start(request, len(ids)) < 0
     body: dict[str, Any] = {

@@ -33,8 +33,8 @@ class Workers:
     async def attach(self, reference: Mapping[str, TensorMeta], host: str, call: Call) -> list[dict[str, Any]]:
         """Who the ranks are; none where the server was started without the extension.
 
-        ``host``: address under which the ranks' host is reached. Each rank: rank, size, device, host_id, pid, digest
-        (of what it holds; "" where that cannot be read back), store (where groups meet that it is the source of).
+        ``host``: address under which the ranks' host is reached. Each rank: rank, size, device, host_id, pid, store
+        (rank 0's: where groups meet that it is the source of), digest (of what all hold; "": it cannot be read back).
         """
         metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
         body = json.dumps({"reference": metas, "host": host}).encode()
@@ -47,7 +47,13 @@ class Workers:
         ranks = [json.loads(base64.b64decode(answer["answer"])) for answer in _good(answers)]
         if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):
             raise Reason.ANSWER_INVALID.error(f"vLLM's workers say that they are {ranks}")
-        return sorted(ranks, key=lambda rank: int(rank["rank"]))
+        ranks.sort(key=lambda rank: int(rank["rank"]))
+        meeting = json.dumps({"store": ranks[0]["store"]}).encode()
+        told = {
+            base64.b64decode(answer["answer"]).decode() for answer in _good(await self._call("Meet", meeting, call))
+        }
+        digest = told.pop() if len(told) == 1 else ""
+        return [{**rank, "digest": digest} for rank in ranks]
 
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """The answer of every rank, in their order.

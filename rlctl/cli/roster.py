@@ -8,12 +8,12 @@ from rlctl.cli import text
 from rlctl.cli.output import View
 from rlctl.cli.tables import Table, facts
 from rlctl.client.enums import short_name
-from rlctl.v1.common_pb2 import PauseMode, StageState, WorkerType
+from rlctl.v1.common_pb2 import WORKER_TYPE_REGULAR, PauseMode, StageState, WorkerType
 from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Stage
 
-_STAGES = ("SLOT", "MODEL", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
+_STAGES = ("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
 _STAGES_WIDE = (
-    *("SLOT", "MODEL", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD"),
+    *("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD"),
     *("ENABLED", "INCARNATION", "ENGINE", "ADDRESS", "ROLLOUT ADDRESS", "DIGEST", "WHY NOT"),
 )
 _MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
@@ -54,6 +54,7 @@ def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
         row = [
             _slot(stage),
             stage.registration.model,
+            _type(stage),
             _state(stage),
             text.yes(stage.routable),
             version.label,
@@ -71,7 +72,7 @@ def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
                 stage.report.model_digest,
             ]
         rows.append([*row, why_not(stage)])
-    return Table(_STAGES_WIDE if wide else _STAGES, rows, frozenset({"WHY NOT"}), title)
+    return Table(_STAGES_WIDE if wide else _STAGES, rows, frozenset({"TYPE", "WHY NOT"}), title)
 
 
 def models_table(fleet: Fleet, wide: bool) -> Table:
@@ -130,6 +131,12 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
         return [about, stages_table(stages, wide)] if stages else [about]
 
     return View(model, tables, lambda: [model.name], whole_ids=True)
+
+
+def _type(stage: Stage) -> str:
+    """Its worker type, where that is one of a pair's."""
+    kind = stage.registration.worker_type
+    return "" if kind in (0, WORKER_TYPE_REGULAR) else short_name(WorkerType.DESCRIPTOR, kind)
 
 
 def _stage_tables(stage: Stage) -> list[Table]:

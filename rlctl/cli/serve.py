@@ -91,7 +91,7 @@ def coordinator(
 @click.option("--slot", required=True, help="Stable name of the stage in the fleet.")
 @click.option("--model", default="actor", show_default=True, help="Model that it serves.")
 @click.option("--coordinator", default="", help="Address of the coordinator; without it one must attach by itself.")
-@click.option("--follower", "followers", multiple=True, help="Address of a follower's worker, in rank order.")
+@click.option("--follower", "followers", multiple=True, help="Address of a follower's worker, in order.")
 @click.option("--rollout-listen", default="127.0.0.1:0", show_default=True, help="Address for generation.")
 @click.option("--advertise", default="", help="Host under which others reach this one.")
 @click.option("--weight-version", default="", help="Label of the model's first version.")
@@ -129,16 +129,17 @@ def stage(
     end_with_parent: bool,
 ) -> None:
     """Run a stage server: rank 0 of one engine."""
-    from rlctl.engine import EngineConfig
+    from rlctl.engine import EngineConfig, brings_ranks
     from rlctl.process import announce
     from rlctl.stage.server import StageConfig, StageServer
     from rlctl.transport.auth import load_token
 
+    nodes = 1 + len(followers) if brings_ranks(engine) else 1
     config = StageConfig(
         slot=slot,
         model=model,
         engine=engine,
-        engine_config=EngineConfig(model_path, 0, tp_size, node, device, dtype, pairs(options)),
+        engine_config=EngineConfig(model_path, 0, tp_size, node, device, dtype, pairs(options), nodes),
         followers=followers,
         listen=listen,
         rollout_listen=rollout_listen,
@@ -161,7 +162,7 @@ def stage(
 
 
 @click.command()
-@click.option("--rank", required=True, type=click.IntRange(1), help="Rank, 1 or more.")
+@click.option("--rank", required=True, type=click.IntRange(1), help="Rank, 1 or more; of sglang: number of the node.")
 @_engine_options
 @_server_options
 def worker(

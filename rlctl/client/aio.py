@@ -184,7 +184,8 @@ class AsyncFleet(AsyncAdmin):
     async def generate_batch(
         self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Generating]
     ) -> list[GenerateResponse]:
-        """:meth:`generate` for every prompt, side by side; results in the prompts' order.
+        """:meth:`generate` for every prompt, side by side; results in the prompts' order. Raises what the first one to
+        fail fails with, when the others have been ended.
 
         With a ``seed``, prompt i gets ``seed + i``: equal prompts are sampled independently, and the batch repeatably.
         """
@@ -192,8 +193,13 @@ class AsyncFleet(AsyncAdmin):
         for index, request in enumerate(requests):
             if "seed" in request:
                 request["seed"] += index
-        calls = [self.generate(prompt, **request) for prompt, request in zip(prompts, requests, strict=True)]
-        return list(await asyncio.gather(*calls))
+        try:
+            async with asyncio.TaskGroup() as group:
+                calls = zip(prompts, requests, strict=True)
+                tasks = [group.create_task(self.generate(prompt, **request)) for prompt, request in calls]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def generate_stream(
         self,

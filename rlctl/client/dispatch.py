@@ -6,20 +6,28 @@ import asyncio
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, Self
 
 import grpc.aio
 
+from rlctl.client import pairing
 from rlctl.client.connection import Connection
 from rlctl.client.view import FleetView
 from rlctl.errors import Reason, RlctlError
+from rlctl.merging import merge
 from rlctl.rollout.router import Picked, Router, Wanted, obstacles
 from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.status import from_grpc
 from rlctl.v1.coordinator_pb2 import GetFleetRequest
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 log = logging.getLogger(__name__)
+
+Metadata = Sequence[tuple[str, str]]
 
 TELL_S = 1.0
 """Without a routable stage, what is waited for is logged after so long."""
@@ -60,6 +68,36 @@ class Lines:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
+    async def stream(
+        self, stub: Any, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """What one stage generates, until ``deadline`` on the loop's clock; closing it ends it at the engine. Raises
+        RlctlError: also when the coordinator says that the stage is gone, which its connection may not tell for long.
+        """
+        slot = stage.registration.slot
+        left = max(deadline - asyncio.get_running_loop().time(), 0.0)
+        call = stub.GenerateStream(request, timeout=left, metadata=metadata)
+        gone = Reason.UNREACHABLE.error(f"{slot} is gone, says the coordinator")
+        lost: list[RlctlError] = []
+
+        def lose() -> None:
+            lost.append(gone)
+            call.cancel()
+
+        try:
+            with self.view.on_loss(stage, lose):
+                async for response in call:
+                    yield response
+        except grpc.aio.AioRpcError as error:
+            raise (lost[0] if lost else from_grpc(error)) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not lost or (task is not None and task.cancelling()):
+                raise
+            raise gone from None
+        finally:
+            call.cancel()
+
     def on_behalf_of(self, token: str | None) -> Lines:
         """The same view and channels with another caller's token."""
         other = copy.copy(self)
@@ -81,33 +119,75 @@ class Lines:
 
 
 class Attempt:
-    """A request at one stage, from ``with`` to its end."""
+    """A request at one stage, or at a pair, from ``with`` to its end.
+
+    Attributes:
+        stage: the one that generates.
+        stub: RolloutService of it.
+        floor: the least version that was wanted when it was picked.
+    """
 
     def __init__(self, picked: Picked, floor: int, lines: Lines, router: Router) -> None:
-        """``floor``: the least version that was wanted when it was picked."""
+        """It is under way since it was picked."""
         self.stage = picked.stage
         self.floor = floor
-        self.stub = lines.take(picked.stage.registration.rollout_address)
+        self._addresses = [
+            stage.registration.rollout_address for stage in (picked.stage, picked.prefill) if stage is not None
+        ]
+        self.stub, self._prefill_stub = [*(lines.take(address) for address in self._addresses), None][:2]
         self._picked = picked
         self._lines = lines
         self._router = router
+        self._met_at: Stage | None = None
 
     def __enter__(self) -> Self:
-        """It is under way since it was picked."""
+        """Go on."""
         return self
 
     def __exit__(self, *_: object) -> None:
         """It has ended there, however it did."""
-        self._lines.give_back(self.stage.registration.rollout_address)
+        for address in self._addresses:
+            self._lines.give_back(address)
         self._router.end(self._picked)
 
+    async def whole(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> GenerateResponse:
+        """All that is generated. Raises RlctlError."""
+        answer = GenerateResponse()
+        if self._picked.prefill is None:
+            try:
+                left = max(deadline - asyncio.get_running_loop().time(), 0.0)
+                answer = await self.stub.Generate(request, timeout=left, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                raise from_grpc(error) from None
+        else:
+            async with aclosing(self.stream(request, deadline, metadata)) as parts:
+                async for part in parts:
+                    merge(answer, part)
+        self.answered()
+        return answer
+
+    def stream(
+        self, request: GenerateRequest, deadline: float, metadata: Metadata
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """What is generated, message by message; as :meth:`Lines.stream`."""
+        prefill = self._picked.prefill
+        if prefill is None:
+            return self._lines.stream(self.stub, self.stage, request, deadline, metadata)
+        asked = pairing.halves(request, prefill, self.stage)
+        both = ((self._prefill_stub, prefill), (self.stub, self.stage))
+        first, second = (self._lines.stream(stub, stage, asked, deadline, metadata) for stub, stage in both)
+        return pairing.together(asked, first, second, lambda: self._meet(prefill))
+
+    def _meet(self, stage: Stage) -> None:
+        self._met_at = stage
+
     def answered(self) -> None:
-        """The stage took it."""
+        """It was taken."""
         self._router.answered(self._picked)
 
     def failed(self, failure: RlctlError) -> bool:
         """It met a failure; returns whether that was the stage's, so that another one may be asked."""
-        return self._router.failed(self._picked, failure, asyncio.get_running_loop().time())
+        return self._router.failed(self._picked, failure, asyncio.get_running_loop().time(), at=self._met_at)
 
 
 class Dispatch:

@@ -15,6 +15,9 @@ from rlctl.v1.trainer_pb2 import Offer, Sent, Shipment
 from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights.source import WeightSource
 
+FOR_GOOD = (1 << 31) - 1
+"""Stands for every attempt, those to come too: this rank takes part in none of them."""
+
 
 async def follow(
     lead: Lead, part: Part, source: WeightSource, version: str, update: int, progress: Progress
@@ -83,7 +86,7 @@ async def follow(
                     return said.ended, sent
     except BaseException as error:
         with contextlib.suppress(RlctlError):
-            lead.say(update, number, failed=detail(error))
+            lead.say(update, FOR_GOOD, failed=detail(error))
         raise
     finally:
         await stopped(attempt)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypedDict
 
-import grpc.aio
-
 from rlctl.client.dispatch import Dispatch, Lines
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.policies import RoundRobin
 from rlctl.rollout.router import REFUSALS, Router, Wanted
-from rlctl.transport.status import from_grpc
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingParams, TokenIds
 
 GENERATE_S = 600.0
 """How long a request may take when nobody says."""
 
-ELSEWHERE = (*REFUSALS, Reason.UNREACHABLE)
+ELSEWHERE = (*REFUSALS, Reason.UNREACHABLE, Reason.HANDOVER_FAILED)
 """After these the request is sent again; an engine that failed may do so at the same request everywhere."""
 
 
@@ -47,7 +45,7 @@ class Generator:
     """Sends requests to routable stages."""
 
     def __init__(self, lines: Lines) -> None:
-        self._dispatch = Dispatch(lines, Router(RoundRobin()))
+        self._dispatch = Dispatch(lines, Router(RoundRobin(), prefill=RoundRobin()))
         self._metadata = lines.metadata
 
     async def generate(self, request: GenerateRequest, timeout_s: float, *, slot: str = "") -> GenerateResponse:
@@ -60,16 +58,10 @@ class Generator:
         while True:
             with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 try:
-                    response: GenerateResponse = await attempt.stub.Generate(
-                        request, timeout=deadline - loop.time(), metadata=self._metadata
-                    )
-                except grpc.aio.AioRpcError as error:
-                    failure = from_grpc(error)
+                    return await attempt.whole(request, deadline, self._metadata)
+                except RlctlError as failure:
                     if not attempt.failed(failure) or failure.reason not in ELSEWHERE:
-                        raise failure from None
-                else:
-                    attempt.answered()
-                    return response
+                        raise
 
     async def stream(
         self, request: GenerateRequest, timeout_s: float, *, slot: str = ""
@@ -80,21 +72,18 @@ class Generator:
         while True:
             with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 begun = False
-                call = attempt.stub.GenerateStream(request, timeout=deadline - loop.time(), metadata=self._metadata)
                 try:
-                    async for response in call:
-                        if not begun:
-                            attempt.answered()
-                        begun = True
-                        yield response
-                except grpc.aio.AioRpcError as error:
-                    failure = from_grpc(error)
+                    async with aclosing(attempt.stream(request, deadline, self._metadata)) as parts:
+                        async for response in parts:
+                            if not begun:
+                                attempt.answered()
+                            begun = True
+                            yield response
+                except RlctlError as failure:
                     if not attempt.failed(failure) or begun or failure.reason not in ELSEWHERE:
-                        raise failure from None
+                        raise
                 else:
                     return
-                finally:
-                    call.cancel()
 
 
 def _wanted(request: GenerateRequest, slot: str) -> Wanted:
@@ -112,7 +101,9 @@ def build_request(
     sampling: Mapping[str, Any],
     **fields: Any,
 ) -> GenerateRequest:
-    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit."""
+    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, and for a
+    prompt that is none.
+    """
     known = SamplingParams.DESCRIPTOR.fields_by_name
     for name in sampling:
         if name not in known:
@@ -127,6 +118,9 @@ def build_request(
         raise Reason.FIELD_INVALID.error(str(error), field="sampling_params") from None
     if isinstance(prompt, str):
         request.text = prompt
-    else:
+        return request
+    try:
         request.input_ids.CopyFrom(TokenIds(ids=prompt))
+    except (TypeError, ValueError) as error:
+        raise Reason.FIELD_INVALID.error(f"a prompt is a text or token ids: {error}", field="input_ids") from None
     return request

@@ -55,6 +55,10 @@ from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, from_proto
 
 ABORT_S = 60.0
+"""How long the coordinator may take to end an update that is given up, while the update's time is not up."""
+
+LATE_S = 5.0
+"""And after that: a trainer does not wait for a coordinator that is gone."""
 
 HEAD_START_S = 0.002
 """The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
@@ -228,7 +232,7 @@ class Leading:
                 self._sent = Published(operation.weight_version, {} if partial else digests)
                 return operation, sent[0]
         except BaseException as error:
-            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, error)))
+            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, error, deadline)))
             if ended is not None and ended.weight_version.sequence and _failed_at_the_fleet(error):
                 # It rolled in place, and the batches before serve the version.
                 self._renew_identity()
@@ -438,14 +442,15 @@ class Leading:
             async with asyncio.timeout(left):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
-    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException) -> Operation | None:
+    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException, deadline: float) -> Operation | None:
         """The update as it has ended; None when the coordinator does not say."""
         request = AbortWeightUpdateRequest(
             update_id=plan.update_id, fencing_token=plan.fencing_token, reason=f"{type(error).__name__}: {error}"
         )
+        timeout_s = min(max(deadline - asyncio.get_running_loop().time(), LATE_S), ABORT_S)
         # Best effort: an update that nobody renews is aborted by its lease.
         with contextlib.suppress(RlctlError):
-            operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, ABORT_S)
+            operation: Operation = await self._fleet.connection.call("AbortWeightUpdate", request, timeout_s)
             return operation
         return None
 

@@ -19,6 +19,7 @@ class Progress:
 
     Attributes:
         ordering: after what on the trainer's stream the weights are read.
+        begun: its first step was made; it has its number among the trainer's updates.
         sent: the tensors of this rank may be overwritten: they were read for the last time, whatever follows.
         decided: it can no longer be cancelled from here.
         ended: it has ended, well or not.
@@ -28,6 +29,7 @@ class Progress:
     def __init__(self, stream: torch.cuda.Stream | None = None, *, watched: bool = False) -> None:
         """``stream``: the trainer's. What it was given so far comes before the update. Raises FIELD_INVALID."""
         self.ordering = Ordering(stream)
+        self.begun = False
         self.sent = asyncio.Event()
         self.decided = False
         self.ended = False
@@ -78,6 +80,10 @@ class AsyncPending:
         """
         if self._task.done() or self._progress.decided:
             return False
+        if not self._progress.begun:
+            # The other ranks wait for this one, and count this update: they are told by its own first step.
+            asyncio.get_running_loop().call_soon(self._task.cancel)
+            return True
         return self._task.cancel()
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -23,7 +24,8 @@ from torch import nn
 from rlctl.client.enums import number
 from rlctl.client.following import follow
 from rlctl.client.leading import Leading
-from rlctl.client.part import STOP_S, Part
+from rlctl.client.part import STOP_S, Part, stopped
+from rlctl.client.passing import in_thread
 from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.probe import Probe
 from rlctl.client.published import UpdateResult
@@ -123,6 +125,7 @@ class AsyncPublisher:
         self._members: Members | None = None
         self._leading: Leading | None = None
         self._lead: Lead | None = None
+        self._meeting: asyncio.Task[None] | None = None
         self._updates = 0
         self._progress: Progress | None = None
         self._pending: AsyncPending | None = None
@@ -188,6 +191,7 @@ class AsyncPublisher:
         if progress is None:
             progress = self._next(stream)
         self._progress = progress
+        progress.begun = True
         self._updates += 1
         limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
@@ -298,6 +302,7 @@ class AsyncPublisher:
         """
         if self._pending is not None:
             await self._pending.close()
+        await stopped(self._meeting)
         self.leave()
         if self._lead is not None:
             await self._lead.close()
@@ -309,16 +314,26 @@ class AsyncPublisher:
         self._part.close()
 
     async def _meet(self) -> None:
-        """Once: the members connect to the lead, whose address goes through the trainer's own group."""
-        if self._lead is not None or self._leading is not None:
-            return
+        """Once: the members connect to the lead, whose address goes through the trainer's own group.
+
+        That takes every rank, and goes on when an update no longer waits for it: the next one finds it under way.
+        """
+        if self._meeting is None or (self._meeting.done() and (self._lead or self._leading) is None):
+            self._meeting = asyncio.create_task(self._met())
+        await asyncio.shield(self._meeting)
+
+    async def _met(self) -> None:
         told = ""
         if self._fleet is not None:
+            if self._members is not None:
+                await self._members.close()
             self._members = Members(self._size)
             if self._size > 1:
                 told = json.dumps(await self._members.start(self._host))
         if self._trainer_group is not None and self._size > 1:
-            address, token = json.loads(await asyncio.to_thread(self._share, self._trainer_group, told))
+            meet = functools.partial(self._share, self._trainer_group, told)
+            shared, _ = in_thread(meet, lambda: None, "rlctl meeting")
+            address, token = json.loads(await shared)
             if self._rank:
                 self._lead = await Lead.join(self._rank, address, token)
         if self._fleet is not None and self._members is not None:

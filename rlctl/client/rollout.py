@@ -21,7 +21,6 @@ from rlctl.rollout.progress import Progress, begin, check_continuable
 from rlctl.rollout.router import FAULTS, Router, Wanted
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.transport.channel import bearer
-from rlctl.transport.status import from_grpc
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, Sample
 
 STOP_S = 2.0
@@ -131,7 +130,9 @@ class AsyncRollout:
         self._most = max_inflight_samples
         self._places = None if max_inflight_samples is None else asyncio.Semaphore(max_inflight_samples)
         self._lines = lines
-        self._router = Router(policy_of(policy, session_idle_s=session_idle_s))
+        self._router = Router(
+            policy_of(policy, session_idle_s=session_idle_s), prefill=policy_of(policy, session_idle_s=session_idle_s)
+        )
         self._dispatch = Dispatch(lines, self._router)
         self._named: dict[str, _Job] = {}
 
@@ -369,19 +370,10 @@ class AsyncRollout:
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float
     ) -> RlctlError | None:
         """Take in what a stage generates; returns why it did not go on to an end, or None."""
-        left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        call = attempt.stub.GenerateStream(request, timeout=left, metadata=job.metadata)
-        gone = Reason.UNREACHABLE.error(f"{attempt.stage.registration.slot} is gone, says the coordinator")
-        lost: list[RlctlError] = []
-
-        def lose() -> None:
-            lost.append(gone)
-            call.cancel()
-
         job.running = attempt.stub, request.rid
         try:
-            with self._lines.view.on_loss(attempt.stage, lose):
-                async for response in call:
+            async with contextlib.aclosing(attempt.stream(request, deadline, job.metadata)) as parts:
+                async for response in parts:
                     attempt.answered()
                     job.progress.take(response)
                     if job.told is not None:
@@ -389,16 +381,10 @@ class AsyncRollout:
                             job.told(job.progress, part)
                     if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
                         return None  # at a stop that the engine has not seen
-        except grpc.aio.AioRpcError as error:
-            return lost[0] if lost else from_grpc(error)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not lost or (task is not None and task.cancelling()):
-                raise
-            return gone
+        except RlctlError as error:
+            return error
         finally:
             job.running = None
-            call.cancel()
         return None
 
     async def _stop(self, jobs: Sequence[_Job]) -> None:

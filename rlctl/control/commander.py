@@ -76,13 +76,18 @@ class Commander:
         on_report: Callable[[StageReport], None] = lambda _: None,
         on_lost: Callable[[Sequence[Issued]], None] = _fail_all,
         silence_s: float = SILENCE_S,
+        starting_s: float = 0.0,
     ) -> None:
-        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending."""
+        """``on_lost`` gets the commands without an answer when the link ends, in the order of their sending.
+
+        ``starting_s``: silence that a peer is allowed beyond that until it has answered the attach.
+        """
         self._link = link
         self._clock = clock
         self._on_report = on_report
         self._on_lost = on_lost
         self._silence_s = silence_s
+        self._starting_s = starting_s
         self._pending: dict[str, Issued] = {}
         self._attached: asyncio.Future[Attached] | None = None
         self._lost: RlctlError | None = None
@@ -196,7 +201,8 @@ class Commander:
             # In pings and not in time: while this process itself was stopped, it asked for nothing.
             unanswered = unanswered + 1 if self.last_heard == heard else 0
             heard = self.last_heard
-            if unanswered * PING_EVERY_S >= self._silence_s:
+            starting = self._attached is not None and not self._attached.done()
+            if unanswered * PING_EVERY_S >= self._silence_s + starting * self._starting_s:
                 await self._link.close()
                 return
             nonce += 1

@@ -24,6 +24,7 @@ from rlctl.v1.common_pb2 import (
     EVIDENCE_VERIFIED,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
     WeightVersion,
@@ -98,7 +99,13 @@ class FinishAdapter(Finish):
 
     async def _put(self, run: Run, slots: Sequence[Slot]) -> list[StageResult]:
         request = CommitUpdateRequest(version=self._session.record.plan.version)
-        results = await self._session.step(request, slots, cleanup=True)
+        try:
+            results = await self._session.step(request, slots, cleanup=True)
+        except RlctlError as error:
+            # They have staged it, which is no answer to this.
+            unknown = Reason.JOURNAL_FAILED.error(error.message, outcome=OUTCOME_UNKNOWN)
+            self._spoil(run, {slot.name: unknown for slot in slots})
+            raise
         for result in results:
             if result.outcome == OUTCOME_APPLIED:
                 level = self._levels.get(result.slot, VERIFICATION_LEVEL_NONE)

@@ -29,6 +29,9 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromTensorRequest,
 )
 
+RETURN_S = 5.0
+"""Time for a broken link to be made again; on a busy machine links break though nobody is gone."""
+
 Write = UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest
 
 
@@ -128,12 +131,17 @@ class Attempts:
 
     async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
         """Let targets of an update take in what its sources send; one request after the other."""
-        session = opened.session
+        session, plan = opened.session, opened.session.record.plan
+        attempt = plan.attempt
         async with contextlib.AsyncExitStack() as writing:
             for transport in session.transports_of(request):
                 await writing.enter_async_context(session.writing[transport])
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
+            if plan.attempt != attempt or not set(run.operation.targets) <= set(names(session.targets)):
+                raise Reason.GROUP_FAILED.error(
+                    f"the write was meant for targets and groups before attempt {plan.attempt}"
+                )
             if opened.broken:
                 raise Reason.GROUP_FAILED.error("another write of this attempt has failed")
             try:
@@ -177,7 +185,8 @@ class Attempts:
     async def _again(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         session, plan, begin = opened.session, opened.session.record.plan, opened.session.record.request
         self._refuse_retry(opened, request)
-        lost = [slot for slot in session.targets if _is_gone(slot, plan, opened.received)]
+        lost = await self._lost(opened)
+        self._refuse_retry(opened, request)  # it may have been decided meanwhile
         left = session.left - len(lost)
         if left < session.quorum:
             raise session.short_of_quorum(left, f"gone: {', '.join(names(lost))}")
@@ -196,12 +205,32 @@ class Attempts:
         async with self._roster.publishing:
             abandoned = self._planner.add_groups(plan, begin, session.targets)
             await self._journal.write([model_put(session.model.record), session.put(phase)])
-        answers = {slot: _lost(slot, received) for slot in lost}
+        answers = {slot: _what_is_known(slot, received) for slot in lost}
         for answer in answers.values():
             opened.run.add(answer)
         await self._roster.quarantine({slot: answer.error for slot, answer in answers.items()})
         await session.leave_groups(abandoned)
         return plan
+
+    async def _lost(self, opened: OpenUpdate) -> list[Slot]:
+        """The targets that another attempt is in vain for. Where too few would be left, those of broken links are given
+        some time to come back.
+        """
+        session = opened.session
+
+        def lost(*, away: bool = True) -> list[Slot]:
+            plan, received = session.record.plan, opened.received
+            gone = [slot for slot in session.targets if _is_gone(slot, plan, received)]
+            return [slot for slot in gone if away or not _is_away(slot)]
+
+        def enough(lost: Sequence[Slot]) -> bool:
+            return session.left - len(lost) >= session.quorum
+
+        if not enough(lost()) and enough(lost(away=False)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(RETURN_S, session.deadline - self._clock.now())):
+                    await self._roster.until(lambda: enough(lost()))
+        return lost()
 
     def _refuse_retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> None:
         session = opened.session
@@ -218,13 +247,18 @@ class Attempts:
 def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:
     """Whether another attempt is in vain for a target: it cannot be reached, was restarted, or lost a rank."""
     planned = next(target.incarnation for target in plan.targets if target.slot == slot.name)
-    if slot.state in ABSENT or slot.record.incarnation != planned or slot.commander is None or slot.commander.lost:
+    if _is_away(slot) or slot.record.incarnation != planned:
         return True
     ranks = [rank for result in received if result.slot == slot.name for rank in result.rank_results]
     return bool(slot.dead_ranks()) or any(rank.outcome == OUTCOME_UNKNOWN for rank in ranks)
 
 
-def _lost(slot: Slot, received: Sequence[StageResult]) -> StageResult:
+def _is_away(slot: Slot) -> bool:
+    """Whether there is no link to a target; there may be one again in a moment."""
+    return slot.state in ABSENT or slot.commander is None or slot.commander.lost
+
+
+def _what_is_known(slot: Slot, received: Sequence[StageResult]) -> StageResult:
     """What is on record of a target that was left out of further attempts."""
     for result in received:
         if result.slot == slot.name and result.outcome not in (OUTCOME_APPLIED, OUTCOME_REJECTED):

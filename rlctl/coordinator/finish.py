@@ -184,7 +184,9 @@ class Finish:
                 self._refuse_short(run, len(good))
             left = [slot for slot in session.frozen if slot not in good]
             stopped = error or Reason.CANCELLED.error("the update ended before it came to this target")
-            answered = {result.slot for result in run.operation.stage_results} - session.missed
+            # That one has read the weights is no answer to the commit.
+            said = {result.slot for result in run.operation.stage_results if result.outcome != OUTCOME_APPLIED}
+            answered = said - session.missed
             for result in await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), left, cleanup=True):
                 if result.slot not in answered:
                     session.file(run, result, stopped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import shutil
 import socket
@@ -76,7 +77,7 @@ class SglangRouter:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
+        """Whether it has ended, and not by :meth:`stop`."""
         return self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
@@ -103,7 +104,8 @@ class SglangRouter:
                         f"sglang-router ended with {self._process.returncode}{where}"
                     ) from error
                 if time.monotonic() >= until:
-                    self.stop()
+                    self._process.kill()
+                    self._process.wait()
                     raise Reason.ENGINE_FAILED.error(f"sglang-router did not answer in {START_S:g} s") from error
                 time.sleep(LOOK_S)
             else:
@@ -165,6 +167,8 @@ class SglangRouter:
             if error.code == 404 and method == "DELETE":
                 return None
             raise
+        except (http.client.HTTPException, ValueError) as error:
+            raise OSError(f"its answer broke off: {error!r}") from error
 
 
 def installed() -> str:

@@ -98,7 +98,8 @@ class EngineRun:
         spec = self.spec
         self._enter(Phase.STARTING)
         if spec.followers:
-            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {spec.ranks} ranks beside rank 0)")
+            all_of_them = f"{spec.ranks} ranks beside rank 0" if spec.nodes == 1 else f"{spec.nodes} nodes"
+            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {all_of_them})")
         try:
             for rank in spec.followers:
                 self._launch(rank)

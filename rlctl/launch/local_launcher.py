@@ -26,7 +26,7 @@ class LocalLauncher:
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Process:
         """Start the server of a rank, on the GPUs that the plan names."""
         arguments = rank_arguments(spec, rank, coordinator, followers)
-        return self.start(spec.process(rank), arguments, spec.environment, cpus=spec.cpus(rank))
+        return self.start(spec.process(rank), arguments, spec.environment, cpus=spec.cpus)
 
     def start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, cpus: int = 0

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import ray
 
-from rlctl.engine import brings_ranks
 from rlctl.launch.processes import Process
 from rlctl.launch.spec import EngineSpec, rank_arguments
 from rlctl.weights.interfaces import address_on
@@ -63,8 +62,8 @@ class ServerActor:
         """The spec on this node: its address, and its GPUs by the numbers that Ray lets them be seen under, 0 first."""
         spec = server.spec
         bind = address_on(server.interface) if server.interface else str(ray.util.get_node_ip_address())
-        # A follower sees its own GPU only.
-        gpus = tuple(range(spec.ranks)) if brings_ranks(spec.engine) else (0,) * spec.ranks
+        # A process sees the GPUs of its own ranks only.
+        gpus = tuple(rank % spec.ranks_each for rank in range(spec.ranks))
         return replace(spec, bind=bind, gpus=gpus)
 
     def announced(self) -> dict[str, str]:

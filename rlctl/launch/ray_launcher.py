@@ -153,7 +153,7 @@ class RayProcess:
         if not self._places.stands(self._placement):
             return False
         server, placement = self._server, self._placement
-        part = server.rank // placement.ranks
+        part = server.rank * server.spec.ranks_each // placement.ranks
         self._node = self._places.address(placement.nodes[part])
         takes = self._takes()
         self._actor = (
@@ -172,10 +172,10 @@ class RayProcess:
         return True
 
     def _takes(self) -> Mapping[str, float]:
-        """Its share of the bundle: all of it, where the engine brings its ranks; else that of one rank."""
+        """Its share of the bundle: that of the ranks that it has."""
         placement = self._placement
-        alone = not self._server.spec.followers
-        return {name: amount / (1 if alone else placement.ranks) for name, amount in placement.need.items()}
+        share = self._server.spec.ranks_each / placement.ranks
+        return {name: amount * share for name, amount in placement.need.items()}
 
     def _over(self, code: int, error: RlctlError) -> None:
         if self._returncode is not None:
@@ -229,7 +229,7 @@ class RayLauncher:
 
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> RayProcess:
         """Start the server of a rank as soon as there is room for its engine."""
-        cores = max(spec.cpus(rank), 1)
+        cores = max(spec.cpus, 1)
         environment = {"OMP_NUM_THREADS": str(cores), **spec.environment, **self._environment}
         log = self._directory / f"{spec.process(rank)}.log"
         server = Server(

@@ -34,6 +34,7 @@ class EngineSpec:
         bind: host that its servers bind to.
         advertise: host under which others reach them; "" for the one that is bound.
         gpus: GPUs of its ranks; (): the launcher chooses. Where it is, not what it is: see :meth:`differs`.
+        nodes: hosts that a server with ranks of its own is started over, a process each.
     """
 
     slot: str
@@ -53,6 +54,7 @@ class EngineSpec:
     bind: str = "127.0.0.1"
     advertise: str = ""
     gpus: tuple[int, ...] = ()
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
@@ -66,17 +68,23 @@ class EngineSpec:
 
     @property
     def restarts_itself(self) -> bool:
-        """Whether its stage server starts its engine again: that of a server that it has launched."""
-        return brings_ranks(self.engine) and not self.attached
+        """Whether its stage server starts its engine again: that of a server that it has launched, all by itself."""
+        return brings_ranks(self.engine) and not self.attached and self.nodes == 1
 
     @property
     def followers(self) -> range:
-        """Ranks that are processes of ours beside rank 0."""
-        return range(1, 1 if brings_ranks(self.engine) else self.ranks)
+        """Ranks that are processes of ours beside rank 0; of a server with ranks of its own, its further nodes."""
+        return range(1, self.nodes if brings_ranks(self.engine) else self.ranks)
 
-    def cpus(self, rank: int) -> int:
-        """Cores that the process of a rank is bound to, with those of the ranks that it brings; 0: not bound."""
-        return self.cpus_per_rank * (1 if rank or len(self.followers) else self.ranks)
+    @property
+    def ranks_each(self) -> int:
+        """How many ranks each of its processes has."""
+        return self.ranks // (1 + len(self.followers))
+
+    @property
+    def cpus(self) -> int:
+        """Cores that each of its processes is bound to, with those of the ranks that it brings; 0: not bound."""
+        return self.cpus_per_rank * self.ranks_each
 
     def process(self, rank: int) -> str:
         """Name of the process of a rank: "actor-0", "actor-0.1"."""
@@ -151,7 +159,7 @@ def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Seq
     """Arguments of ``rlctl`` for the process of one rank; rank 0 is told where the others are."""
     device = spec.device
     if device == "cuda":
-        device = f"cuda:{spec.gpus[rank]}" if spec.gpus else "cuda"
+        device = f"cuda:{spec.gpus[rank * spec.ranks_each]}" if spec.gpus else "cuda"
     arguments = [
         *("--engine", spec.engine, "--model-path", spec.model_path),
         *("--rank", str(rank)) * bool(rank),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.health import Health
-from rlctl.rollout.policies import Policy
+from rlctl.rollout.pairs import decodes, fit, prefills
+from rlctl.rollout.policies import LeastConnections, Policy
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DRAINING,
     STAGE_STATE_JOINING,
@@ -27,6 +28,7 @@ FAULTS = (
     Reason.RANK_SILENT,
     Reason.ENGINE_FAILED,
     Reason.ENGINE_WEDGED,
+    Reason.HANDOVER_FAILED,
     Reason.CANCELLED,
     Reason.INTERNAL,
 )
@@ -42,7 +44,7 @@ class Wanted:
     Attributes:
         model: "": any.
         adapter: stages that hold it are preferred.
-        slot: this stage only.
+        slot: this stage only; of a pair's, those pairs that it is one of.
         floor: least version, as a sequence number.
         session: what it belongs to.
     """
@@ -56,40 +58,66 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Picked:
-    """A request's stage, and when it was picked."""
+    """Where a request goes.
+
+    Attributes:
+        stage: which generates it.
+        at: when it was picked.
+        prefill: which computes the prompt, where that is another one.
+    """
 
     stage: Stage
     at: float
+    prefill: Stage | None = None
 
     @property
     def slot(self) -> str:
-        """Its slot."""
+        """Slot of the stage that generates."""
         return self.stage.registration.slot
+
+    @property
+    def slots(self) -> list[str]:
+        """Slots of all that take part."""
+        return [stage.registration.slot for stage in (self.stage, self.prefill) if stage is not None]
 
 
 class Router:
     """The requests of one caller: where they are and how they fared. ``now`` is in seconds, and only grows."""
 
-    def __init__(self, policy: Policy, health: Health | None = None) -> None:
+    def __init__(self, policy: Policy, health: Health | None = None, *, prefill: Policy | None = None) -> None:
+        """``prefill`` picks prefill stages, which have loads and sessions of their own."""
         self._policy = policy
+        self._prefill_policy = prefill or LeastConnections()
         self._health = health or Health()
         self.load: Counter[str] = Counter()
         """Requests in flight by slot."""
 
     def pick(self, stages: Sequence[Stage], wanted: Wanted, now: float) -> Picked | None:
-        """A stage for the request, which is in flight from now on until :meth:`end`; None: none can take it now."""
+        """A stage for the request, or a pair, in flight from now on until :meth:`end`; None: none can take it now."""
         ours = [stage for stage in stages if _is_wanted(stage, wanted)]
         able = [stage for stage in ours if self._may_take(stage, wanted, now)]
+        ways = {stage.registration.slot: (stage, givers) for stage, givers in _ways(able, wanted.slot)}
+        if not ways:
+            return None
+        leaders = [stage for stage, _ in ways.values()]
+        stage = self._choose(self._policy, leaders, [s for s in ours if not prefills(s)], wanted, now)
+        givers = ways[stage.registration.slot][1]
+        prefill = None
+        if givers:
+            prefill = self._choose(self._prefill_policy, givers, [s for s in ours if prefills(s)], wanted, now)
+        picked = Picked(stage, now, prefill)
+        for slot in picked.slots:
+            self._health.trying(slot, now)
+            self.load[slot] += 1
+        return picked
+
+    def _choose(
+        self, policy: Policy, able: Sequence[Stage], ours: Sequence[Stage], wanted: Wanted, now: float
+    ) -> Stage:
         holders = [stage for stage in able if wanted.adapter in {held.name for held in stage.report.adapters}]
         candidates = {stage.registration.slot: stage for stage in holders or able}
-        if not candidates:
-            return None
         members = [stage.registration.slot for stage in ours if stage.enabled and stage.state not in _AWAY]
-        members = members or list(candidates)
-        slot = self._policy.pick(sorted(candidates), members, wanted.session, self.load, now)
-        self._health.trying(slot, now)
-        self.load[slot] += 1
-        return Picked(candidates[slot], now)
+        return candidates[policy.pick(sorted(candidates), members or list(candidates), wanted.session, self.load, now)]
 
     def _may_take(self, stage: Stage, wanted: Wanted, now: float) -> bool:
         return (
@@ -103,41 +131,75 @@ class Router:
         return self._health.again_s(now)
 
     def answered(self, picked: Picked) -> None:
-        """The stage took the request."""
-        self._health.answered(picked.slot)
+        """Whoever was asked took the request."""
+        for slot in picked.slots:
+            self._health.answered(slot)
 
-    def failed(self, picked: Picked, failure: RlctlError, now: float) -> bool:
-        """The request met a failure; returns whether it was the stage's, so that another one may be asked."""
-        stage = picked.stage
+    def failed(self, picked: Picked, failure: RlctlError, now: float, *, at: Stage | None = None) -> bool:
+        """The request met a failure ``at`` a stage of those picked (None: the one that generates); returns whether it
+        was the stage's, so that another one may be asked.
+        """
+        stage = at or picked.stage
+        slot = stage.registration.slot
         if failure.reason in REFUSALS:
-            self._health.refused(picked.slot, stage.incarnation, stage.report.revision, picked.at, now)
+            self._health.refused(slot, stage.incarnation, stage.report.revision, picked.at, now)
             return True
         if failure.reason in FAULTS:
-            self._health.failed(picked.slot, stage.incarnation, picked.at, now)
+            self._health.failed(slot, stage.incarnation, picked.at, now)
             return True
         return False
 
     def end(self, picked: Picked) -> None:
         """The request has ended there, however it did."""
-        self.load[picked.slot] -= 1
+        for slot in picked.slots:
+            self.load[slot] -= 1
 
     def finish(self, session: str) -> None:
         """The session sends nothing more."""
         self._policy.finish(session)
+        self._prefill_policy.finish(session)
 
 
 def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
     """Why the request may go to none of the stages: "actor-0 PAUSED, actor-1 at version 3 of 4"."""
-    return ", ".join(
+    ours = [stage for stage in stages if _is_wanted(stage, wanted)]
+    found = [
         f"{stage.registration.slot} {why}"
-        for stage in stages
-        if _is_wanted(stage, wanted) and (why := stage.not_routable or _too_old(stage, wanted.floor))
-    )
+        for stage in ours
+        if (why := stage.not_routable or _too_old(stage, wanted.floor))
+    ]
+    able = [stage for stage in ours if stage.routable and not _too_old(stage, wanted.floor)]
+    givers = [stage for stage in able if prefills(stage)]
+    alone = [s.registration.slot for s in able if decodes(s) and not any(fit(giver, s) for giver in givers)]
+    if alone:
+        there = ", ".join(f"{s.registration.slot} at version {s.report.weight_version.sequence}" for s in givers)
+        found.append(f"{', '.join(alone)} without a prefill stage that fits ({there or 'none may be asked'})")
+    return ", ".join(found)
 
 
 def _is_wanted(stage: Stage, wanted: Wanted) -> bool:
-    registration = stage.registration
-    return wanted.model in ("", registration.model) and wanted.slot in ("", registration.slot)
+    """Whether the request may have to do with it: where one stage is named, also all that are one of a pair."""
+    if wanted.model not in ("", stage.registration.model):
+        return False
+    return wanted.slot in ("", stage.registration.slot) or prefills(stage) or decodes(stage)
+
+
+def _ways(able: Sequence[Stage], slot: str) -> list[tuple[Stage, list[Stage]]]:
+    """Stages that may generate a request, each with the prefill stages one of which may compute its prompt (none: it
+    does so itself). ``slot``: with this one only, in either part.
+    """
+    givers = [stage for stage in able if prefills(stage)]
+    named = [stage for stage in givers if stage.registration.slot == slot]
+    found: list[tuple[Stage, list[Stage]]] = []
+    for stage in able:
+        own = slot in ("", stage.registration.slot)
+        if decodes(stage):
+            fitting = [giver for giver in named or givers if fit(giver, stage)]
+            if fitting and (own or named):
+                found.append((stage, fitting))
+        elif own and not prefills(stage):
+            found.append((stage, []))
+    return found
 
 
 def _too_old(stage: Stage, floor: int) -> str:

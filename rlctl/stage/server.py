@@ -44,6 +44,8 @@ REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
 START_S = 1800.0
+FOLLOWER_STARTS_S = 60.0
+"""How long a follower may say nothing while its engine starts: imports and forks keep a busy host's loops waiting."""
 RESTART_AFTER_S = 1.0
 RESTART_AT_MOST_S = 60.0
 
@@ -161,8 +163,13 @@ class StageServer:
         own = brings_ranks(self.config.engine)
         worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if own else ())
         ranks: list[Rank] = [LocalRank(worker), *([] if own else map(RemoteRank, workers[1:], followers))]
-        pids = [os.getpid(), *(each.report.ranks[0].pid for each in joined)]
-        pids += [os.getpid()] * (len(workers) - 1 if own else 0)  # who answers for them
+        if own:
+            pids = [os.getpid()] * len(workers)  # who answers for them
+            hosts = [self.config.engine_config.node, *(each.report.ranks[0].coordinates.node for each in joined)]
+            for place in workers:
+                place.node = hosts[place.rank * len(hosts) // len(workers)]
+        else:
+            pids = [os.getpid(), *(each.report.ranks[0].pid for each in joined)]
         statuses = [RankStatus(coordinates=w, alive=True, pid=pid) for w, pid in zip(workers, pids, strict=True)]
         stage = Stage(
             self._registration(info),
@@ -175,30 +182,43 @@ class StageServer:
         self._stage, self._executor = stage, Executor(stage, self._clock)
         for rank, commander in enumerate(followers, start=1):
             if commander.lost:
-                stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+                self._follower_lost(rank, Reason.LINK_LOST.error("its process is gone"))
         if self._failure is not None:
             self._rank_zero_failed(self._engine, self._failure)
 
     async def _dial(self, index: int, address: str) -> Commander:
         rank = index + 1
         link = await GrpcDialer(WorkerServiceStub, self.config.token).dial(address)
-        commander = Commander(link, self._clock, on_report=lambda report: self._follower_reported(rank, report))
+        commander = Commander(
+            link,
+            self._clock,
+            on_report=lambda report: self._follower_reported(rank, report),
+            starting_s=FOLLOWER_STARTS_S,
+        )
 
         async def keep() -> None:
             with contextlib.suppress(RlctlError):
                 await commander.run()
-            if self._stage is not None:
-                self._stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+            self._follower_lost(rank, Reason.LINK_LOST.error("its process is gone"))
 
         self._tasks.append(asyncio.create_task(keep()))
         return commander
 
     def _follower_reported(self, rank: int, report: StageReport) -> None:
-        if self._stage is not None:
-            status = report.ranks[0]
+        status = report.ranks[0]
+        if self._stage is not None and not brings_ranks(self.config.engine):
             self._stage.rank_seen(rank, status.pid)
-            if not status.alive:
-                self._stage.rank_lost(rank, Reason.ENGINE_FAILED.error(status.reason))
+        if not status.alive:
+            self._follower_lost(rank, Reason.ENGINE_FAILED.error(status.reason))
+
+    def _follower_lost(self, rank: int, error: RlctlError) -> None:
+        """A rank, or, of a server with ranks of its own, a node with all of its ranks: the server ends with it."""
+        if self._stage is None:
+            return
+        if brings_ranks(self.config.engine):
+            self._engine.lost(error.reason.error(f"node {rank} of the server: {error.message}"))
+        else:
+            self._stage.rank_lost(rank, error)
 
     def _new_engine(self) -> Engine:
         def failed(error: RlctlError) -> None:
@@ -265,6 +285,14 @@ class StageServer:
         del capabilities.verbs[:]
         capabilities.verbs.extend(verb for verb in self._engine.verbs() if verb not in capabilities.unsupported)
         capabilities.fenced = info.fenced
+        if (self.config.worker_type == "prefill") != (info.bootstrap is not None):
+            raise Reason.FIELD_CONFLICT.error(
+                f"worker type {self.config.worker_type}, and the engine "
+                + ("takes no prompts for others" if info.bootstrap is None else "computes prompts for others"),
+                field="worker_type",
+                next_step="`--worker-type prefill` goes with `--option disaggregation_mode=prefill`.",
+            )
+        bootstrap_host, bootstrap_port = info.bootstrap or ("", 0)
         return StageRegistration(
             slot=self.config.slot,
             model=self.config.model,
@@ -280,6 +308,8 @@ class StageServer:
             model_digest=info.model_digest,
             weight_version=self.config.weight_version,
             frozen=self.config.frozen,
+            bootstrap_host=bootstrap_host,
+            bootstrap_port=bootstrap_port,
             worker_type=common_pb2.WorkerType.Value(f"WORKER_TYPE_{self.config.worker_type.upper()}"),
         )
 

@@ -32,6 +32,7 @@ class StageSpec:
     engine: str = "fake"
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     frozen: bool = False
+    worker_type: str = "regular"
 
 
 class InProcessFleet:
@@ -102,6 +103,7 @@ class InProcessFleet:
                 followers=followers,
                 coordinator=self.server.address,
                 frozen=spec.frozen,
+                worker_type=spec.worker_type,
                 token=self.token,
             )
         )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlctl.engine import spans_nodes
 from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
 from rlctl.topology.resolve import slot_stem
 from rlctl.topology.resolved import Group, Model, Topology
@@ -245,8 +246,11 @@ class _Places:
 def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int, bind: str) -> EngineSpec:
     """One engine, without its places."""
     options = dict(group.overrides)
-    if model.engine == "sglang":
-        options |= _disaggregation(group, index)
+    match model.engine:
+        case "sglang":
+            options |= _disaggregation(group, index)
+        case "torch" if group.worker_type in ("prefill", "decode"):
+            options["disaggregation_mode"] = group.worker_type
     if group.external:
         options = {**options, "url": group.external[index]}
     return EngineSpec(
@@ -266,7 +270,15 @@ def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int,
         cpus_per_rank=group.cpus_per_rank,
         bind=bind or "127.0.0.1",
         advertise=topology.advertise,
+        nodes=_nodes(topology, model, group),
     )
+
+
+def _nodes(topology: Topology, model: Model, group: Group) -> int:
+    """Over how many nodes its server is started; the local launcher has one."""
+    if topology.launcher != "ray" or group.external or not spans_nodes(model.engine):
+        return 1
+    return max(group.num_gpus_per_engine // topology.num_gpus_per_node, 1)
 
 
 def _device(group: Group, gpus: int) -> str:

@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from rlctl.engine import brings_ranks
+from rlctl.engine import brings_ranks, spans_nodes
 from rlctl.topology.plan import Plan
 from rlctl.topology.problems import Problem
 from rlctl.topology.resolved import Group, Model, Topology
 from rlctl.topology.schema import ROUTERS
+
+PAIRED = ("prefill", "decode")
+BACKEND = "disaggregation_transfer_backend"
 
 POLICIES = {
     "": ("consistent_hashing", "round_robin"),
@@ -29,6 +32,12 @@ def unsupported(topology: Topology) -> list[Problem]:
             whose = model.router or "the gateway"
             why = f"{whose} has no policy {model.router_policy!r}; there are: {', '.join(policies)}"
             found.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
+        if model.router and any(group.worker_type in PAIRED for group in model.groups):
+            why = (
+                f"{model.router} is not put in front of prefill and decode engines: its workers are addresses of the "
+                "gateway, which picks the pairs itself; leave `router` out"
+            )
+            found.append(Problem(topology.source, model.line, f"{model.path}.router", why))
         for group in model.groups:
             reasons = _of_group(topology, model, group)
             found += [Problem(topology.source, group.line, group.path, why) for why in reasons]
@@ -48,6 +57,16 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
         )
         for model in topology.models
         if model.router and model.router not in routers
+    ]  # fmt: skip
+    found += [
+        Problem(
+            topology.source, 0, engine.spec.slot,
+            "SGLang's libraries for KV entries between prefill and decode servers need GPUs, and this one is on a CPU; "
+            f"`overrides: {{{BACKEND}: ...}}` names one that does not",
+        )
+        for engine in plan.engines
+        if engine.spec.engine == "sglang" and engine.spec.worker_type in PAIRED and engine.spec.device == "cpu"
+        and BACKEND not in engine.spec.options
     ]  # fmt: skip
     if topology.launcher != "local":
         return found
@@ -72,10 +91,16 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
 
 def _of_group(topology: Topology, model: Model, group: Group) -> list[str]:
     found = []
-    if group.worker_type in ("prefill", "decode", "encoder"):
+    if group.worker_type == "encoder":
         found.append(
-            f"{group.worker_type} engines cannot be run yet: rlctl's generation sends a request to one engine, and "
-            "these need two together; `rlctl plan` shows their arguments and ports"
+            "encoder engines cannot be run yet: rlctl's requests are text and tokens, in which there is nothing for "
+            "them; `rlctl plan` shows their arguments"
+        )
+    if group.worker_type in PAIRED and model.engine not in ("torch", "sglang"):
+        found.append(f"engine {model.engine} has no {group.worker_type} engines")
+    if group.worker_type in PAIRED and topology.launcher != "local":
+        found.append(
+            f"prefill and decode engines meet on one host, and launcher {topology.launcher} puts engines on several"
         )
     if len(group.stages) > 1:
         found.append(f"no plug-in runs several pipeline stages yet, and {model.engine} has one")
@@ -83,7 +108,7 @@ def _of_group(topology: Topology, model: Model, group: Group) -> list[str]:
         found.append(f"engine {model.engine} has no pipeline-parallel ranks")
     if group.num_gpus_per_engine > topology.num_gpus_per_node and not group.external:
         if topology.launcher == "ray":
-            if brings_ranks(model.engine):
+            if brings_ranks(model.engine) and not spans_nodes(model.engine):
                 found.append(f"engine {model.engine} starts no server over several nodes")
         elif group.device == "cuda":
             found.append("the local launcher has one node, and the engine needs several")

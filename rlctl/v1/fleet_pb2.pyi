@@ -89,6 +89,7 @@ class Capabilities(_message.Message):
     ANSWERS_FOR_RANKS_FIELD_NUMBER: _builtins.int
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     ADAPTER_TRANSPORTS_FIELD_NUMBER: _builtins.int
+    KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
@@ -145,6 +146,12 @@ class Capabilities(_message.Message):
     def adapter_transports(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Transport.ValueType]:
         """Ways for an adapter's tensors to reach it, where they are fewer than those for weights. Empty: the same."""
 
+    @_builtins.property
+    def kv_transports(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Transport.ValueType]:
+        """Ways for a prompt's KV entries to go from a prefill engine to a decode engine of its kind: with SHARED_MEMORY, both are on one
+        host. Empty: the engine's own way, of which nothing is known here.
+        """
+
     def __init__(
         self,
         *,
@@ -164,10 +171,11 @@ class Capabilities(_message.Message):
         answers_for_ranks: _builtins.bool = ...,
         draft_model: _builtins.bool = ...,
         adapter_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
+        kv_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,6 +398,8 @@ class StageRegistration(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_HOST_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_PORT_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     """Stable identity in the topology."""
     model: _builtins.str
@@ -416,6 +426,10 @@ class StageRegistration(_message.Message):
     """Label for the model's first version. Empty: "initial"."""
     frozen: _builtins.bool
     """The model never receives weights."""
+    bootstrap_host: _builtins.str
+    """Of a prefill engine: where decode engines ask for KV entries, host as they reach it."""
+    bootstrap_port: _builtins.int
+    """Port there."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can do."""
@@ -442,10 +456,12 @@ class StageRegistration(_message.Message):
         model_digest: _builtins.str = ...,
         weight_version: _builtins.str = ...,
         frozen: _builtins.bool = ...,
+        bootstrap_host: _builtins.str = ...,
+        bootstrap_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "contract_version", b"contract_version", "engine", b"engine", "frozen", b"frozen", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "rollout_address", b"rollout_address", "slot", b"slot", "stage", b"stage", "weight_version", b"weight_version", "worker_type", b"worker_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "contract_version", b"contract_version", "engine", b"engine", "frozen", b"frozen", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "rollout_address", b"rollout_address", "slot", b"slot", "stage", b"stage", "weight_version", b"weight_version", "worker_type", b"worker_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

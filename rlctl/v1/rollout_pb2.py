@@ -25,37 +25,40 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from rlctl.v1 import common_pb2 as rlctl_dot_v1_dot_common__pb2
+from rlctl.v1 import verbs_pb2 as rlctl_dot_v1_dot_verbs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/rollout.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x15rlctl/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xeb\x03\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x04\x88\x01\x01\x12\x14\n\x0cno_stop_trim\x18\x0b \x01(\x08\x12\t\n\x01n\x18\x0c \x01(\r\x12\x11\n\x04seed\x18\r \x01(\x04H\x05\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x0e \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x10 \x01(\x02H\x06\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x16\n\x14_skip_special_tokensB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"\x95\x03\n\x0fGenerateRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\tinput_ids\x18\x03 \x01(\x0b\x32\x12.rlctl.v1.TokenIdsH\x00\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.rlctl.v1.SamplingParams\x12\x16\n\x0ereturn_logprob\x18\x05 \x01(\x08\x12\x1e\n\x11logprob_start_len\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x10top_logprobs_num\x18\x07 \x01(\r\x12\x17\n\x0fmin_version_seq\x18\x08 \x01(\x04\x12\r\n\x05model\x18\t \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\t\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12.\n\rengine_fields\x18\x0c \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1a\n\x12return_engine_meta\x18\r \x01(\x08\x42\x08\n\x06promptB\x14\n\x12_logprob_start_len\"g\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.rlctl.v1.TokenLogprobB\n\n\x08_logprob\"\x81\x01\n\x0c\x46inishReason\x12\"\n\x04type\x18\x01 \x01(\x0e\x32\x14.rlctl.v1.FinishType\x12\x17\n\rmatched_token\x18\x02 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x03 \x01(\tH\x00\x12\x0f\n\x07message\x18\x04 \x01(\tB\t\n\x07matched\"\x99\x01\n\x0bVersionSpan\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12+\n\nkv_version\x18\x05 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x14 \x01(\t\"\xb7\x02\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12/\n\x0foutput_logprobs\x18\x04 \x03(\x0b\x32\x16.rlctl.v1.TokenLogprob\x12-\n\rfinish_reason\x18\x05 \x01(\x0b\x32\x16.rlctl.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\'\n\x08versions\x18\x08 \x03(\x0b\x32\x15.rlctl.v1.VersionSpan\x12\x13\n\x0bretractions\x18\t \x01(\r\x12,\n\x0b\x65ngine_meta\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\"\xec\x01\n\x10GenerateResponse\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12.\n\x0einput_logprobs\x18\x05 \x03(\x0b\x32\x16.rlctl.v1.TokenLogprob\x12!\n\x07samples\x18\x06 \x03(\x0b\x32\x10.rlctl.v1.Sample\x12*\n\x07\x65lapsed\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nprompt_ids\x18\x08 \x03(\r\"/\n\x0c\x41\x62ortRequest\x12\x0c\n\x04rids\x18\x01 \x03(\t\x12\x11\n\tabort_all\x18\x02 \x01(\x08\"6\n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\x12\x14\n\x0cunknown_rids\x18\x02 \x03(\t*n\n\nFinishType\x12\x1b\n\x17\x46INISH_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_TYPE_LENGTH\x10\x01\x12\x14\n\x10\x46INISH_TYPE_STOP\x10\x02\x12\x15\n\x11\x46INISH_TYPE_ABORT\x10\x03\x32\xd8\x01\n\x0eRolloutService\x12\x41\n\x08Generate\x12\x19.rlctl.v1.GenerateRequest\x1a\x1a.rlctl.v1.GenerateResponse\x12I\n\x0eGenerateStream\x12\x19.rlctl.v1.GenerateRequest\x1a\x1a.rlctl.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.rlctl.v1.AbortRequest\x1a\x17.rlctl.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/rollout.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/verbs.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xeb\x03\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x04\x88\x01\x01\x12\x14\n\x0cno_stop_trim\x18\x0b \x01(\x08\x12\t\n\x01n\x18\x0c \x01(\r\x12\x11\n\x04seed\x18\r \x01(\x04H\x05\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x0e \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x10 \x01(\x02H\x06\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x16\n\x14_skip_special_tokensB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"\xf5\x03\n\x0fGenerateRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\tinput_ids\x18\x03 \x01(\x0b\x32\x12.rlctl.v1.TokenIdsH\x00\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.rlctl.v1.SamplingParams\x12\x16\n\x0ereturn_logprob\x18\x05 \x01(\x08\x12\x1e\n\x11logprob_start_len\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x10top_logprobs_num\x18\x07 \x01(\r\x12\x17\n\x0fmin_version_seq\x18\x08 \x01(\x04\x12\r\n\x05model\x18\t \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\t\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12.\n\rengine_fields\x18\x0c \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1a\n\x12return_engine_meta\x18\r \x01(\x08\x12\x16\n\x0e\x62ootstrap_host\x18\x14 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x15 \x01(\r\x12\x1b\n\x0e\x62ootstrap_room\x18\x16 \x01(\x04H\x02\x88\x01\x01\x42\x08\n\x06promptB\x14\n\x12_logprob_start_lenB\x11\n\x0f_bootstrap_room\"\xe7\x01\n\nKvHandover\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x07version\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x05 \x01(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x15\n\rprompt_sha256\x18\x07 \x01(\x0c\x12)\n\x08segments\x18\x08 \x03(\x0b\x32\x17.rlctl.v1.TensorSegment\"g\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.rlctl.v1.TokenLogprobB\n\n\x08_logprob\"\x81\x01\n\x0c\x46inishReason\x12\"\n\x04type\x18\x01 \x01(\x0e\x32\x14.rlctl.v1.FinishType\x12\x17\n\rmatched_token\x18\x02 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x03 \x01(\tH\x00\x12\x0f\n\x07message\x18\x04 \x01(\tB\t\n\x07matched\"\x99\x01\n\x0bVersionSpan\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12+\n\nkv_version\x18\x05 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x14 \x01(\t\"\xb7\x02\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12/\n\x0foutput_logprobs\x18\x04 \x03(\x0b\x32\x16.rlctl.v1.TokenLogprob\x12-\n\rfinish_reason\x18\x05 \x01(\x0b\x32\x16.rlctl.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\'\n\x08versions\x18\x08 \x03(\x0b\x32\x15.rlctl.v1.VersionSpan\x12\x13\n\x0bretractions\x18\t \x01(\r\x12,\n\x0b\x65ngine_meta\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\"\xec\x01\n\x10GenerateResponse\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12.\n\x0einput_logprobs\x18\x05 \x03(\x0b\x32\x16.rlctl.v1.TokenLogprob\x12!\n\x07samples\x18\x06 \x03(\x0b\x32\x10.rlctl.v1.Sample\x12*\n\x07\x65lapsed\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nprompt_ids\x18\x08 \x03(\r\"/\n\x0c\x41\x62ortRequest\x12\x0c\n\x04rids\x18\x01 \x03(\t\x12\x11\n\tabort_all\x18\x02 \x01(\x08\"6\n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\x12\x14\n\x0cunknown_rids\x18\x02 \x03(\t*n\n\nFinishType\x12\x1b\n\x17\x46INISH_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_TYPE_LENGTH\x10\x01\x12\x14\n\x10\x46INISH_TYPE_STOP\x10\x02\x12\x15\n\x11\x46INISH_TYPE_ABORT\x10\x03\x32\xd8\x01\n\x0eRolloutService\x12\x41\n\x08Generate\x12\x19.rlctl.v1.GenerateRequest\x1a\x1a.rlctl.v1.GenerateResponse\x12I\n\x0eGenerateStream\x12\x19.rlctl.v1.GenerateRequest\x1a\x1a.rlctl.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.rlctl.v1.AbortRequest\x1a\x17.rlctl.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rlctl.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHTYPE']._serialized_start=2099
-  _globals['_FINISHTYPE']._serialized_end=2209
-  _globals['_TOKENIDS']._serialized_start=121
-  _globals['_TOKENIDS']._serialized_end=144
-  _globals['_SAMPLINGPARAMS']._serialized_start=147
-  _globals['_SAMPLINGPARAMS']._serialized_end=638
-  _globals['_GENERATEREQUEST']._serialized_start=641
-  _globals['_GENERATEREQUEST']._serialized_end=1046
-  _globals['_TOKENLOGPROB']._serialized_start=1048
-  _globals['_TOKENLOGPROB']._serialized_end=1151
-  _globals['_FINISHREASON']._serialized_start=1154
-  _globals['_FINISHREASON']._serialized_end=1283
-  _globals['_VERSIONSPAN']._serialized_start=1286
-  _globals['_VERSIONSPAN']._serialized_end=1439
-  _globals['_SAMPLE']._serialized_start=1442
-  _globals['_SAMPLE']._serialized_end=1753
-  _globals['_GENERATERESPONSE']._serialized_start=1756
-  _globals['_GENERATERESPONSE']._serialized_end=1992
-  _globals['_ABORTREQUEST']._serialized_start=1994
-  _globals['_ABORTREQUEST']._serialized_end=2041
-  _globals['_ABORTRESPONSE']._serialized_start=2043
-  _globals['_ABORTRESPONSE']._serialized_end=2097
-  _globals['_ROLLOUTSERVICE']._serialized_start=2212
-  _globals['_ROLLOUTSERVICE']._serialized_end=2428
+  _globals['_FINISHTYPE']._serialized_start=2451
+  _globals['_FINISHTYPE']._serialized_end=2561
+  _globals['_TOKENIDS']._serialized_start=143
+  _globals['_TOKENIDS']._serialized_end=166
+  _globals['_SAMPLINGPARAMS']._serialized_start=169
+  _globals['_SAMPLINGPARAMS']._serialized_end=660
+  _globals['_GENERATEREQUEST']._serialized_start=663
+  _globals['_GENERATEREQUEST']._serialized_end=1164
+  _globals['_KVHANDOVER']._serialized_start=1167
+  _globals['_KVHANDOVER']._serialized_end=1398
+  _globals['_TOKENLOGPROB']._serialized_start=1400
+  _globals['_TOKENLOGPROB']._serialized_end=1503
+  _globals['_FINISHREASON']._serialized_start=1506
+  _globals['_FINISHREASON']._serialized_end=1635
+  _globals['_VERSIONSPAN']._serialized_start=1638
+  _globals['_VERSIONSPAN']._serialized_end=1791
+  _globals['_SAMPLE']._serialized_start=1794
+  _globals['_SAMPLE']._serialized_end=2105
+  _globals['_GENERATERESPONSE']._serialized_start=2108
+  _globals['_GENERATERESPONSE']._serialized_end=2344
+  _globals['_ABORTREQUEST']._serialized_start=2346
+  _globals['_ABORTREQUEST']._serialized_end=2393
+  _globals['_ABORTRESPONSE']._serialized_start=2395
+  _globals['_ABORTRESPONSE']._serialized_end=2449
+  _globals['_ROLLOUTSERVICE']._serialized_start=2564
+  _globals['_ROLLOUTSERVICE']._serialized_end=2780
 # @@protoc_insertion_point(module_scope)

@@ -11,6 +11,7 @@ from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rlctl.v1 import common_pb2 as _common_pb2
+from rlctl.v1 import verbs_pb2 as _verbs_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -206,6 +207,9 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ENGINE_FIELDS_FIELD_NUMBER: _builtins.int
     RETURN_ENGINE_META_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_HOST_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_PORT_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_ROOM_FIELD_NUMBER: _builtins.int
     rid: _builtins.str
     """Request id of the caller's choice. Empty: made by the stage."""
     text: _builtins.str
@@ -226,6 +230,16 @@ class GenerateRequest(_message.Message):
     """Keeps the turns of a conversation on one stage."""
     return_engine_meta: _builtins.bool
     """Return what the engine itself says of each sample too."""
+    bootstrap_host: _builtins.str
+    """A pair generates: this request goes to a prefill and to a decode stage. Where the decode engine asks for the prompt's KV
+    entries: host, as the prefill stage's registration says it.
+    """
+    bootstrap_port: _builtins.int
+    """Port there."""
+    bootstrap_room: _builtins.int
+    """Under which number it asks. Drawn anew, at random and below 2^63, for every request that is sent to a pair: who knows it is
+    handed the entries. Unset: the stage generates alone, which prefill and decode stages refuse.
+    """
     @_builtins.property
     def input_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -254,21 +268,88 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         engine_fields: _struct_pb2.Struct | None = ...,
         return_engine_meta: _builtins.bool = ...,
+        bootstrap_host: _builtins.str = ...,
+        bootstrap_port: _builtins.int = ...,
+        bootstrap_room: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room", "_logprob_start_len", b"_logprob_start_len", "bootstrap_room", b"bootstrap_room", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len", "adapter", b"adapter", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "min_version_seq", b"min_version_seq", "model", b"model", "prompt", b"prompt", "return_engine_meta", b"return_engine_meta", "return_logprob", b"return_logprob", "rid", b"rid", "sampling_params", b"sampling_params", "session_id", b"session_id", "text", b"text", "top_logprobs_num", b"top_logprobs_num"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room", "_logprob_start_len", b"_logprob_start_len", "adapter", b"adapter", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "bootstrap_room", b"bootstrap_room", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "min_version_seq", b"min_version_seq", "model", b"model", "prompt", b"prompt", "return_engine_meta", b"return_engine_meta", "return_logprob", b"return_logprob", "rid", b"rid", "sampling_params", b"sampling_params", "session_id", b"session_id", "text", b"text", "top_logprobs_num", b"top_logprobs_num"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bootstrap_room: _TypeAlias = _typing.Literal["bootstrap_room"]  # noqa: Y015
+    _WhichOneofArgType__bootstrap_room: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room"]  # noqa: Y015
     _WhichOneofReturnType__logprob_start_len: _TypeAlias = _typing.Literal["logprob_start_len"]  # noqa: Y015
     _WhichOneofArgType__logprob_start_len: _TypeAlias = _typing.Literal["_logprob_start_len", b"_logprob_start_len"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "input_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bootstrap_room) -> _WhichOneofReturnType__bootstrap_room | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob_start_len) -> _WhichOneofReturnType__logprob_start_len | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class KvHandover(_message.Message):
+    """What a prefill engine of rlctl's hands to a decode engine: where the KV entries of a prompt lie, and what they were computed from.
+    Only between engines; the tensors stay in shared memory.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_SHA256_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model that the prompt was sent to."""
+    adapter: _builtins.str
+    """Adapter that they were computed with. Empty: none."""
+    adapter_version: _builtins.str
+    """Its version."""
+    tokens: _builtins.int
+    """Entries: those of the prompt's first tokens."""
+    prompt_sha256: _builtins.bytes
+    """SHA-256 over those tokens' ids, 8 bytes each, little-endian."""
+    @_builtins.property
+    def error(self) -> _common_pb2.ErrorDetail:
+        """Why there is nothing to hand over. Unset: there is."""
+
+    @_builtins.property
+    def version(self) -> _common_pb2.WeightVersion:
+        """Version of the weights that the oldest of the entries was computed with."""
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorSegment]:
+        """The entries, one segment for each rank of the prefill engine, rank 0 first. Its tensors: RANK.k.LAYER and RANK.v.LAYER, [tokens, heads
+        of that rank, size].
+        """
+
+    def __init__(
+        self,
+        *,
+        error: _common_pb2.ErrorDetail | None = ...,
+        model: _builtins.str = ...,
+        version: _common_pb2.WeightVersion | None = ...,
+        adapter: _builtins.str = ...,
+        adapter_version: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        prompt_sha256: _builtins.bytes = ...,
+        segments: _abc.Iterable[_verbs_pb2.TensorSegment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_version", b"adapter_version", "error", b"error", "model", b"model", "prompt_sha256", b"prompt_sha256", "segments", b"segments", "tokens", b"tokens", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvHandover: _TypeAlias = KvHandover  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -41,7 +41,7 @@ class JoinRequest(_message.Message):
     update: _builtins.int
     """Which update: counted by every rank of the trainer, from 1 on."""
     attempt: _builtins.int
-    """Which attempt at the update it speaks of; 0 for its offer."""
+    """Which attempt at the update it speaks of; 0 for its offer, 2147483647 for all of them, when it has given up."""
     @_builtins.property
     def offer(self) -> Global___Offer:
         """It has come to the update."""

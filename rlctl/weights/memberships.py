@@ -69,6 +69,7 @@ class Groups:
             stop = self._joining[name] = threading.Event()
             if self._closed:
                 stop.set()
+        group: WeightGroup | None = None
         try:
             group = join(
                 (membership.host, membership.port),
@@ -81,11 +82,14 @@ class Groups:
                 interface_host=self._interface_host,
                 stop=stop,
             )
-            with self._lock:
-                self._groups[name] = (membership, group)
         finally:
             with self._lock:
-                self._joining.pop(name, None)
+                del self._joining[name]
+                if group is not None and not stop.is_set():
+                    self._groups[name] = (membership, group)
+        if stop.is_set():  # in the moment in which it came to stand
+            group.close()
+            raise Reason.GROUP_FAILED.error(f"group {name} was left while it was being joined")
         return report
 
     def probe(self, name: str, membership: Membership, *, timeout_s: float) -> GroupReport:

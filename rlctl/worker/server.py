@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from rlctl.control.executor import Executor
-from rlctl.engine import EngineConfig, engine_class
+from rlctl.engine import EngineConfig, follower_class
 from rlctl.ports import Link, SystemClock
 from rlctl.transport.admin import admin_methods
 from rlctl.transport.handlers import generic_handler
@@ -50,7 +50,7 @@ class WorkerServer:
             rank=engine_config.rank, tp=engine_config.rank, node=engine_config.node, device=engine_config.device
         )
         self._follower = Follower(
-            lambda on_failure: engine_class(config.engine)(engine_config, on_failure),
+            lambda on_failure: follower_class(config.engine)(engine_config, on_failure),
             coordinates,
             os.getpid(),
             self._clock,

@@ -139,8 +139,8 @@ def _strike(fleet: ChaosFleet, trainer: Trainer, fault: Fault) -> None:
 
 
 def _settled(fleet: ChaosFleet) -> None:
-    """Nothing is open, and nothing stays paused: nobody asked for a pause by name, so none has an owner. What has lost
-    a rank says so, and does nothing more before its restart.
+    """Nothing is open, and nothing stays paused: nobody asked for a pause by name, so none has an owner. A stage
+    that has lost a rank waits for its restart.
     """
 
     def condition(state: Fleet) -> bool:

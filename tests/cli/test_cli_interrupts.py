@@ -99,9 +99,13 @@ def test_what_is_interrupted_has_ended_when_the_interrupt_is_raised(loop: LoopTh
         assert began.wait(10)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        loop.call(work())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.call(work())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == [True]
 
 

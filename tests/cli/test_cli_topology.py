@@ -62,11 +62,8 @@ def test_problems_are_data(cli: Cli, broken: str) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_is_valid(cli: Cli, name: str) -> None:
     ran = cli("validate", str(EXAMPLES / name), "--hf-checkpoint", "/m")
-    # Nothing is wrong with one that this version cannot run, and that is said.
-    wrong = [line for line in ran.out.splitlines() if ": warning: " not in line]
-    assert all("engines cannot be run yet" in line for line in wrong)
-    assert len(wrong) == (2 if name == "slime-pd.yaml" else 0)
-    assert ran.code == (2 if wrong else 0)
+    assert [line for line in ran.out.splitlines() if ": warning: " not in line] == []
+    assert ran.code == 0
 
 
 def test_validate_without_problems_says_what_there_is(cli: Cli) -> None:
@@ -90,12 +87,14 @@ def test_a_plan_shows_engines_ranks_and_commands(cli: Cli) -> None:
     assert "1:0-3" in ran.out
     assert "disaggregation_mode=decode" in ran.out
     assert "rlctl stage --engine sglang --model-path /m --tp-size 4" in ran.out
-    assert "prefill engines cannot be run yet" in ran.out
     assert cli("plan", str(EXAMPLES / "slime-pd.yaml"), "--hf-checkpoint", "/m", "--rollout-num-gpus", "15").code == 2
 
 
 def test_what_cannot_be_run_is_refused_before_anything_starts(cli: Cli, tmp_path: Path) -> None:
-    ran = cli("up", str(EXAMPLES / "slime-pd.yaml"), "--hf-checkpoint", "/m", "-o", "json")
+    encoders = tmp_path / "encoders.yaml"
+    text = (EXAMPLES / "slime-pd.yaml").read_text()
+    encoders.write_text(text + "      - {worker_type: encoder, num_gpus: 1}\n")
+    ran = cli("up", str(encoders), "--hf-checkpoint", "/m", "-o", "json")
     assert ran.error["reason"] == "UNSUPPORTED"
     ran = cli("up", "--hf-checkpoint", "/nowhere", "-o", "json")
     assert ran.error["reason"] == "TOPOLOGY_INVALID"

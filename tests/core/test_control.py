@@ -237,6 +237,19 @@ async def test_a_peer_that_takes_long_to_attach_is_not_silent(wire: Wire, monkey
     assert (await attaching).report.incarnation == 4
 
 
+async def test_a_peer_that_starts_an_engine_may_be_silent_for_longer(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commanding, "PING_EVERY_S", 0.02)
+    commander = wire.connect(silence_s=0.05, starting_s=0.3)
+    wire.far.muted = True
+    started = CLOCK.now()
+    with pytest.raises(RlctlError) as caught:
+        await asyncio.wait_for(commander.attach(Attach(incarnation=4)), 5.0)
+    assert caught.value.reason is Reason.LINK_LOST
+    assert CLOCK.now() - started > 0.3
+
+
 async def test_who_was_stopped_takes_nobody_for_silent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped_s = 0.0
 

@@ -17,7 +17,7 @@ _SHARED = [
     *("fingerprints", "vllm_transfer"),
 ]
 BASE = {f"rlctl.{name}" for name in _SHARED}
-PORTS = BASE | {"rlctl.engine", "rlctl.ports"}
+PORTS = BASE | {"rlctl.calls", "rlctl.engine", "rlctl.ports"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "rlctl/weights": BASE,
@@ -65,6 +65,7 @@ CORES = [
     "rlctl/coordinator/versions.py",
     "rlctl/rollout",
     "rlctl/sglang_api",
+    "rlctl/calls.py",
     "rlctl/checks.py",
     "rlctl/merging.py",
     "rlctl/outcomes.py",

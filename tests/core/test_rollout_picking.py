@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,10 +21,16 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_PAUSED,
     STAGE_STATE_READY,
     STAGE_STATE_UNREACHABLE,
+    TRANSPORT_SHARED_MEMORY,
+    WORKER_TYPE_DECODE,
+    WORKER_TYPE_PREFILL,
+    WORKER_TYPE_REGULAR,
     StageState,
     WeightVersion,
+    WorkerCoordinates,
+    WorkerType,
 )
-from rlctl.v1.fleet_pb2 import Model, Stage, StageRegistration, StageReport
+from rlctl.v1.fleet_pb2 import Capabilities, Model, Stage, StageLayout, StageRegistration, StageReport
 from rlctl.v1.verbs_pb2 import Adapter
 
 SLOTS = st.lists(st.text("abcdef0123", min_size=1, max_size=3), min_size=1, max_size=8, unique=True)
@@ -38,10 +45,20 @@ def stage(
     adapter: str = "",
     incarnation: int = 1,
     revision: int = 1,
+    kind: WorkerType.ValueType = WORKER_TYPE_REGULAR,
+    host: str = "h",
+    engine: str = "torch",
 ) -> Stage:
     routable = state == STAGE_STATE_READY
     return Stage(
-        registration=StageRegistration(slot=slot, model=model),
+        registration=StageRegistration(
+            slot=slot,
+            model=model,
+            engine=engine,
+            worker_type=kind,
+            capabilities=Capabilities(kv_transports=[TRANSPORT_SHARED_MEMORY] if engine == "torch" else []),
+            layout=StageLayout(workers=[WorkerCoordinates(host_id=host)]),
+        ),
         incarnation=incarnation,
         state=state,
         enabled=True,
@@ -317,3 +334,114 @@ def test_a_request_that_is_wrong_says_nothing_of_the_stage() -> None:
     for reason in (Reason.FIELD_INVALID, Reason.PROMPT_TOO_LONG, Reason.MODEL_NOT_FOUND, Reason.DEADLINE_EXCEEDED):
         assert not router.failed(picked, reason.error(), 0.0)
     assert router.pick([stage("a")], Wanted(), 0.0) is not None
+
+
+# Pairs.
+
+
+def prefill(slot: str, **settings: Any) -> Stage:
+    return stage(slot, kind=WORKER_TYPE_PREFILL, **settings)
+
+
+def decode(slot: str, **settings: Any) -> Stage:
+    return stage(slot, kind=WORKER_TYPE_DECODE, **settings)
+
+
+def pairs_of(stages: list[Stage], wanted: Wanted, times: int = 12) -> set[tuple[str, str]]:
+    """Every pair that the router picks, as (prefill, generating); "": the stage does both."""
+    router = Router(policy("round_robin", session_idle_s=1), prefill=policy("round_robin", session_idle_s=1))
+    found = set()
+    for _ in range(times):
+        picked = router.pick(stages, wanted, 0.0)
+        if picked is not None:
+            found.add(("" if picked.prefill is None else picked.prefill.registration.slot, picked.slot))
+    return found
+
+
+def test_a_decode_stage_is_picked_with_a_prefill_stage_and_neither_alone() -> None:
+    both = [prefill("p0"), prefill("p1"), decode("d0"), decode("d1")]
+    assert pairs_of(both, Wanted("actor")) == {("p0", "d0"), ("p1", "d1")}
+    assert pairs_of([*both[:1], *both[2:]], Wanted("actor")) == {("p0", "d0"), ("p0", "d1")}
+    assert pairs_of(both[:2], Wanted("actor")) == pairs_of(both[2:], Wanted("actor")) == set()
+    assert pairs_of([*both[1:3], stage("a")], Wanted("actor")) == {("p1", "d0"), ("", "a")}
+    assert pairs_of([prefill("p0", model="ref"), *both[2:]], Wanted()) == set()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"version": 4}, {"version": 3}),
+        ({"version": 3}, {"version": 4}),
+        ({"host": "h"}, {"host": "other"}),
+        ({"engine": "sglang"}, {"engine": "torch"}),
+        ({"state": STAGE_STATE_PAUSED}, {}),
+        ({}, {"state": STAGE_STATE_PAUSED}),
+    ],
+)
+def test_a_pair_is_of_one_version_one_engine_and_one_host(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert pairs_of([prefill("p", **first), decode("d", **second)], Wanted("actor")) == set()
+
+
+def test_what_is_wanted_is_wanted_of_both() -> None:
+    rolling = [prefill("p3", version=3), prefill("p4", version=4), decode("d3", version=3), decode("d4", version=4)]
+    assert pairs_of(rolling, Wanted("actor")) == {("p3", "d3"), ("p4", "d4")}
+    assert pairs_of(rolling, Wanted("actor", floor=4)) == {("p4", "d4")}
+    held = [prefill("p0"), prefill("p1", adapter="lora"), decode("d0", adapter="lora"), decode("d1")]
+    assert pairs_of(held, Wanted("actor", adapter="lora")) == {("p1", "d0")}
+    apart = [prefill("p0", engine="sglang", host="h"), decode("d0", engine="sglang", host="other")]
+    assert pairs_of(apart, Wanted("actor")) == {("p0", "d0")}, "how SGLang's reach each other is not known here"
+
+
+def test_one_that_is_named_is_one_of_the_pair() -> None:
+    stages = [prefill("p0"), prefill("p1"), decode("d0"), decode("d1"), stage("a")]
+    assert pairs_of(stages, Wanted("actor", slot="p1")) == {("p1", "d0"), ("p1", "d1")}
+    assert pairs_of(stages, Wanted("actor", slot="d0")) == {("p0", "d0"), ("p1", "d0")}
+    assert pairs_of(stages, Wanted("actor", slot="a")) == {("", "a")}
+    assert pairs_of(stages, Wanted("actor", slot="gone")) == set()
+
+
+def test_a_policy_goes_by_the_loads_of_each_half() -> None:
+    router = Router(policy("least_connections", session_idle_s=1))
+    stages = [prefill("p0"), decode("d0"), decode("d1"), decode("d2")]
+    picked = [router.pick(stages, Wanted("actor"), 0.0) for _ in range(6)]
+    assert router.load == {"p0": 6, "d0": 2, "d1": 2, "d2": 2}
+    for each in picked:
+        assert each is not None
+        router.end(each)
+    assert set(router.load.values()) == {0}
+
+
+def test_a_session_stays_at_both() -> None:
+    homes = [policy("consistent_hashing", session_idle_s=9) for _ in range(2)]
+    router = Router(homes[0], prefill=homes[1])
+    stages = [prefill("p0"), prefill("p1"), decode("d0"), decode("d1")]
+    for session in ("one", "two", "three"):
+        turns = [router.pick(stages, Wanted("actor", session=session), 0.0) for _ in range(5)]
+        assert len({tuple(picked.slots) for picked in turns if picked is not None}) == 1
+        router.finish(session)
+    assert all(isinstance(home, ConsistentHashing) and not home.sessions.count.total() for home in homes)
+
+
+def test_a_failure_holds_the_half_that_it_was_met_at() -> None:
+    router = Router(
+        policy("round_robin", session_idle_s=1), fast_health(), prefill=policy("round_robin", session_idle_s=1)
+    )
+    stages = [prefill("p0"), prefill("p1"), decode("d0")]
+    picked = router.pick(stages, Wanted("actor"), 0.0)
+    assert picked is not None
+    assert picked.prefill is not None
+    assert router.failed(picked, Reason.HANDOVER_FAILED.error("lost"), 0.0, at=picked.prefill)
+    for _ in range(4):
+        other = router.pick(stages, Wanted("actor"), 0.0)
+        assert other is not None
+        assert other.prefill is not None
+        assert other.prefill.registration.slot != picked.prefill.registration.slot
+    router.answered(picked)
+    assert not router.failed(picked, Reason.PROMPT_TOO_LONG.error("it is"), 0.0)
+
+
+def test_why_there_is_no_pair() -> None:
+    stages = [prefill("p", version=3), decode("d", version=4), decode("e", state=STAGE_STATE_PAUSED)]
+    assert obstacles(stages, Wanted("actor")) == "e PAUSED, d without a prefill stage that fits (p at version 3)"
+    assert obstacles(stages[1:2], Wanted("actor")) == "d without a prefill stage that fits (none may be asked)"
+    assert obstacles([prefill("p"), decode("d")], Wanted("actor")) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_topology_resolve import HF, PD, REGULAR, flagged, good, model
+from test_topology_resolve import HF, REGULAR, flagged, good, model
 
 from rlctl.launch.spec import EngineSpec
 from rlctl.topology.diff import Change, difference
@@ -118,6 +118,27 @@ def test_prefill_and_decode_have_slots_sizes_and_flags_of_their_own() -> None:
     assert "--worker-type prefill" in made.engines[0].commands["actor-prefill-0"]
 
 
+def test_pairs_of_the_torch_engine_are_told_their_part_and_find_each_other_by_themselves() -> None:
+    made = planned(model(PD_TP, "name: a\nengine: torch"))
+    assert {engine.spec.slot: dict(engine.spec.options) for engine in made.engines} == {
+        **{f"a-prefill-{index}": {"disaggregation_mode": "prefill"} for index in range(2)},
+        **{f"a-decode-{index}": {"disaggregation_mode": "decode"} for index in range(3)},
+    }
+    assert unsupported(made.topology) == []
+
+
+def test_pairs_of_sglang_on_a_cpu_need_a_way_for_kv_entries_that_works_there() -> None:
+    def wrong(overrides: str) -> list[str]:
+        made = planned(model(PD_TP, f"name: a\ndevice: cpu\noverrides: {overrides}"))
+        assert unsupported(made.topology) == []
+        return [problem.message for problem in missing(made, gpus=0, cores=99) if "directory" not in problem.message]
+
+    told = wrong("{}")
+    assert "between prefill and decode servers need GPUs" in told[0]
+    assert len(told) == 5
+    assert wrong("{disaggregation_transfer_backend: fake}") == []
+
+
 def test_frozen_models_get_no_offsets() -> None:
     made = planned(MULTI)
     assert [(e.spec.slot, e.rank_offset) for e in made.engines] == [
@@ -137,6 +158,19 @@ def test_an_engine_larger_than_a_node_fills_whole_ones() -> None:
     assert [engine.spec.gpus[0] for engine in made.engines] == [0, 1, 2, 8]
     assert {rank.node for rank in made.engines[3].ranks} == {1, 2}
     assert made.nodes == 3
+
+
+def test_a_server_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> None:
+    made = planned("fleet: {launcher: ray, num_gpus_per_node: 2, device: cuda}\n" + model(of(4, 4)))
+    assert not unsupported(made.topology)
+    (engine,) = made.engines
+    assert (engine.spec.nodes, engine.spec.ranks_each, list(engine.spec.followers)) == (2, 2, [1])
+    assert not engine.spec.restarts_itself, "its nodes are started together, by the launcher"
+    assert "--rank 1" in engine.commands["actor-0.1"]
+    assert "--device cuda:2" in engine.commands["actor-0.1"]
+    assert "--follower '<actor-0.1>'" in engine.commands["actor-0"]
+    here = planned("fleet: {num_gpus_per_node: 2, device: cpu}\n" + model(of(4, 4))).engines[0]
+    assert (here.spec.nodes, here.spec.ranks_each) == (1, 4), "the local launcher has one node"
 
 
 def test_no_engine_lies_over_the_end_of_a_node_and_the_gap_is_used() -> None:
@@ -235,7 +269,16 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (model(PD), "prefill engines cannot be run yet"),
+        (model(PD_TP + "\n- {worker_type: encoder, num_gpus: 1}"), "encoder engines cannot be run yet"),
+        (model(PD_TP, "name: a\nengine: fake"), "engine fake has no prefill engines"),
+        (
+            "fleet: {launcher: ray}\n" + model(PD_TP, "name: a\nengine: torch"),
+            "prefill and decode engines meet on one host, and launcher ray puts engines on several",
+        ),
+        (
+            model(PD_TP, "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}"),
+            "sglang-router is not put in front of prefill and decode engines",
+        ),
         (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
         (
             model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter_policy: cache_aware"),
@@ -248,15 +291,20 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
             ),
             "sglang-router has no policy 'consistent_hashing'; there are: cache_aware, ",
         ),
-        (
-            "fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4)),
-            "engine sglang starts no server over several nodes",
-        ),
     ],
 )
 def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> None:
     assert any(words in problem.message for problem in unsupported(planned(text).topology))
     assert unsupported(planned(BASIC).topology) == []
+
+
+def test_a_plug_in_whose_servers_have_one_node_is_not_started_over_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = planned("fleet: {launcher: ray, num_gpus_per_node: 2}\n" + model(of(4, 4))).topology
+    assert unsupported(topology) == []
+    monkeypatch.setattr("rlctl.topology.support.spans_nodes", lambda _: False)
+    assert [problem.message for problem in unsupported(topology)] == [
+        "engine sglang starts no server over several nodes"
+    ]
 
 
 def test_checkpoints_that_are_not_there_are_missing() -> None:
@@ -280,8 +328,8 @@ def test_cores_that_ranks_are_bound_to_must_be_there() -> None:
     ]
     assert len(missing(made, gpus=0, cores=12)) == 1
     engine = made.engines[0].spec
-    assert [engine.cpus(rank) for rank in (0, 1)] == [3, 3]
-    assert planned(model(of(2, 2, "cpus_per_rank: 3"))).engines[0].spec.cpus(0) == 6, "SGLang brings its ranks"
+    assert engine.cpus == 3
+    assert planned(model(of(2, 2, "cpus_per_rank: 3"))).engines[0].spec.cpus == 6, "SGLang brings its ranks"
 
 
 def test_the_json_schema_has_every_key() -> None:

@@ -16,7 +16,12 @@ from rlctl.topology.problems import Problems
 from rlctl.topology.resolve import resolve
 from rlctl.topology.resolved import Topology
 
-NAMES = frozenset({"mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size"})
+NAMES = frozenset(
+    {
+        *("mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size"),
+        "disaggregation_transfer_backend",
+    }
+)
 SGLANG = KnownOptions(NAMES, {"tp_size": "write num_gpus_per_engine"}, "SGLang 0")
 TORCH = KnownOptions(frozenset({"max_running"}), origin="the torch engine")
 

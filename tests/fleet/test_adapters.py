@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
 import pytest
+from test_adversity import full_disk
 from updating import commit, digest, join, refusal, unreachable, version_of, write
 
 from rlctl.control import commander
@@ -190,6 +192,22 @@ def _heal(*slots: str) -> object:
     from rlctl.v1.coordinator_pb2 import HealStageRequest
 
     return HealStageRequest(slots=slots)
+
+
+async def test_what_has_staged_it_has_not_confirmed_it(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    """What became of the commit is lost with the disk, and that a stage has read the adapter is no answer to that."""
+    async with contextlib.AsyncExitStack() as filled:
+
+        async def fill(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "commit_update":
+                fake_engine.FAULTS.clear()
+                await filled.enter_async_context(full_disk(fleet))
+                raise Reason.ENGINE_FAILED.error("it cannot", outcome=common.OUTCOME_DIRTY)
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fill
+        operation = await load(fleet, checkpoint("math"))
+    assert operation.state == OPERATION_STATE_UNKNOWN
+    assert {result.outcome for result in operation.stage_results} == {OUTCOME_UNKNOWN}
 
 
 async def test_a_restarted_stage_has_them_again_from_disk(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -12,12 +13,16 @@ from updating import begin, commit, digest, join, unreachable, version_of, weigh
 from rlctl.control import commander
 from rlctl.coordinator import peers
 from rlctl.engine import Call
+from rlctl.errors import Reason
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+
+_WRITE = "UpdateWeightsFromDistributed"
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,63 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
         assert version_of(fleet) == ("step-1", 2)
         assert weights(fleet)[:2] == ["w2", "w2"]
         assert [fleet.stage(slot).routable for slot in "ab"] == [True, True]
+
+
+async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1, b=2) as fleet, AsyncExitStack() as away:
+
+        async def lose(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "update_weights_from_distributed" and engine.config.tp_size == 2:
+                fake_engine.FAULTS.clear()
+                await away.enter_async_context(unreachable(fleet, "b"))
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 1] = lose
+        plan = await begin(fleet, retries=1)
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
+        again = u.RetryWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+        )
+        retried = asyncio.ensure_future(fleet.stub.RetryWeightUpdate(again))
+        await away.aclose()
+        plan = await retried
+        assert list(plan.lost) == []
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_OK
+        assert weights(fleet) == ["w2"] * 3
+        assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_a_write_of_the_attempt_before_does_not_spoil_the_next_one(make_fleet: Callable[..., Any]) -> None:
+    """It waited for its turn while the other attempt was planned."""
+    async with make_fleet(a=1, b=1) as fleet:
+        writing, failing = asyncio.Event(), asyncio.Event()
+
+        async def fail(_: FakeEngine, name: str, __: Call) -> None:
+            if name == "update_weights_from_distributed":
+                fake_engine.FAULTS.clear()
+                writing.set()
+                await failing.wait()
+                raise Reason.GROUP_FAILED.error("a source is gone")
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fail
+        plan = await begin(fleet, retries=1)
+        await join(fleet, plan)
+        first = asyncio.ensure_future(write(fleet, plan, "w1"))
+        await writing.wait()
+        again = u.RetryWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+        )
+        retrying = asyncio.ensure_future(fleet.stub.RetryWeightUpdate(again))
+        opened = fleet.server.coordinator.updates.get(plan.update_id)
+        await eventually(opened.planning.locked)
+        late = asyncio.ensure_future(write(fleet, plan, "late"))
+        await eventually(lambda: len(fleet.server.coordinator.operations.newest_first(_WRITE, 0)) == 2)
+        failing.set()
+        await first
+        plan = await retrying
+        assert (await late).error.message.endswith("before attempt 2")
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -188,6 +189,26 @@ async def test_the_sdk_raises_operations_that_did_not_end_ok_and_carries_them(cl
     assert len(caught.value.operation.stage_results) == 2
     unchecked = await client.update_weights_from_disk("/nowhere", check=False)
     assert unchecked.error.reason == "CHECKPOINT_NOT_FOUND"
+
+
+async def test_a_batch_that_fails_leaves_nothing_running(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = client.generate
+
+    def running() -> bool:
+        return any(stage._engine._running for stage in fleet.stages.values())  # type: ignore[attr-defined]
+
+    async def second(prompt: str, **asking: Any) -> Any:
+        if prompt == "y":
+            await eventually(running)
+        return await generate([-1] if prompt == "y" else prompt, **asking)
+
+    monkeypatch.setattr(client, "generate", second)
+    with pytest.raises(RlctlError) as caught:
+        await client.generate_batch(["x", "y"], max_new_tokens=10**6)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "input_ids")
+    await eventually(lambda: not running())
 
 
 async def test_the_sdk_refuses_parameters_that_do_not_exist(client: AsyncFleet) -> None:

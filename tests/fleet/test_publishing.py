@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from rlctl.client import aio
+from rlctl.client.connection import Connection
+from rlctl.client.pending import AsyncPending
+from rlctl.client.publisher import AsyncPublisher
 from rlctl.errors import Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.times import duration
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
 from rlctl.weights.tensors import TensorMeta
 
 
@@ -46,3 +54,103 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
     await publisher.close()
     await client.close()
+
+
+async def test_a_trainer_whose_ranks_do_not_all_come_can_still_end_and_meets_once(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[threading.Thread] = []
+    come = threading.Event()
+
+    def share(group: object, told: str) -> str:
+        """A collective of which the other rank knows nothing yet."""
+        del group
+        met.append(threading.current_thread())
+        come.wait(60)
+        return told
+
+    monkeypatch.setattr("rlctl.client.publisher.share", share)
+    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    async with await aio.connect(fleet.server.address) as client:
+        publisher = client.publisher("actor", trainer_group=object())
+        for version in ("early", "too"):
+            with pytest.raises(RlctlError) as caught:
+                await publisher.update(Source(lambda: None), version=version, deadline_s=0.1)
+            assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        assert [thread.daemon for thread in met] == [True], "one meeting, which keeps no interpreter from ending"
+        come.set()
+        met[0].join(10)
+        await publisher.close()
+
+
+async def test_a_coordinator_that_is_gone_does_not_keep_a_trainer_beyond_its_deadline(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.client.leading.LATE_S", 0.1)
+    monkeypatch.setattr("rlctl.client.connection.REPLY_S", 0.1)
+    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    call = Connection.call
+
+    async def opened(self: Connection, method: str, request: object, timeout_s: float) -> BeginWeightUpdateResponse:
+        """The update is opened, and then nobody answers any more."""
+        monkeypatch.setattr(Connection, "call", call)
+        await fleet.server.stop()
+        return BeginWeightUpdateResponse(update_id="lost", lease_ttl=duration(30), targets=[UpdateTarget(slot="a")])
+
+    async with await aio.connect(fleet.server.address) as client:
+        publisher = client.publisher("actor")
+        monkeypatch.setattr(Connection, "call", opened)
+        started = time.monotonic()
+        with pytest.raises(RlctlError) as caught:
+            await publisher.update(Source(lambda: None), version="never", deadline_s=1.0)
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        assert time.monotonic() - started < 20
+        await publisher.close()
+
+
+class Group:
+    """The trainer's own group, of two ranks in this process."""
+
+    def __init__(self, rank: int, told: queue.Queue[str]) -> None:
+        self.rank = rank
+        self.told = told
+
+    def share(self, text: str) -> str:
+        if self.rank == 0:
+            self.told.put(text)
+            return text
+        return self.told.get(timeout=30)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_every_rank(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr("rlctl.client.publisher.share", Group.share)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    told: queue.Queue[str] = queue.Queue()
+    async with await aio.connect(fleet.server.address) as client:
+        ranks = [
+            AsyncPublisher(fleet, "actor", trainer_group=Group(number, told))  # type: ignore[arg-type]
+            for number, fleet in enumerate([client, None])
+        ]
+
+        def start(version: str) -> list[AsyncPending]:
+            source, path = Source(lambda: None), checkpoint(version)
+            return [each.update_async(source, version=version, checkpoint=path, verify="none") for each in ranks]
+
+        for pending in start("two"):
+            await pending.wait()
+        cancelled = start("three")
+        assert cancelled[rank].cancel()
+        async with asyncio.timeout(20):
+            for pending in cancelled:
+                with pytest.raises(RlctlError) as caught:
+                    await pending.wait()
+                assert caught.value.reason is Reason.CANCELLED
+            for pending in start("four"):
+                assert (await pending.wait()).version.label == "four"
+        await asyncio.gather(*(each.close() for each in ranks))

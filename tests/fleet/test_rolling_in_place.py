@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from test_adversity import full_disk
 from test_records import MEANWHILE_S, at_write
 from updating import (
     abort,
@@ -335,6 +337,26 @@ async def test_from_disk_in_place_a_batch_that_cannot_read(
     assert outcomes(operation)["b"] == OUTCOME_DIRTY
     assert outcomes(operation)["c"] == (OUTCOME_APPLIED if quorum else OUTCOME_REJECTED)
     assert routable(three) == [True, False, bool(quorum)]
+
+
+async def test_what_has_read_its_batch_has_not_confirmed_it(
+    three: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    """What became of its commit is lost with the disk, and that it has read the weights is no answer to that."""
+    async with contextlib.AsyncExitStack() as filled:
+
+        async def fill(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "commit_update" and engine.config.tp_size == 2:
+                fake_engine.FAULTS.clear()
+                await filled.enter_async_context(full_disk(three))
+                raise Reason.ENGINE_FAILED.error("it cannot finish", outcome=OUTCOME_DIRTY)
+
+        fake_engine.FAULTS[three.specs[0].model_path, 0] = fill
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), options=RETRACT, max_unavailable=1)
+        operation = await three.stub.UpdateWeightsFromDisk(request)
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert outcomes(operation)["a"] == OUTCOME_APPLIED
+    assert OUTCOME_APPLIED not in (outcomes(operation)["b"], outcomes(operation)["c"])
 
 
 async def test_a_stage_that_cannot_be_reached_ends_the_rolling(

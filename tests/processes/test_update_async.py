@@ -85,14 +85,21 @@ class Held:
 
 
 @pytest.fixture
-def interrupts() -> Callable[[], None]:
+def interrupts() -> Iterator[Callable[[], None]]:
     """Sends an interrupt to the main thread, and waits until it has arrived there."""
+    arrived = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        arrived.set()
+        raise KeyboardInterrupt
 
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        threading.Event().wait(1.0)
+        assert arrived.wait(10)
 
-    return interrupt
+    before = signal.signal(signal.SIGINT, handle)
+    yield interrupt
+    signal.signal(signal.SIGINT, before)
 
 
 def held_by(fleet: Fleet) -> set[str]:

@@ -32,17 +32,19 @@ CAUGHT_BY = {
     "follower_link": 1025,
     "grant_order": 1070,
     "idempotency": 1000,
-    "journal_fencing": 1000,
+    "journal_fencing": 1028,
+    "late_results": 1004,
     "lease_echo": 1019,
     "lease_expiry": 1007,
     "ongoing_gate": 1096,
     "presumed_abort": 1000,
     "publish_last": 1004,
-    "quarantine": 1123,
+    "quarantine": 1137,
     "serving_lease": 1019,
+    "shielding": 1003,
     "silence": 1004,
-    "verification": 1043,
-    "vetting": 1065,
+    "verification": 1044,
+    "vetting": 1066,
 }
 """The seed from which on one is looked for that shows a safeguard to be needed: it moves with every change of what the
 state machines do or of how long they take for it."""

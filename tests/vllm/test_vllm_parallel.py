@@ -1,63 +1,149 @@
-"""A real vLLM of two tensor-parallel ranks: each takes its part in, and answers for itself."""
+"""A real vLLM of two tensor-parallel ranks, of which one can be made to lose a tensor, beside a torch engine."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import changed, greedy
-from rlctl_vllm.engine import VLLMEngine
-from server_stage import Driver, Source, prompt, refusal
 
 import rlctl
+from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
+from rlctl.errors import OperationFailed, Reason
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+LOSSY = """
+import os, pathlib
+
+def register():
+    from rlctl_vllm.model import VLLMModel
+
+    load, lost = VLLMModel.load, pathlib.Path(os.environ["LOST"])
+
+    def losing(self, name, tensor):
+        if not (lost.exists() and lost.read_text() == f"{name}@{self.rank}"):
+            load(self, name, tensor)
+
+    VLLMModel.load = losing
+"""
+"""A plug-in of vLLM's: a rank acknowledges a tensor, and does not load it."""
 
 
 @pytest.fixture(scope="module")
-def pair(vllm: str, tiny: tuple[Any, Path]) -> Iterator[Driver]:
-    """A server of two ranks."""
-    driver = Driver(VLLMEngine, tiny[1], tp_size=2)
-    try:
-        driver.start()
-        yield driver
-    finally:
-        driver.stop()
+def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says which tensor which rank is to lose."""
+    place = tmp_path_factory.mktemp("lossy")
+    information = place / "lossy-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: lossy\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nlossy = lossy:register\n")
+    (place / "lossy.py").write_text(LOSSY)
+    return place / "now"
 
 
-def test_every_rank_takes_its_part_and_says_what_came(pair: Driver, tiny: tuple[Any, Path]) -> None:
-    info = pair.info
-    assert [(worker.rank, worker.tp) for worker in info.layout.workers] == [(0, 0), (1, 1)]
-    assert not info.capabilities.answers_for_ranks
-    assert common.VERIFICATION_LEVEL_RECEIVED in info.capabilities.verification
-    assert common.VERIFICATION_LEVEL_EXPECTED not in info.capabilities.verification, "cut tensors are not read back"
-    assert refusal(pair, v.CheckWeightsRequest()).outcome == common.OUTCOME_SKIPPED
-    model = changed(tiny[0], seed=9)
-    with Source(pair, "both") as source:
-        assert source.world_size == 3
-        plan = source.plan(model)
-        pair.prepare("u", digest_received=True)
-        receiving = pair.submit(source.announce(plan), update_id="u")
-        source.send(model, plan)
-        results = receiving.result(60)
-        assert [result.coordinates.rank for result in results] == [0, 1]
-        version = common.WeightVersion(label="new", sequence=2)
-        committed = pair.tell(v.CommitUpdateRequest(version=version), update_id="u")
-    assert {result.weights.received_digest for result in committed} == {rlctl.model_digest(model)}
-    assert {result.evidence for result in committed} == {common.EVIDENCE_RANK}
-    pair.engine.set_version(version)
-    wanted = Probe.of(model, [encode("1+2=3")])
-    probed = pair.tell(v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=wanted.to_proto().prompts)).probed
-    assert [list(each.logprobs) for each in probed] == [pytest.approx(each, abs=1e-4) for each in wanted.logprobs]
-    pair.tell(v.FlushCacheRequest())
-    pair.tell(v.ContinueGenerationRequest())
-    generating = pair.begin(prompt(encode("3+"), 12))
-    last = generating.result()[-1].samples[0]
-    assert generating.tokens == greedy(model, encode("3+"), 12)
-    assert last.versions[0].version == version
+@pytest.fixture(scope="module")
+def fleet(vllm: str, tiny: tuple[Any, Path], lost: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    environment = {"PYTHONPATH": str(lost.parent), "LOST": str(lost)}
+    engines = [
+        EngineSpec("pair", str(tiny[1]), engine="vllm", tp_size=2, environment=environment),
+        EngineSpec("solo", str(tiny[1]), engine="torch"),
+    ]
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+        yield fleet
+
+
+def stage_of(fleet: Fleet, slot: str) -> Any:
+    return next(stage for stage in fleet.status().stages if stage.registration.slot == slot)
+
+
+def both_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
+    said: dict[str, list[int]] = {}
+    while len(said) < 2:  # a stage that was just admitted may not be known to the client yet
+        response = fleet.generate(encode("3+"), max_new_tokens=12, temperature=0.0, ignore_eos=True)
+        assert [span.version.label for span in response.samples[0].versions] == [version.label]
+        said[response.slot] = list(response.samples[0].output_ids)
+    assert said["pair"] == said["solo"] == greedy(model, encode("3+"), 12)
+
+
+def test_what_two_ranks_hold_can_be_read_back(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    pair = stage_of(fleet, "pair")
+    layout, capabilities = pair.registration.layout, pair.registration.capabilities
+    assert [(worker.rank, worker.tp) for worker in layout.workers] == [(0, 0), (1, 1)]
+    assert not capabilities.answers_for_ranks
+    assert common.VERIFICATION_LEVEL_EXPECTED in capabilities.verification
+    assert pair.report.model_digest == rlctl.model_digest(tiny[0])
+    (result,) = fleet.call(v.CheckWeightsRequest(), slots=["pair"]).stage_results
+    assert [rank.evidence for rank in result.rank_results] == [common.EVIDENCE_RANK] * 2
+    assert {rank.check.model_digest for rank in result.rank_results} == {rlctl.model_digest(tiny[0])}
+
+
+@pytest.mark.parametrize(
+    ("path", "level"),
+    [("ipc", "expected"), ("broadcast", "expected"), ("broadcast", "received"), ("ipc", "probe")],
+)
+def test_every_rank_takes_its_part_and_says_what_came(
+    fleet: Fleet, tiny: tuple[Any, Path], path: str, level: str
+) -> None:
+    model = changed(tiny[0], seed=len(path + level))
+    probe = {"probe": Probe.of(model, [encode("1+2=3")], tolerance=1e-3)} if level == "probe" else {}
+    with contextlib.closing(fleet.publisher("actor", trainer="test", path=path)) as publisher:
+        result = publisher.update(model, version=f"{path} {level}", verify=level, **probe)
+    if level == "expected":
+        assert result.model_digest == rlctl.model_digest(model)
+    reached = common.VerificationLevel.Value(f"VERIFICATION_LEVEL_{level.upper()}")
+    assert {stage.verified for stage in result.operation.stage_results} == {reached}
+    both_generate_like(fleet, model, result.version)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", 1),
+        ("model.embed_tokens.weight", 0),
+        ("model.norm.weight", 1),
+    ],
+    ids=["columns", "vocabulary", "replicated"],
+)
+def test_a_tensor_that_one_rank_loses_is_noticed(
+    fleet: Fleet, tiny: tuple[Any, Path], lost: Path, name: str, rank: int
+) -> None:
+    """The rank acknowledges it, and vLLM notices nothing."""
+    model = changed(tiny[0], seed=sum(name.encode()))
+    with contextlib.closing(fleet.publisher("actor", trainer="test")) as publisher:
+        lost.write_text(f"{name}@{rank}")
+        try:
+            with pytest.raises(OperationFailed) as failed:
+                publisher.update(model, version=f"lost {name}")
+        finally:
+            lost.unlink()
+        stage = next(stage for stage in failed.value.operation.stage_results if stage.slot == "pair")
+        assert stage.outcome == common.OUTCOME_DIRTY
+        assert stage.error.reason == Reason.DIGEST_MISMATCH.name
+        if name != "model.norm.weight":
+            assert f"of {len(dict(tiny[0].named_parameters()))} tensors only {name} differs" in stage.error.message
+        assert name in stage.error.message
+        now = stage_of(fleet, "pair")
+        assert now.report.state == common.STAGE_STATE_DIRTY
+        assert not now.routable
+        result = publisher.update(model, version="whole")
+        both_generate_like(fleet, model, result.version)
+
+
+def test_two_ranks_heal_an_engine_with_weights_that_no_disk_has(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    model = changed(tiny[0], seed=5)
+    with contextlib.closing(fleet.publisher("actor", trainer="survivor")) as publisher:
+        result = publisher.update(model, version="survives")
+    fleet.call(v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS), slots=["solo"])
+    assert not stage_of(fleet, "solo").routable
+    fleet.heal(["solo"])
+    assert stage_of(fleet, "solo").report.model_digest == rlctl.model_digest(model)
+    both_generate_like(fleet, model, result.version)

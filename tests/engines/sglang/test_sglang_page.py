@@ -56,15 +56,15 @@ def test_what_becomes_of_sglangs_fields_and_flags() -> None:
             assert f'"{name}": request.' in loads
         elif kind == "argument":
             options = parse_options({name: "true"})
-            assert f"--{name.replace('_', '-')}" in _arguments(EngineConfig("m"), options)
-        elif kind == "refused":
+            assert f"--{name.replace('_', '-')}" in _arguments(EngineConfig("m"), options, None)
+        elif kind == "each node's own":
             with pytest.raises(RlctlError) as refused:
                 parse_options({name: "1"})
-            assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, f"options.{name}")
+            assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, f"options.{name}")
         else:
             assert f'"{name}": request.' not in bodies, "it is never left to SGLang"
         assert how
-    assert kinds == {"passed on", "done by rlctl", "not taken", "argument", "refused"}
+    assert kinds == {"passed on", "done by rlctl", "not taken", "argument", "each node's own"}
     keeps = verbs_pb2.UpdateWeightsFromDiskRequest.DESCRIPTOR.fields_by_name
     assert {"is_async", "token_step", "weight_version"} <= set(keeps.keys())
     assert "manifest" not in keeps

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from rlctl_sglang.facts import Facts
 from rlctl_sglang.generation import Stamps
 from rlctl_sglang.options import VENV, Options, interpreter, parse_options
 from rlctl_sglang.requests import Limits, bodies
@@ -45,6 +46,32 @@ def test_seeds_differ_from_sample_to_sample_where_they_are_honoured() -> None:
     limits = Limits(vocab_size=16, context_length=32, longest_prompt=30, seeds=True)
     made = bodies(request([1], sampling_params=SamplingParams(seed=7, n=2)), ["a", "b"], limits)
     assert [body["sampling_params"]["sampling_seed"] for body in made] == [7, 8]
+
+
+def test_a_request_to_a_pair_carries_sglangs_fields_a_room_for_each_sample() -> None:
+    """As SGLang counts them for a batch (``_normalize_bootstrap_params`` in its io_struct.py)."""
+    params = SamplingParams(n=2)
+    fields = {"model": "m", "bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 40}
+    for mode in ("prefill", "decode"):
+        limits = Limits(vocab_size=16, context_length=32, longest_prompt=30, mode=mode)
+        made = bodies(request([1], sampling_params=params, **fields), ["a", "b"], limits)
+        assert [body["bootstrap_room"] for body in made] == [40, 41]
+        assert {(body["bootstrap_host"], body["bootstrap_port"]) for body in made} == {("10.0.0.1", 8998)}
+        with pytest.raises(RlctlError) as caught:
+            bodies(request([1]), ["a"], limits)
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_REQUIRED, "bootstrap_room")
+    assert "bootstrap_room" not in bodies(request([1]), ["a"], LIMITS)[0]
+    with pytest.raises(RlctlError) as caught:
+        bodies(request([1], **fields), ["a"], LIMITS)
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "bootstrap_room")
+
+
+def test_where_decode_servers_find_a_prefill_server() -> None:
+    told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8999}
+    assert Facts(told, {}).bootstrap("http://[::1]:30000") == ("::1", 8999)
+    for other in ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "null"}, {}):
+        assert Facts(other, {}).bootstrap("http://h:1") is None
+    assert Facts(told, {}).capabilities(readable=False, actions=()).experimental[-1] == "disaggregation"
 
 
 @pytest.mark.parametrize(

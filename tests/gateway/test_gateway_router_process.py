@@ -1,0 +1,48 @@
+"""A router process that goes wrong, without the real binary."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.gateway import sglang_router
+from rlctl.gateway.sglang_router import SglangRouter
+
+
+def test_one_that_does_not_answer_in_time_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mute = tmp_path / "sglang-router"
+    mute.write_text("#!/bin/sh\nexec sleep 60\n")
+    mute.chmod(0o700)
+    monkeypatch.setattr(sglang_router, "program", lambda: str(mute))
+    monkeypatch.setattr(sglang_router, "START_S", 0.2)
+    router = SglangRouter(log=tmp_path / "log")
+    with pytest.raises(RlctlError) as caught:
+        router.start()
+    assert caught.value.reason is Reason.ENGINE_FAILED
+    assert router.ended, "whoever keeps it starts it again"
+    router.stop()
+    assert not router.ended
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n{", b"?\r\n"]
+)
+def test_an_answer_that_breaks_off_is_a_connection_that_did(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        router = SglangRouter(port=listener.getsockname()[1])
+        with pytest.raises(OSError, match="broke off"):
+            router.workers()
+        server.join()
