@@ -216,7 +216,7 @@ async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[st
             )
     elif not facts.digest:
         unsupported["SendWeights"] = unsupported["CheckWeights"] = (
-            "this vLLM's weights cannot be read back: it has layers that give no weights"
+            "this vLLM's weights are not read back: layers that give no weights, or several ranks of so large a model"
         )
     if facts.lora is None:
         unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without --enable-lora")

@@ -18,6 +18,10 @@ from rlctl.weights.tensors import TensorMeta, dtype_name
 
 EXTENSION = "rlctl_vllm.extension.WorkerExtension"
 
+MOST_GATHERED = 1_000_000_000
+"""Largest model, in elements, that is read back where its tensors are cut over ranks: bringing them together takes some
+seconds for each 4 GB, at every check, and nothing is generated meanwhile."""
+
 LEAVING_S = 2.0
 """How much earlier than its caller a worker gives up, so that its answer still arrives."""
 
@@ -34,7 +38,7 @@ class Workers:
         """Who the ranks are; none where the server was started without the extension.
 
         ``host``: address under which the ranks' host is reached. Each rank: rank, size, device, host_id, pid, store
-        (rank 0's: where groups meet that it is the source of), digest (of what all hold; "": it cannot be read back).
+        (rank 0's: where groups meet that it is the source of), digest (of what all hold; "": it is not read back).
         """
         metas = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in reference.values()]
         body = json.dumps({"reference": metas, "host": host}).encode()
@@ -48,6 +52,8 @@ class Workers:
         if not ranks or sorted(rank["rank"] for rank in ranks) != list(range(ranks[0]["size"])):
             raise Reason.ANSWER_INVALID.error(f"vLLM's workers say that they are {ranks}")
         ranks.sort(key=lambda rank: int(rank["rank"]))
+        if len(ranks) > 1 and sum(meta.numel for meta in reference.values()) > MOST_GATHERED:
+            return [{**rank, "digest": ""} for rank in ranks]
         meeting = json.dumps({"store": ranks[0]["store"]}).encode()
         told = {
             base64.b64decode(answer["answer"]).decode() for answer in _good(await self._call("Meet", meeting, call))

@@ -72,6 +72,7 @@ class Prepared:
             per_node=topology.num_gpus_per_node,
             reserved=self.plan.placeholders,
             gateways=self.plan.gateways,
+            heal_by_hand=tuple(model.name for model in topology.models if not model.heals_itself),
         )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:

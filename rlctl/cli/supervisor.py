@@ -91,6 +91,7 @@ class _Supervisor:
             launcher=wanted.launcher_of(directory / "logs", settings.token),
             reserved=wanted.reserved,
             gateways=wanted.gateways,
+            heal_by_hand=wanted.heal_by_hand,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:

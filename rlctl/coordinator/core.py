@@ -310,9 +310,11 @@ class Coordinator:
         return answer
 
     async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
-        """The operation once it has ended. It goes on when the caller leaves."""
+        """The operation once it has ended. It goes on when the caller leaves. Raises why it was not accepted."""
         if wait:
             await run.ended.wait()
+        if run.refused is not None:
+            raise run.refused
         answer = Operation()
         answer.CopyFrom(run.operation)
         answer.replayed = replayed

@@ -42,6 +42,8 @@ class Run:
         self.ended = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.cancel: Callable[[], None] = lambda: None
+        self.refused: RlctlError | None = None
+        """Why it was not accepted after all: the journal did not take it."""
         self._changed = asyncio.Condition()
         self._places = {name: index for index, name in enumerate(self.operation.targets)}
         if self.operation.state != OPERATION_STATE_RUNNING:
@@ -189,10 +191,10 @@ class Operations:
         except BaseException as error:
             del self._runs[operation_id]
             self._release(operation_id)
-            # A repeat may have attached to it meanwhile.
+            # A repeat may have attached to it meanwhile: it is refused as well, and may be made again.
             run.operation.state = OPERATION_STATE_FAILED
-            cause = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
-            run.operation.error.CopyFrom(cause.detail())
+            run.refused = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
+            run.operation.error.CopyFrom(run.refused.detail())
             run.ended.set()
             await run.notify()
             raise

@@ -12,7 +12,9 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
@@ -93,6 +95,9 @@ class Workers:
             self._work(self._is_ready)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
+        except Exception:  # noqa: BLE001 its parent only learns that it has ended
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
 

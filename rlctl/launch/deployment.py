@@ -18,9 +18,10 @@ _FIXED = {
     "launcher": "fleet.launcher",
     "cluster": "fleet.ray.address",
     "interface": "fleet.network.interface",
+    "heal_by_hand": "models[].healing",
     "per_node": "fleet.num_gpus_per_node",
 }
-"""What cannot change in a fleet that is up, by the key that says it. The last two are told to the Ray launcher once."""
+"""What cannot change in a fleet that is up, by the key that says it: who heeds it is told once, at its start."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Deployment:
         per_node: ranks of an engine that go on one node.
         reserved: room that placeholders keep free.
         gateways: HTTP gateways.
+        heal_by_hand: models whose engines are healed only when somebody asks.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Deployment:
     per_node: int = 8
     reserved: tuple[Reservation, ...] = ()
     gateways: tuple[GatewaySpec, ...] = ()
+    heal_by_hand: tuple[str, ...] = ()
 
     def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
         """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""
@@ -99,5 +102,6 @@ class Deployment:
         engines = tuple(EngineSpec.of(spec) for spec in data["engines"])
         reserved = tuple(Reservation(**place) for place in data.get("reserved", ()))
         gateways = tuple(GatewaySpec(**gateway) for gateway in data.get("gateways", ()))
-        limits = Limits(**data["limits"])
-        return cls(**{**data, "engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways})
+        limits, by_hand = Limits(**data["limits"]), tuple(data.get("heal_by_hand", ()))
+        read = {"engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways}
+        return cls(**{**data, **read, "heal_by_hand": by_hand})

@@ -15,6 +15,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.processes import STOP_S, end
 from rlctl.launch.spec import LOAD_S, EngineSpec
+from rlctl.v1.common_pb2 import STAGE_STATE_STALE
 from rlctl.v1.fleet_pb2 import Stage
 
 START_S = 300.0
@@ -24,6 +25,9 @@ REMIND_S = 10.0
 """After so long in a phase people are told that it goes on, then after twice, four times ... as long."""
 STEADY_S = 60.0
 """An engine that was ready for so long has its back-off forgotten."""
+STALE_S = 2.0
+"""An engine that nobody heals is taken to stay stale after so long: one that has the published version is admitted
+within a moment."""
 
 
 class Phase(enum.Enum):
@@ -33,6 +37,7 @@ class Phase(enum.Enum):
     STARTING = "starting"
     LOADING = "loading"
     HEALING = "healing"
+    STALE = "stale"
     READY = "ready"
     FAILED = "failed"
     DRAINING = "draining"
@@ -40,7 +45,9 @@ class Phase(enum.Enum):
     GONE = "gone"
 
 
-ALIVE = (Phase.STARTING, Phase.LOADING, Phase.HEALING, Phase.READY)
+UP = (Phase.READY, Phase.STALE)
+"""It is as far as it comes by itself: STALE waits for a heal by hand."""
+ALIVE = (Phase.STARTING, Phase.LOADING, Phase.HEALING, *UP)
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,18 @@ class EngineRun:
     """
 
     def __init__(
-        self, spec: EngineSpec, launcher: Launcher, coordinator: str, limits: Limits, say: Callable[[str], None]
+        self,
+        spec: EngineSpec,
+        launcher: Launcher,
+        coordinator: str,
+        limits: Limits,
+        say: Callable[[str], None],
+        *,
+        by_hand: bool = False,
     ) -> None:
+        """``by_hand``: the coordinator heals it only when somebody asks."""
         self.spec = spec
+        self._by_hand = by_hand
         self.phase = Phase.WAITING
         self.processes: list[Launched] = []
         self.error: RlctlError | None = None
@@ -167,11 +183,17 @@ class EngineRun:
                 else:
                     self._remind("loading")
                     self._limit(self._limits.load_s, "it did not load")
-            case Phase.HEALING:
+            case Phase.HEALING | Phase.STALE:
                 facts = self.leader.facts
-                if stage is not None and stage.routable and stage.registration.address == facts["address"]:
+                here = stage is not None and stage.registration.address == facts["address"]
+                if stage is not None and here and stage.routable:
                     self._say(f"{self.spec.slot}: ready at {facts['address']}, rollout at {facts['rollout_address']}")
                     self._enter(Phase.READY)
+                elif self.phase is Phase.STALE:
+                    self._refuse_lost(stage)
+                elif self._by_hand and here and self._stays_stale(stage):
+                    self._say(f"{self.spec.slot}: up, stale, waits for a heal by hand: rlctl heal {self.spec.slot}")
+                    self._enter(Phase.STALE)
                 else:
                     why = (stage.not_routable if stage is not None else "") or "not registered"
                     if not self._told and time.monotonic() - self._since > TELL_S:
@@ -210,6 +232,10 @@ class EngineRun:
 
     def _ended(self) -> Launched | None:
         return next((process for process in self.processes if process.returncode is not None), None)
+
+    def _stays_stale(self, stage: Stage | None) -> bool:
+        stale = stage is not None and stage.state == STAGE_STATE_STALE
+        return stale and time.monotonic() - self._since > STALE_S
 
     def _refuse_lost(self, stage: Stage | None) -> None:
         """A stage server whose engine is gone, and that cannot start it again, holds its slot in vain."""

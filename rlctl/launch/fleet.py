@@ -18,7 +18,7 @@ from typing import Self
 
 from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.engine_run import START_S, EngineRun, Limits, Phase
+from rlctl.launch.engine_run import START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.local_launcher import LocalLauncher
@@ -60,13 +60,16 @@ class LaunchedFleet:
         launcher: Launcher | None = None,
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
+        heal_by_hand: Sequence[str] = (),
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None.
 
         ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
         it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
+        ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal.
         """
+        self._by_hand = tuple(heal_by_hand)
         self.engines = _placed(engines)
         self.address = ""
         self.runs: dict[str, EngineRun] = {}
@@ -191,10 +194,10 @@ class LaunchedFleet:
 
     @property
     def settled(self) -> bool:
-        """Whether everything that is wanted is ready, and nothing else runs."""
+        """Whether everything that is wanted is ready, or waits for a heal by hand, and nothing else runs."""
         wanted = {spec.slot: spec for spec in self.engines}
         engines = self.runs.keys() == wanted.keys() and all(
-            run.phase is Phase.READY and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
+            run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
         )
         return engines and self.gateways.settled
 
@@ -256,7 +259,7 @@ class LaunchedFleet:
 
     def _enable(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         slot = run.spec.slot
-        if slot in self._disabled and run.phase is Phase.HEALING and slot in stages and (
+        if slot in self._disabled and run.phase in (Phase.HEALING, Phase.STALE) and slot in stages and (
             stages[slot].registration.address == run.leader.facts["address"]
         ) and self._asked(lambda client: client.set_enabled([slot], True)):  # fmt: skip
             self._disabled.discard(slot)
@@ -266,7 +269,7 @@ class LaunchedFleet:
         if run.phase is not Phase.READY:
             return True
         return all(
-            other.phase in (Phase.READY, Phase.FAILED)
+            other.phase in (*UP, Phase.FAILED)
             for slot, other in self.runs.items()
             if other.spec.model == run.spec.model and slot in wanted
         ) and all(
@@ -280,10 +283,13 @@ class LaunchedFleet:
         return any(run.spec.device == "cuda" and set(run.spec.gpus) & set(spec.gpus) for run in self.runs.values())
 
     def _run(self, spec: EngineSpec) -> EngineRun:
-        return EngineRun(spec, self._launcher, self.address, self.limits, self._say)
+        return EngineRun(
+            spec, self._launcher, self.address, self.limits, self._say, by_hand=spec.model in self._by_hand
+        )
 
     def _start_coordinator(self, listen: str) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.directory / "journal.db")]
+        arguments += [part for model in self._by_hand for part in ("--heal-by-hand", model)]
         self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
 
@@ -300,7 +306,7 @@ class LaunchedFleet:
 
     def _stages(self) -> dict[str, Stage]:
         """What is known of the slots; asked now and then while nobody waits for it."""
-        asking = (Phase.HEALING, Phase.DRAINING, Phase.READY)
+        asking = (Phase.HEALING, Phase.DRAINING, *UP)
         if (self.settled and time.monotonic() < self._ask_at) or not any(r.phase in asking for r in self.runs.values()):
             return {}
         self._ask_at = time.monotonic() + ASK_S

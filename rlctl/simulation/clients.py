@@ -34,6 +34,7 @@ from rlctl.v1.coordinator_pb2 import (
 )
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.rollout_pb2 import GenerateRequest
+from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
 from rlctl.verbs import of_request
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class Operator(Caller):
             verbs_pb2.PauseGenerationRequest(header=header, mode=chance.choice(MODES)),
             verbs_pb2.ReleaseMemoryRequest(header=header, tags=tags),
             None,
+            verbs_pb2.ContinueGenerationRequest(header=header, when_resident=chance.random() < 0.5),
             verbs_pb2.ResumeMemoryRequest(header=header, tags=tags),
             verbs_pb2.ContinueGenerationRequest(header=header),
         ):
@@ -235,6 +237,15 @@ class Operator(Caller):
             request = HealStageRequest()
             request.header.timeout.CopyFrom(duration(30.0))
             await self.call("HealStage", request, 60.0)
+
+    async def rename(self, chance: random.Random) -> None:
+        """Call the version that is published by another name, as clients do that name it after their update."""
+        self._loaded += 1
+        model = chance.choice(sorted(self.sim.models))
+        header = RequestHeader(target=Target(model=model))
+        request = CommitWeightUpdateRequest(header=header, version=f"{model}-renamed-{self._loaded}")
+        with contextlib.suppress(RlctlError):
+            await self.call("CommitWeightUpdate", request, 40.0)
 
     async def disable(self, chance: random.Random) -> None:
         """Take a stage out of service for a while."""

@@ -46,6 +46,7 @@ class Curious(Caller):
             self._ask_wrongly,
             self._ask_whether,
             self._watch,
+            self._follow,
             self._override,
             self._intrude,
             self._use_rollouts,
@@ -170,6 +171,21 @@ class Curious(Caller):
         if method == "ListOperations" and answer.next_page_token:
             following = rpc.ListOperationsRequest(page_size=3, page_token=answer.next_page_token)
             await self.call("ListOperations", following, CALL_S)
+
+    async def _follow(self, chance: random.Random) -> None:
+        """A router's list of stages: it says what it has taken in, or is late with it."""
+        model = chance.choice(("", self._model(chance)))
+        request = rpc.WatchFleetRequest(model=model, watch_id=f"router {model}")
+        watching = asyncio.ensure_future(self.sim.network.call(self.node, COORDINATOR, "WatchFleet", request, CALL_S))
+        try:
+            for _ in range(4):
+                await asyncio.sleep(chance.uniform(0.1, 1.2))
+                shown = await self.call("GetFleet", rpc.GetFleetRequest(model=model), CALL_S)
+                confirm = rpc.ConfirmFleetRequest(watch_id=request.watch_id, revision=shown.revision)
+                with contextlib.suppress(RlctlError):  # it may not have been told of that yet
+                    await self.sim.network.call(self.node, COORDINATOR, "ConfirmFleet", confirm, CALL_S)
+        finally:
+            await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch(self, chance: random.Random) -> None:
         await self.call("WatchFleet", rpc.WatchFleetRequest(model=chance.choice(("", self._model(chance)))), CALL_S)

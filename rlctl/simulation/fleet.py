@@ -221,6 +221,7 @@ class Simulation:
             operator.unload_adapter: (0, 1),
             operator.heal: (0, 1),
             operator.hurry: (0, 2),
+            operator.rename: (0, 1),
             operator.disable: (0, 1),
             operator.look: (0, 2),
         }

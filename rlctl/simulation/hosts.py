@@ -60,6 +60,7 @@ _PLAIN = {
     "CancelOperation": "cancel_operation",
     "SetStageEnabled": "set_stage_enabled",
     "HealStage": "heal_stage",
+    "ConfirmFleet": "confirm_fleet",
     "GetFleet": "get_fleet",
     "ListOperations": "list_operations",
 }

@@ -142,6 +142,7 @@ class _Resolver:
             engine=engine,
             dtype=model.get("dtype", "auto"),
             weight_version=model.get("weight_version", ""),
+            heals_itself=model.get("healing", "automatic") == "automatic",
             router_policy=self._context.flags.router_policy
             or model.get("router_policy")
             or self._context.fleet.get("router_policy", ""),

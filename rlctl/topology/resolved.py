@@ -61,6 +61,7 @@ class Model:
         weight_version: label of its first version, or "".
         router_policy: how its gateway picks, or "".
         gateway: address of its gateway, or "".
+        heals_itself: its engines are brought to the published version without being asked.
         router: program in front of the gateway, or "".
         router_listen: where that answers, or "".
         groups: in the file's order.
@@ -77,6 +78,7 @@ class Model:
     router_policy: str
     gateway: str
     groups: tuple[Group, ...]
+    heals_itself: bool = True
     router: str = ""
     router_listen: str = ""
     line: int = 0

@@ -14,6 +14,7 @@ WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
 POLICIES = ("round_robin", "consistent_hashing", "cache_aware", "random", "power_of_two", "bucket", "manual")
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "ray")
+HEALING = ("automatic", "by_hand")
 ROUTERS = ("sglang-router",)
 
 MOST = 16384
@@ -100,6 +101,9 @@ MODEL = (
     Key("overrides", "settings", "Arguments of the engine, above --sglang-* and below the group's.", "{}"),
     Key("environment", "settings", "Environment variables of its processes.", "{}"),
     Key("weight_version", "string", "Label of its first version, the checkpoint.", "initial"),
+    Key("healing", "string",
+        "Who brings late, restarted and spoilt engines to the published version: the coordinator, or `rlctl heal`.",
+        "automatic", choices=HEALING),
     Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
     Key("gateway", "string", "HOST:PORT of its HTTP gateway; port 0 takes any.",
         "none, or one where the fleet's gateways are"),

@@ -14,6 +14,7 @@ from rlctl.launch.engine_run import EngineRun, Limits, Phase
 from rlctl.launch.processes import last_line, log_end
 from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
 from rlctl.stage import server
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_STALE, StageState
 from rlctl.v1.fleet_pb2 import Stage
 
 
@@ -88,8 +89,8 @@ READY = Stage(routable=True)
 READY.registration.address = "at a"
 
 
-def started(children: Children, said: list[str], limits: Limits | None = None) -> EngineRun:
-    run = EngineRun(SPEC, children, "c", limits or Limits(), said.append)
+def started(children: Children, said: list[str], limits: Limits | None = None, *, by_hand: bool = False) -> EngineRun:
+    run = EngineRun(SPEC, children, "c", limits or Limits(), said.append, by_hand=by_hand)
     run.start()
     return run
 
@@ -100,6 +101,59 @@ def brought_up(run: EngineRun, children: Children) -> None:
         run.advance(None)
     run.advance(READY)
     assert run.phase is Phase.READY
+
+
+def test_an_engine_that_nobody_heals_is_up_and_waits_for_a_heal_by_hand(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, Limits(heal_s=5), by_hand=True)
+    for _ in range(2):
+        children.all[-1].announce()
+        run.advance(None)
+    stale = Stage(not_routable="STALE", state=STAGE_STATE_STALE)
+    run.advance(stale)
+    clock(3)
+    run.advance(stale)
+    assert run.phase is Phase.HEALING, "this is what filled the slot before"
+    stale.registration.address = "at a"
+    run.advance(stale)
+    assert run.phase is Phase.STALE
+    assert said[-1] == "a: up, stale, waits for a heal by hand: rlctl heal a"
+    clock(1000)
+    run.advance(stale)
+    assert (run.phase, run.error) == (Phase.STALE, None), "it waits as long as it takes"
+    run.advance(READY)
+    assert run.phase is Phase.READY
+
+
+@pytest.mark.parametrize(("by_hand", "state"), [(False, STAGE_STATE_STALE), (True, STAGE_STATE_DIRTY)])
+def test_any_other_engine_that_is_not_routable_in_time_has_failed(
+    clock: Callable[[float], None], by_hand: bool, state: StageState.ValueType
+) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, Limits(heal_s=5), by_hand=by_hand)
+    for _ in range(2):
+        children.all[-1].announce()
+        run.advance(None)
+    stuck = Stage(not_routable="it is not", state=state)
+    stuck.registration.address = "at a"
+    clock(6)
+    run.advance(stuck)
+    assert run.phase is Phase.FAILED
+
+
+def test_an_engine_that_waits_for_a_heal_and_dies_is_started_again(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, by_hand=True)
+    for _ in range(2):
+        children.all[-1].announce()
+        run.advance(None)
+    stale = Stage(state=STAGE_STATE_STALE)
+    stale.registration.address = "at a"
+    clock(3)
+    run.advance(stale)
+    children.all[0].returncode = 1
+    run.advance(stale)
+    assert run.phase is Phase.FAILED
 
 
 def test_rank_zero_is_started_when_its_followers_listen_and_serves_when_it_is_routable(

@@ -163,6 +163,15 @@ def test_several_models_may_receive_weights() -> None:
 
 # What must be an error. {4}: the line where it stands.
 
+
+def test_who_heals_a_model_is_the_models_own() -> None:
+    text = model("- {worker_type: regular, num_gpus: 1}", "name: a\nhealing: by_hand")
+    text += model("- {worker_type: regular, num_gpus: 1}", "name: b")[8:]
+    assert [(each.name, each.heals_itself) for each in good(text).models] == [("a", False), ("b", True)]
+    _, problems = load(text.replace("by_hand", "by-hand"))
+    assert "'by-hand' is not one of automatic, by_hand; did you mean 'by_hand'?" in str(problems.errors[0])
+
+
 PD = "- worker_type: prefill\n  num_gpus: 2\n- worker_type: decode\n  num_gpus: 2\n"
 
 WRONG: dict[str, tuple[str, str]] = {

@@ -223,7 +223,7 @@ async def test_an_end_that_could_not_be_recorded_is_once_the_journal_takes_it(
     await eventually(lambda: recorded() == OPERATION_STATE_OK)
 
 
-async def test_what_attached_to_a_call_that_could_not_be_recorded_ends_with_it(fleet: InProcessFleet) -> None:
+async def test_what_attached_to_a_call_that_could_not_be_recorded_is_refused_with_it(fleet: InProcessFleet) -> None:
     journal, write_through = fleet.server.coordinator._journal, fleet.server.coordinator._journal.write
     asked = asyncio.Event()
 
@@ -240,8 +240,10 @@ async def test_what_attached_to_a_call_that_could_not_be_recorded_ends_with_it(f
     asked.set()
     async with asyncio.timeout(5):
         assert (await refusal(first)).reason is Reason.JOURNAL_FAILED
-        assert (await second).error.reason == "JOURNAL_FAILED"
+        assert (await refusal(second)).reason is Reason.JOURNAL_FAILED
     journal.write = write_through  # type: ignore[method-assign]
+    again = await fleet.stub.PauseGeneration(request)
+    assert (again.state, again.replayed) == (OPERATION_STATE_OK, False)
 
 
 async def test_what_is_not_known_stays_unknown_when_the_journal_fails_too(fleet: InProcessFleet) -> None:

@@ -123,6 +123,34 @@ def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of
     assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
 
 
+def test_a_model_that_is_healed_by_hand_has_its_stale_engine_up_and_out_until_somebody_asks(
+    fleet_of_fakes: Callable[..., Path], checkpoint: Callable[[str], str]
+) -> None:
+    file = fleet_of_fakes()
+    data = json.loads(file.read_text())
+    data["models"][0]["healing"] = "by_hand"
+    file.write_text(json.dumps(data))
+    up = rlctl_command("up", str(file), "--detach", "-o", "json")
+    assert up.returncode == 0, up.stderr
+    first = json.loads(up.stdout)
+    assert set(first["engines"].values()) == {"ready"}, "what holds the published version needs no heal"
+    with connect(first["endpoint"]) as fleet:
+        fleet.update_weights_from_disk(checkpoint("two"), version="two")
+        os.kill(first["processes"]["actor-1"], signal.SIGKILL)
+        until(lambda: known("fakes").engines["actor-1"] == "stale", "the supervisor has not seen that it waits")
+        when(fleet, lambda now: now["actor-0"].routable and now["actor-1"].not_routable.startswith("STALE"))
+        # `up` has nothing to do and says how it is, in place of waiting for what nobody does.
+        again = rlctl_command("up", str(file), "-o", "json")
+        assert (again.returncode, json.loads(again.stdout)["engines"]["actor-1"]) == (0, "stale"), again.stderr
+        assert rlctl_command("heal", "actor-1", "--endpoint", first["endpoint"]).returncode == 0
+        when(fleet, lambda now: now["actor-1"].routable)
+    until(lambda: known("fakes").engines["actor-1"] == "ready", "the supervisor has not seen the heal")
+    data["models"][0]["healing"] = "automatic"
+    file.write_text(json.dumps(data))
+    changed = rlctl_command("up", str(file), "-o", "json")
+    assert "models[].healing: it cannot change in a fleet that is up" in changed.stderr
+
+
 def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[..., Path]) -> None:
     assert rlctl_command("up", str(fleet_of_fakes()), "--detach").returncode == 0
     first = known("fakes")

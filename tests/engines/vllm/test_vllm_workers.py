@@ -1,0 +1,58 @@
+"""Who the ranks of a vLLM are, and whether what they hold is read back; without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import pytest
+import torch
+from rlctl_servers.http import Answer
+from rlctl_vllm.workers import MOST_GATHERED, Workers
+
+from rlctl.engine import Call
+from rlctl.weights.tensors import TensorMeta
+
+
+class Ranks:
+    """Each answers what it holds."""
+
+    def __init__(self, *digests: str) -> None:
+        self.digests = digests
+        self.told: list[str] = []
+
+    async def tell(self, _path: str, body: dict[str, Any], *, call: Call) -> Answer:
+        assert call.deadline
+        self.told.append(body["kwargs"]["verb"])
+        if self.told[-1] == "Attach":
+            size = len(self.digests)
+            stores = [["10.0.0.1", 1234], *[None] * (size - 1)]
+            said = [json.dumps({"rank": rank, "size": size, "store": stores[rank]}) for rank in range(size)]
+        else:
+            assert json.loads(base64.b64decode(body["kwargs"]["request"])) == {"store": ["10.0.0.1", 1234]}
+            said = list(self.digests)
+        return Answer(200, {"results": [{"answer": base64.b64encode(each.encode()).decode()} for each in said]})
+
+
+@pytest.mark.parametrize(
+    ("digests", "elements", "read"),
+    [
+        (["d", "d"], 1000, "d"),
+        (["d", "e"], 1000, ""),
+        (["d", ""], 1000, ""),
+        (["d", "d"], MOST_GATHERED + 1, ""),
+        (["d"], MOST_GATHERED + 1, "d"),
+    ],
+    ids=["alike", "unlike", "not all", "too large to gather", "nothing to gather"],
+)
+async def test_what_ranks_hold_is_read_back_where_all_say_the_same(
+    digests: list[str], elements: int, read: str
+) -> None:
+    ranks = Ranks(*digests)
+    reference = {"w": TensorMeta("w", torch.float32, (elements,))}
+    call = Call("c", asyncio.get_running_loop().time() + 5)
+    found = await Workers(ranks).attach(reference, "10.0.0.1", call)  # type: ignore[arg-type]
+    assert [(rank["rank"], rank["digest"]) for rank in found] == [(rank, read) for rank in range(len(digests))]
+    assert ("Meet" in ranks.told) == (len(digests) == 1 or elements <= MOST_GATHERED)
