@@ -81,12 +81,15 @@ class Asked:
             unkeyed=not self.call.keyed,
         )
 
+    def model(self) -> str:
+        """The gateway's, where it has one; the coordinator knows an engine's, and the only one that is updated."""
+        return "" if self.slot else self.call.generation.settings.model
+
     async def tell(self, request: Message, step: str = "") -> Operation:
         """Carry out a verb at the engine, or at all that the gateway speaks for. Raises what it fails with."""
         slots = [self.slot] if self.slot else []
-        model = "" if self.slot else self.call.generation.settings.model
         request_id = await self.call.request_id(step)
-        return await self.call.fleet.call(request, slots=slots, model=model, request_id=request_id)
+        return await self.call.fleet.call(request, slots=slots, model=self.model(), request_id=request_id)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from rlctl.errors import Reason
+from google.protobuf import json_format
+
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.bodies import Fields
-from rlctl.v1.verbs_pb2 import BucketFormat, InitWeightsUpdateGroupRequest, Shape, TensorBucket
+from rlctl.v1.verbs_pb2 import (
+    BUCKET_FORMAT_FLATTENED,
+    BUCKET_FORMAT_TENSORS,
+    BucketFormat,
+    InitWeightsUpdateGroupRequest,
+    Shape,
+    TensorBucket,
+    TensorSegment,
+)
+
+FORMATS = {None: BUCKET_FORMAT_TENSORS, "flattened_bucket": BUCKET_FORMAT_FLATTENED}
+"""By SGLang's ``load_format`` of a bucket."""
 
 
 def bucket(
-    fields: Fields, *, dtypes: str = "dtypes", format: BucketFormat.ValueType = BucketFormat.BUCKET_FORMAT_TENSORS
+    fields: Fields, *, dtypes: str = "dtypes", format: BucketFormat.ValueType = BUCKET_FORMAT_TENSORS
 ) -> TensorBucket:
     """The tensors that ``names``, ``dtypes`` (a field by that name) and ``shapes`` announce.
 
@@ -87,4 +101,24 @@ def group(
         rank_offset=numbers["rank_offset"],
         group_name=fields.take("group_name", str, name),
         backend=fields.take("backend", str, backend),
+    )
+
+
+def segments(values: Sequence[Any]) -> list[TensorSegment]:
+    """Shared memory that ``segments`` announces, each in protobuf's JSON. Raises FIELD_INVALID."""
+    made = []
+    for index, value in enumerate(values):
+        try:
+            made.append(json_format.ParseDict(value, TensorSegment()))
+        except json_format.ParseError as error:
+            raise Reason.FIELD_INVALID.error(f"it is no TensorSegment: {error}", field=f"segments[{index}]") from None
+    return made
+
+
+def pickled(field: str, next_step: str) -> RlctlError:
+    """What is said of tensors that come as pickles."""
+    return Reason.UNSUPPORTED.error(
+        "pickles are neither read nor passed on: unpickling runs what its sender likes",
+        field=field,
+        next_step=next_step,
     )

@@ -68,3 +68,25 @@ async def test_vllms_example(
         )
     assert len({step["model_digest"] for step in steps}) == 2
     assert all(len(step["texts"]) == 2 for step in steps)
+
+
+PATCHES = sorted(INTEGRATIONS.glob("*/*.patch"))
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+async def test_a_patch_is_small_and_applies_where_the_client_is_there(patch: Path) -> None:
+    async def apply(*arguments: str, directory: Path) -> str:
+        command = ("git", "apply", *arguments, str(patch))
+        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(directory.parent)}
+        git = await asyncio.create_subprocess_exec(
+            *command, cwd=directory, env=environment, stdout=asyncio.subprocess.PIPE
+        )
+        output, _ = await git.communicate()
+        assert git.returncode == 0, patch
+        return output.decode()
+
+    counted = [line.split()[:2] for line in (await apply("--numstat", directory=ROOT)).splitlines()]
+    assert 0 < sum(int(number) for numbers in counted for number in numbers) <= 60
+    client = ROOT / ".clients" / patch.stem.replace("-", "==", 1)
+    if client.exists():
+        await apply("--check", directory=client)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from rlctl.client.enums import number
@@ -18,7 +17,6 @@ from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import Operation
 
 GROUP = "weight_update_group"
-_FORMATS = {None: verbs_pb2.BUCKET_FORMAT_TENSORS, "flattened_bucket": verbs_pb2.BUCKET_FORMAT_FLATTENED}
 
 
 @dataclass(frozen=True)
@@ -105,31 +103,25 @@ def _from_disk(fields: Fields) -> Message:
 
 def _from_tensor(fields: Fields) -> Message:
     if "serialized_named_tensors" in fields.values:
-        raise Reason.UNSUPPORTED.error(
-            "pickles are not read: unpickling runs what its sender likes",
-            field="serialized_named_tensors",
-            next_step="Announce shared segments (`segments`, as TensorSegment has them), or use fleet.publisher().",
+        raise weights.pickled(
+            "serialized_named_tensors",
+            "Announce shared segments (`segments`, as TensorSegment has them), or use fleet.publisher().",
         )
-    request = verbs_pb2.UpdateWeightsFromTensorRequest(
+    return verbs_pb2.UpdateWeightsFromTensorRequest(
         weight_version=fields.take("weight_version", str, ""),
         load_format=fields.take("load_format", str, ""),
         options=_options(fields),
+        segments=weights.segments(fields.take_list("segments", dict)),
     )
-    for index, given in enumerate(fields.take_list("segments", dict)):
-        try:
-            json_format.ParseDict(given, request.segments.add())
-        except json_format.ParseError as error:
-            raise Reason.FIELD_INVALID.error(str(error), field=f"segments[{index}]") from None
-    return request
 
 
 def _from_distributed(fields: Fields) -> Message:
     load_format = fields.take("load_format", str, None)
-    if load_format not in _FORMATS:
+    if load_format not in weights.FORMATS:
         raise Reason.UNSUPPORTED.error(f"{load_format!r} is no format of a bucket", field="load_format")
     return verbs_pb2.UpdateWeightsFromDistributedRequest(
         group_name=fields.take("group_name", str, GROUP),
-        buckets=[weights.bucket(fields, format=_FORMATS[load_format])],
+        buckets=[weights.bucket(fields, format=weights.FORMATS[load_format])],
         weight_version=fields.take("weight_version", str, ""),
         options=_options(fields),
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rlctl.gateway.dialect import Dialect
-from rlctl.gateway.dialects import sglang_admin, sglang_weights
+from rlctl.gateway.dialects import sglang_adapters, sglang_admin, sglang_reads, sglang_weights
 from rlctl.gateway.dialects.sglang_words import refused
 from rlctl.gateway.generation.routes import routes
 from rlctl.gateway.generation.service import Generation
 from rlctl.gateway.openapi import served
 from rlctl.gateway.table import ENGINE
 
-ROWS = (*sglang_admin.ROWS, *sglang_weights.ROWS)
+ROWS = (*sglang_admin.ROWS, *sglang_reads.ROWS, *sglang_weights.ROWS, *sglang_adapters.ROWS)
 
 GENERATING = (*routes(), *routes(ENGINE))
 

@@ -1,13 +1,12 @@
-"""SGLang's routes that change weights, groups, versions and adapters; and slime's and Miles's beside them."""
+"""SGLang's routes that change weights, groups and versions; and slime's and Miles's beside them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import json_format
-
 from rlctl.errors import OperationFailed, Reason
-from rlctl.gateway import engines
+from rlctl.gateway import engines, weights
+from rlctl.gateway.bodies import Fields
 from rlctl.gateway.dialect import Reply
 from rlctl.gateway.dialects.sglang_admin import SELECTORS
 from rlctl.gateway.dialects.sglang_words import done, saying_success
@@ -22,8 +21,6 @@ FORMATS = ("flattened_bucket",)
 KINDS = ("full", "partial")
 DEFAULT_GROUP = "weight_update_group"
 
-_FORMAT = {None: verbs_pb2.BUCKET_FORMAT_TENSORS, "flattened_bucket": verbs_pb2.BUCKET_FORMAT_FLATTENED}
-
 
 @saying_success(num_paused_requests=0)
 async def from_disk(asked: Asked) -> Reply:
@@ -35,7 +32,7 @@ async def from_disk(asked: Asked) -> Reply:
     if asked["keep_pause"]:
         options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
     request = verbs_pb2.UpdateWeightsFromDiskRequest(
-        header=await asked.header(model=await _model(asked)),
+        header=await asked.header(model=asked.model()),
         model_path=asked["model_path"],
         load_format=asked["load_format"] or "",
         weight_version=_label(asked["weight_version"]),
@@ -55,7 +52,7 @@ async def begin_weight_update(asked: Asked) -> Reply:
     request = update_pb2.BeginWeightUpdateRequest(
         header=await asked.header(),
         implicit=True,
-        model=await _model(asked),
+        model=asked.model(),
         kind=_kind(asked),
         options=verbs_pb2.UpdateOptions(selector=_selector(asked), flush_cache=False),
     )
@@ -100,7 +97,7 @@ async def init_group(asked: Asked) -> Reply:
         if not 0 <= value < 1 << 31:
             raise Reason.FIELD_INVALID.error(f"it is {value}", field=name)
     request = verbs_pb2.InitWeightsUpdateGroupRequest(
-        header=await asked.header(model=await _model(asked)),
+        header=await asked.header(model=asked.model()),
         master_address=asked["master_address"],
         master_port=port,
         rank_offset=offset,
@@ -128,17 +125,9 @@ async def destroy_group(asked: Asked) -> Reply:
 @saying_success()
 async def from_distributed(asked: Asked) -> Reply:
     """Take tensors in that the client broadcasts: into the open update, or as a whole update outside of a pause."""
-    shapes = asked["shapes"]
-    if any(size < 0 for shape in shapes for size in shape):
-        raise Reason.FIELD_INVALID.error("a size is below zero", field="shapes")
-    bucket = verbs_pb2.TensorBucket(
-        names=asked["names"],
-        dtypes=[f"torch.{name.removeprefix('torch.')}" for name in asked["dtypes"]],
-        shapes=[verbs_pb2.Shape(dims=shape) for shape in shapes],
-        format=_FORMAT[asked["load_format"]],
-    )
+    bucket = weights.bucket(Fields(dict(asked.values)), format=weights.FORMATS[asked["load_format"]])
     request = verbs_pb2.UpdateWeightsFromDistributedRequest(
-        header=await asked.header(model=await _model(asked)),
+        header=await asked.header(model=asked.model()),
         group_name=asked["group_name"],
         buckets=[bucket],
         weight_version=_label(asked["weight_version"]),
@@ -153,22 +142,17 @@ async def from_distributed(asked: Asked) -> Reply:
 async def from_tensor(asked: Asked) -> Reply:
     """Take tensors in out of memory that the engines share with the client."""
     if not asked["segments"]:
-        raise Reason.UNSUPPORTED.error(
-            "serialized_named_tensors holds pickles, which rlctl never reads nor passes on",
-            field="serialized_named_tensors",
-            next_step="Send over a group (update_weights_from_distributed), or name shared memory in `segments`.",
+        raise weights.pickled(
+            "serialized_named_tensors",
+            "Send over a group (update_weights_from_distributed), or name shared memory in `segments`.",
         )
     request = verbs_pb2.UpdateWeightsFromTensorRequest(
-        header=await asked.header(model=await _model(asked)),
+        header=await asked.header(model=asked.model()),
         weight_version=_label(asked["weight_version"]),
         options=_options(asked),
         kind=_kind(asked),
+        segments=weights.segments(asked["segments"]),
     )
-    for index, segment in enumerate(asked["segments"]):
-        try:
-            json_format.ParseDict(segment, request.segments.add())
-        except json_format.ParseError as error:
-            raise Reason.FIELD_INVALID.error(f"it is no TensorSegment: {error}", field=f"segments[{index}]") from None
     operation = await asked.call.fleet.call(request)
     return done(f"Success{_versioned(operation)}")
 
@@ -207,42 +191,6 @@ async def post_process_weights(_: Asked) -> Reply:
     return done("Weights are processed when their update ends.")
 
 
-@saying_success(error_message=None, loaded_adapters={})
-async def load_lora(asked: Asked) -> Reply:
-    """Every engine of the model reads an adapter."""
-    request = verbs_pb2.LoadAdapterRequest(
-        header=await asked.header(model=await _model(asked)),
-        name=asked["lora_name"],
-        path=asked["lora_path"],
-        pinned=asked["pinned"],
-    )
-    return _adapters(await asked.call.fleet.call(request))
-
-
-@saying_success(error_message=None, loaded_adapters={})
-async def unload_lora(asked: Asked) -> Reply:
-    """Every engine of the model unloads an adapter."""
-    request = verbs_pb2.UnloadAdapterRequest(
-        header=await asked.header(model=await _model(asked)), name=asked["lora_name"]
-    )
-    return _adapters(await asked.call.fleet.call(request))
-
-
-@saying_success(error_message=None, loaded_adapters={})
-async def load_lora_from_tensors(_: Asked) -> Reply:
-    """Not supported: pickles."""
-    raise Reason.UNSUPPORTED.error(
-        "serialized_named_tensors holds pickles, which rlctl never reads nor passes on",
-        field="serialized_named_tensors",
-        next_step="Save the adapter and load it, or send it with the SDK's publisher.",
-    )
-
-
-def _adapters(operation: Operation) -> Reply:
-    loaded = {adapter.name: adapter.path for adapter in operation.adapters}
-    return Reply({"success": True, "error_message": None, "loaded_adapters": loaded})
-
-
 def _options(asked: Asked) -> verbs_pb2.UpdateOptions:
     values = asked.values
     return verbs_pb2.UpdateOptions(
@@ -270,11 +218,6 @@ def _label(version: str | int | None) -> str:
 def _versioned(operation: Operation) -> str:
     label = operation.weight_version.label
     return f" Weight version updated to {label}." if label else ""
-
-
-async def _model(asked: Asked) -> str:
-    """The gateway's model, where it has one; the coordinator knows an engine's, and the only one that is updated."""
-    return "" if asked.slot else asked.call.generation.settings.model
 
 
 _VERSION = Field("weight_version", str | int, None)
@@ -396,26 +339,5 @@ ROWS = (
         "",
         [_flag("restore_weights_before_load"), _flag("post_process_quantization")],
         note="slime's; confirmed, the update's end does it",
-    ),
-    Row(
-        "POST",
-        "/load_lora_adapter",
-        load_lora,
-        "LoadAdapter",
-        [Field("lora_name", str), Field("lora_path", str), _flag("pinned"), Field("lora_id", str, None)],
-        answers=_LOADED,
-        note="at all engines of the model; one of the same name is replaced",
-    ),
-    Row("POST", "/unload_lora_adapter", unload_lora, "UnloadAdapter",
-        [Field("lora_name", str), Field("lora_id", str, None)], answers=_LOADED,
-        note="refused while requests use it"),
-    Row(
-        "POST",
-        "/load_lora_adapter_from_tensors",
-        load_lora_from_tensors,
-        "",
-        [Field("lora_name", str), Field("config_dict", dict), Field("serialized_named_tensors", [str])],
-        answers={400: "not supported"},
-        note="refused: pickles",
     ),
 )  # fmt: skip

@@ -186,11 +186,7 @@ async def _taken_in(call: Call, fields: Fields) -> list[Message]:
         info.accept("packed_num_buffers", "sizes", "extras")
         for name in ("ipc_handles", "ipc_handles_pickled"):
             if info.take(name, object, None) is not None:
-                raise Reason.UNSUPPORTED.error(
-                    "pickles are not read: unpickling runs what its sender likes",
-                    field=f"update_info.{name}",
-                    next_step="Send them over a group, or use fleet.publisher().",
-                )
+                raise weights.pickled(f"update_info.{name}", "Send them over a group, or use fleet.publisher().")
         dtypes = "dtype_names" if "dtype_names" in info.values else "dtypes"
         group = info.take("group_name", str, request.group_name)
         agreed = vllm_transfer.packed_bytes(group)
