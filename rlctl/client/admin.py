@@ -57,12 +57,14 @@ class AsyncAdmin:
         validate_only: bool = False,
         check: bool = True,
     ) -> Operation:
-        """Carry out any verb of the table from its request message.
+        """Carry out any verb of the table from its request message, which stays as it is: each call is one of its own.
 
         ``timeout_s`` bounds the operation (the verb's default if None), ``request_id`` makes a repeat return the
         recorded result, ``check=False`` returns operations that did not end OK instead of raising.
         """
-        verb = of_request(request)
+        verb, given = of_request(request), request
+        request = type(given)()
+        request.CopyFrom(given)
         header: common_pb2.RequestHeader = request.header  # type: ignore[attr-defined]
         if model or slots or stages:
             header.target.CopyFrom(common_pb2.Target(model=model, slots=slots, stages=stages))

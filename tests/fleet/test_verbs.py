@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from rlctl.client import aio
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
@@ -237,6 +238,16 @@ async def test_a_repeat_returns_the_recorded_result_and_another_body_is_refused(
     request.mode = 1
     error = await refusal(fleet.stub.PauseGeneration(request))
     assert (error.reason, error.field) == (Reason.REQUEST_ID_REUSED, "header.request_id")
+
+
+async def test_the_sdk_takes_a_message_again_for_another_call(fleet: InProcessFleet) -> None:
+    request = v.FlushCacheRequest()
+    async with await aio.connect(fleet.server.address) as client:
+        first = await client.call(request, slots=["a"], timeout_s=5.0)
+        again = await client.call(request)
+    assert first.operation_id != again.operation_id
+    assert [len(operation.stage_results) for operation in (first, again)] == [1, 2]
+    assert request == v.FlushCacheRequest()
 
 
 async def test_a_caller_that_leaves_does_not_undo_the_operation(fleet: InProcessFleet) -> None:
