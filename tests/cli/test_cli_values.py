@@ -66,7 +66,7 @@ def test_nested_options_are_flattened_and_repeated_messages_left_out() -> None:
 
 def test_a_field_named_like_an_option_of_every_command_gets_a_prefix() -> None:
     flags = [field.flag for field in fields.fields_of(verbs_pb2.LoadAdapterRequest.DESCRIPTOR, {"--name", "--version"})]
-    assert flags == ["--request-name", "--path", "--request-version", "--pinned", "--abort-requests"]
+    assert flags == ["--request-name", "--path", "--request-version", "--pinned", "--abort-requests", "--only-new"]
 
 
 def _assigned(message: object, **values: object) -> object:

@@ -114,22 +114,22 @@ async def test_stages_serve_the_old_version_until_the_swap(three: InProcessFleet
 
 
 async def test_nothing_is_paused_before_every_copy_is_sealed_and_verified(three: InProcessFleet) -> None:
-    order: list[str] = []
+    order: list[tuple[str, FakeEngine]] = []
 
     async def note(engine: FakeEngine, name: str, _: Call) -> None:
-        order.append(name)
+        order.append((name, engine))
 
     plan = await stage_weights(three, "w1")
     with hooked(three, "a", "seal_update", note):
         path = three.specs[0].model_path
-
-        async def every(engine: FakeEngine, name: str, call: Call) -> None:
-            order.append(name)
-
-        fake_engine.FAULTS[path, 0] = every
+        fake_engine.FAULTS[path, 0] = note
         assert (await commit(three, plan)).state == OPERATION_STATE_OK
-    steps = ["seal_update", "check_weights", "pause_generation", "commit_update", "flush_cache", "continue_generation"]
-    assert [name for name in order if name in steps] == [name for name in steps for _ in range(3)]
+    at_once = ["seal_update", "check_weights", "pause_generation", "swap", "continue_generation"]
+    swap = ["commit_update", "flush_cache"]  # in this order at each, and no stage waits for another between them
+    names = ["swap" if name in swap else name for name, _ in order]
+    assert [name for name in names if name in at_once] == sorted([*at_once, "swap"] * 3, key=at_once.index)
+    for engine in {id(engine) for _, engine in order}:
+        assert [name for name, at in order if id(at) == engine and name in swap] == swap
 
 
 async def test_what_runs_is_treated_as_the_pause_says(three: InProcessFleet) -> None:
