@@ -159,7 +159,7 @@ async def test_a_second_batch_that_is_wrong_ends_it_with_the_rest_stale(three: I
     assert ended.state == OPERATION_STATE_PARTIAL
     assert ended.weight_version.label == "step-1"
     assert outcomes(ended) == {"a": OUTCOME_APPLIED, "b": OUTCOME_DIRTY, "c": OUTCOME_REJECTED}
-    assert states(three) == [STAGE_STATE_READY, STAGE_STATE_DIRTY, STAGE_STATE_STALE]
+    await eventually(lambda: states(three) == [STAGE_STATE_READY, STAGE_STATE_DIRTY, STAGE_STATE_STALE])
     assert routable(three) == [True, False, False]
     assert admitted(three) == ["step-1"]
     assert not any(three.stage(slot).report.update_id for slot in "abc")
@@ -176,10 +176,11 @@ async def test_a_batch_does_not_serve_the_published_version_before_it_is_verifie
 
     fake_engine.FAULTS[three.specs[0].model_path, 0] = look
     await send(three, plan)
-    await commit_batch(three, plan, digest("w1"))
+    last = (await commit_batch(three, plan, digest("w1"))).next
     assert seen == [(common.STAGE_STATE_UPDATING, [], "WEIGHTS_STALE")]
     assert three.stage("b").routable
     assert not three.stage("b").quarantine.reason
+    await abort(three, last)
 
 
 @pytest.mark.parametrize("end", ["abort", "lease", "deadline", "journal"])
@@ -234,7 +235,8 @@ async def test_the_coordinator_that_leaves_while_a_batch_is_committed_begins_no_
     async with asyncio.timeout(10):
         await run.ended.wait()
     assert run.operation.state == OPERATION_STATE_PARTIAL
-    assert states(three) == [STAGE_STATE_READY, STAGE_STATE_STALE, STAGE_STATE_STALE]
+    assert routable(three) == [True, False, False]
+    await eventually(lambda: states(three) == [STAGE_STATE_READY, STAGE_STATE_STALE, STAGE_STATE_STALE])
 
 
 async def test_sources_that_changed_their_weights_between_batches_are_told(three: InProcessFleet) -> None:
@@ -243,7 +245,8 @@ async def test_sources_that_changed_their_weights_between_batches_are_told(three
     error = await refusal(commit_batch(three, plan, digest("w2")))
     assert (error.reason, error.field) == (Reason.DIGEST_MISMATCH, "expected_digest")
     assert (await abort(three, plan)).state == OPERATION_STATE_PARTIAL
-    assert states(three) == [STAGE_STATE_READY, STAGE_STATE_DIRTY, STAGE_STATE_STALE]
+    assert routable(three) == [True, False, False]
+    await eventually(lambda: states(three) == [STAGE_STATE_READY, STAGE_STATE_DIRTY, STAGE_STATE_STALE])
 
 
 async def test_without_the_sources_digest_later_batches_must_hold_what_the_first_one_does(
@@ -396,7 +399,9 @@ async def test_a_repeat_is_not_told_of_a_batch_that_is_not_open_yet(three: InPro
     assert (await repeats[0]).next == answer.next
     assert answer.next.groups[0].group_name != plan.groups[0].group_name
     assert (await send(three, answer.next)).state == OPERATION_STATE_OK
-    assert (await commit_batch(three, answer.next, digest("w1"))).next.batch.number == 3
+    last = (await commit_batch(three, answer.next, digest("w1"))).next
+    assert last.batch.number == 3
+    await abort(three, last)
 
 
 async def test_a_defect_after_the_first_batch_leaves_nothing_of_the_version_before_in_service(
@@ -413,4 +418,4 @@ async def test_a_defect_after_the_first_batch_leaves_nothing_of_the_version_befo
     assert outcomes(ended) == {"a": OUTCOME_APPLIED, "b": OUTCOME_REJECTED, "c": OUTCOME_REJECTED}
     assert "ZeroDivisionError" in ended.stage_results[1].error.message
     assert admitted(three) == ["step-1"]
-    assert states(three) == [STAGE_STATE_READY, STAGE_STATE_STALE, STAGE_STATE_STALE]
+    await eventually(lambda: states(three) == [STAGE_STATE_READY, STAGE_STATE_STALE, STAGE_STATE_STALE])
