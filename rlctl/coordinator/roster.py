@@ -247,10 +247,11 @@ class Roster:
         self, slots: Collection[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
     ) -> None:
         """End the quarantines that slots have now, as :meth:`change` does; one that comes meanwhile stays."""
-        known = {slot.name: slot.record.quarantine.SerializeToString() for slot in slots}
+        # Compared as messages: their bytes need not be those of a copy, since maps have no order.
+        known = {slot.name: ErrorDetail.FromString(slot.record.quarantine.SerializeToString()) for slot in slots}
 
         def lift(record: SlotRecord) -> None:
-            if record.quarantine.SerializeToString() == known[record.registration.slot]:
+            if record.quarantine == known[record.registration.slot]:
                 record.ClearField("quarantine")
 
         await self.change(slots, lift, write)

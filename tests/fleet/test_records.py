@@ -285,3 +285,15 @@ async def test_a_target_of_an_update_that_is_being_accepted_does_not_leave(fleet
         plan = await begin(fleet)
     assert (await refusal(leaving[0])).reason is Reason.UPDATE_IN_PROGRESS
     assert [target.slot for target in plan.targets] == ["a", "b"]
+
+
+async def test_a_quarantine_is_lifted_whatever_its_cause_says(make_fleet: Callable[..., Any]) -> None:
+    """A copy of a cause with several metadata is the same, and its bytes may be others."""
+    async with make_fleet(a=1, heal=False) as fleet:
+        roster = fleet.server.coordinator.roster
+        for number in range(50):
+            metadata = {f"key-{number}-{each}": "value" for each in range(12)}
+            cause = Reason.DIGEST_MISMATCH.error("differs", metadata=metadata).detail()
+            await roster.quarantine({roster.slots["a"]: cause})
+            await roster.lift_quarantine([roster.slots["a"]])
+            assert not roster.slots["a"].record.HasField("quarantine"), number
