@@ -172,8 +172,8 @@ class Relay:
                 return
             except TimeoutError:
                 return  # the stream may have it: whoever has not answered is UNKNOWN
-            except Exception:  # noqa: BLE001
-                pass  # an engine that cannot order has failed, and says so in its results
+            except Exception:  # noqa: BLE001 - an engine that cannot order has failed, and says so in its results
+                pass
         if not all(r.done() for r in results):
             await self._withdraw(call.command_id)
 

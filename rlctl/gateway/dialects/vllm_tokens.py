@@ -207,11 +207,7 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
     news = running.streamed(call, samples)
     try:
         async for new in news:
-            part = Sample()
-            for each in new.parts:
-                part.text += each.text
-                part.output_ids.extend(each.output_ids)
-                part.output_logprobs.extend(each.output_logprobs)
+            part = new.part
             made[new.index] += len(part.output_ids)
             if asked.running_usage:
                 head["usage"] = _usage(len(prompt), made[new.index])

@@ -244,11 +244,7 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield event({**head, "choices": [choice]})
         async for new in news:
-            part = Sample()
-            for each in new.parts:
-                part.text += each.text
-                part.output_ids.extend(each.output_ids)
-                part.output_logprobs.extend(each.output_logprobs)
+            part = new.part
             if new.ended is not None:
                 ended.append(new.ended)
             yield event({**head, "choices": [_choice(asked, new.index, part, new.ended, chunk=True)]})

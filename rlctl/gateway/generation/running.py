@@ -34,6 +34,16 @@ class News:
     parts: Sequence[Sample]
     ended: RolloutSample | None = None
 
+    @property
+    def part(self) -> Sample:
+        """What has come, as one: its text, tokens and log probabilities."""
+        joined = Sample()
+        for each in self.parts:
+            joined.text += each.text
+            joined.output_ids.extend(each.output_ids)
+            joined.output_logprobs.extend(each.output_logprobs)
+        return joined
+
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     """All of them, as they ended. Raises what the first to fail fails with; the others are ended then."""
