@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,24 +13,38 @@ from typing import Self
 from rlctl.client import aio
 from rlctl.client.fleet import Fleet
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.engine import recognise
+from rlctl.launch.local_launcher import LocalLauncher
+from rlctl.launch.processes import Process, stop_all
+from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.loops import LoopThread
 from rlctl.transport.auth import load_token
+
+READY_S = 10.0
 
 
 def embedded(
     stages: Sequence[str] = (),
     *,
+    model: str = "actor",
+    options: Mapping[str, str] | None = None,
     journal: str | Path | None = None,
     listen: str = "127.0.0.1:0",
     token: str | None = None,
     insecure: bool = False,
     heal_by_hand: Collection[str] = (),
 ) -> EmbeddedFleet:
-    """Start a coordinator on threads of this process and take charge of stage servers.
+    """Start a coordinator on threads of this process and take charge of stages. Returns when each of them may serve, or
+    after 10 s: one may have to be healed first.
 
     Args:
-        stages: addresses (``host:port``) of stage servers that run without a coordinator (``rlctl stage``).
-        journal: file of the journal; a temporary one if None, which ends with this process.
+        stages: addresses (``host:port``) of stage servers that run without a coordinator (``rlctl stage``), and URLs
+            (``http://host:port``) of SGLang or vLLM servers: each of these gets a stage server in a child process,
+            which ends with this one. The server itself is attached to, and never ended.
+        model: model that the servers at URLs serve; the first one's slot is ``MODEL-0``.
+        options: the plug-in's settings for servers at URLs, as ``rlctl stage --option`` takes them (``api_key_file``).
+        journal: file of the journal; a temporary one if None, which ends with this process. The logs of child processes
+            are in ``logs`` beside it.
         listen: where the coordinator can be reached besides, by ``rlctl`` for instance; also by stage servers that
             register by themselves.
         token: bearer token, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none.
@@ -36,33 +52,55 @@ def embedded(
         heal_by_hand: models whose late joiners and restarted engines wait for :meth:`Fleet.heal`; others are brought to
             the published version without being asked.
 
-    Raises UNREACHABLE for a stage that does not answer, JOURNAL_FAILED, INSECURE_BIND.
+    Raises UNREACHABLE for a stage or server that does not answer, FIELD_INVALID for a URL at which something else does,
+    ENGINE_FAILED when a server cannot be attached to, JOURNAL_FAILED, INSECURE_BIND. Then nothing is left behind.
     """
     token = token if token is not None else load_token()
-    temporary = tempfile.TemporaryDirectory(prefix="rlctl-") if journal is None else None
-    path = Path(temporary.name) / "journal.db" if temporary else Path(str(journal))
-    config = CoordinatorConfig(path, listen, token, insecure, heal_by_hand=heal_by_hand)
-    server_loop = LoopThread("rlctl coordinator")
-    try:
-        server = server_loop.call(_start(config, stages))
-    except BaseException:
-        server_loop.stop()
-        raise
-    client_loop = LoopThread("rlctl client")
-    client = client_loop.call(aio.connect(server.address, token=token))
-    return EmbeddedFleet(client, client_loop, server, server_loop, temporary)
+    with ExitStack() as resources:
+        if journal is None:
+            journal = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-"))) / "journal.db"
+        journal = Path(journal)
+        loop = LoopThread("rlctl coordinator")
+        resources.callback(loop.stop)
+        urls = [stage for stage in stages if "://" in stage]
+        engines = loop.call(_attached(urls, model, dict(options or {})))
+        config = CoordinatorConfig(journal, listen, token, insecure, heal_by_hand=heal_by_hand)
+        server = loop.call(_start(config))
+        resources.callback(lambda: loop.call(server.stop()))
+        launcher = LocalLauncher(journal.parent / "logs", token=token, insecure=insecure, module="rlctl")
+        children: list[Process] = []
+        resources.callback(lambda: stop_all(children))
+        children.extend(launcher.launch(spec, 0, "") for spec in engines)
+        attached = [child.announced(LOAD_S)["address"] for child in children]
+        loop.call(_adopt(server, [*attached, *(stage for stage in stages if stage not in urls)]))
+        client_loop = LoopThread("rlctl client")
+        try:
+            client = client_loop.call(aio.connect(server.address, token=token))
+        except BaseException:
+            client_loop.stop()
+            raise
+        return EmbeddedFleet(client, client_loop, server.address, loop, resources.pop_all())
 
 
-async def _start(config: CoordinatorConfig, stages: Sequence[str]) -> CoordinatorServer:
+async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) -> list[EngineSpec]:
+    found = await asyncio.gather(*(recognise(url, options) for url in urls))
+    return [
+        EngineSpec(f"{model}-{index}", checkpoint, model, engine, options={**options, "url": url})
+        for index, (url, (engine, checkpoint)) in enumerate(zip(urls, found, strict=True))
+    ]
+
+
+async def _start(config: CoordinatorConfig) -> CoordinatorServer:
     server = CoordinatorServer(config)
     await server.start()
-    try:
-        for address in stages:
-            await server.coordinator.adopt(address)
-    except BaseException:
-        await server.stop()
-        raise
     return server
+
+
+async def _adopt(server: CoordinatorServer, addresses: Sequence[str]) -> None:
+    slots = [await server.coordinator.adopt(address) for address in addresses]
+    with suppress(TimeoutError):
+        async with asyncio.timeout(READY_S):
+            await server.coordinator.roster.until(lambda: not any(slot.not_routable() for slot in slots))
 
 
 class EmbeddedFleet(Fleet):
@@ -73,18 +111,13 @@ class EmbeddedFleet(Fleet):
     """
 
     def __init__(
-        self,
-        client: aio.AsyncFleet,
-        client_loop: LoopThread,
-        server: CoordinatorServer,
-        server_loop: LoopThread,
-        temporary: tempfile.TemporaryDirectory[str] | None,
+        self, client: aio.AsyncFleet, client_loop: LoopThread, address: str, loop: LoopThread, resources: ExitStack
     ) -> None:
+        """``resources``: what goes with the coordinator, which runs on ``loop``."""
         super().__init__(client, client_loop)
-        self.address = server.address
-        self._server = server
-        self._server_loop = server_loop
-        self._temporary = temporary
+        self.address = address
+        self._coordinator_loop = loop
+        self._resources = resources
 
     def __enter__(self) -> Self:
         """Use it as a context manager to stop it."""
@@ -97,10 +130,9 @@ class EmbeddedFleet(Fleet):
         self.close()
 
     def close(self) -> None:
-        """Close the client, stop the coordinator; stages serve until their lease has run out."""
+        """Close the client, end the child processes, stop the coordinator; stages serve until their lease has run out,
+        and servers that were attached to go on.
+        """
         super().close()
-        if self._server_loop.running:
-            self._server_loop.call(self._server.stop())
-            self._server_loop.stop()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._coordinator_loop.running:  # not where this process was forked off: they are the parent's
+            self._resources.close()

@@ -23,7 +23,8 @@ Ranks of its own. An engine that is a server with rank processes of its own is l
 answers once is filed for each of them with evidence ENGINE. It says by itself which ranks answered for themselves. An
 adapter is loaded, for all that it says, when every rank has said so to it: nothing else proves that. Where such a
 server can be larger than a host, the entry point group ``rlctl.engines.nodes`` names what runs on every further one:
-an engine whose rank is the number of its host, which starts the server's part there and is told of no verbs.
+an engine whose rank is the number of its host, which starts the server's part there and is told of no verbs. Servers
+that run already are recognised by what ``rlctl.engines.attached`` names: see :func:`recognise`.
 
 Weights. An engine whose weights cannot simply be written into (packed, quantised or captured) overrides the hooks of
 :class:`rlctl.weights.loading.LoadHooks`: ``prepare_load`` before the first tensor of an update, ``finalize_load`` after
@@ -196,6 +197,22 @@ def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
             known: KnownOptions | None = point.load()(given)
             return known
     return None
+
+
+async def recognise(url: str, options: Mapping[str, str]) -> tuple[str, str]:
+    """What kind of engine server answers at a URL, and the checkpoint that it says it has loaded.
+
+    Each plug-in of the entry point group ``rlctl.engines.attached`` names a coroutine function of ``url`` and
+    ``options``: it returns the checkpoint, "" where what answers there is not of its kind. Raises UNREACHABLE;
+    FIELD_INVALID when it is of no known kind, or does not take the key.
+    """
+    points = sorted(entry_points(group="rlctl.engines.attached"), key=lambda point: point.name)
+    for point in points:
+        checkpoint: str = await point.load()(url, options)
+        if checkpoint:
+            return point.name, checkpoint
+    kinds = " or ".join(point.name for point in points)
+    raise Reason.FIELD_INVALID.error(f"what answers at {url} is no server of {kinds}", field="url")
 
 
 def installed_engines() -> list[str]:

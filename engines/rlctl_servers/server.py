@@ -6,7 +6,7 @@ import abc
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlctl.errors import Reason, RlctlError
 from rlctl_servers.http import Http
@@ -19,6 +19,25 @@ PROBE_S = 10.0
 UNREACHABLE_LOOKS = 3
 SILENT_S = 90.0
 """A server that takes connections and does not answer is busy, for a while."""
+
+
+async def told_at(product: str, url: str, path: str, api_key: str) -> dict[str, Any]:
+    """The JSON object that a server answers a GET with; {} where what is there has no such answer.
+
+    Raises UNREACHABLE, and FIELD_INVALID where it does not take the key.
+    """
+    http = Http(product, url.rstrip("/"), api_key)
+    try:
+        answer = await http.call(path, timeout_s=PROBE_S, admin=False)
+    except TimeoutError:
+        raise Reason.UNREACHABLE.error(f"what is at {url} does not answer", field="url") from None
+    except RlctlError as error:
+        raise Reason.UNREACHABLE.error(error.message, field="url") from None
+    finally:
+        await http.close()
+    if answer.status in (401, 403):
+        raise Reason.FIELD_INVALID.error(f"what is at {url} does not take the key", field="options.api_key_file")
+    return answer.body if answer.ok and isinstance(answer.body, dict) else {}
 
 
 class Server(abc.ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from rlctl_servers import server
@@ -10,11 +10,17 @@ from rlctl_servers.http import Http
 
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
-from rlctl_sglang.options import Options
+from rlctl_sglang.options import Options, parse_options
 from rlctl_sglang.process import PRODUCT, Meeting, SGLangProcess
 
 DIFFUSION = "diffusion"
 """The model type that SGLang-Diffusion says, whatever its model (``multimodal_gen/.../http_server.py``)."""
+
+
+async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
+    """See :func:`rlctl.engine.recognise`."""
+    told = await server.told_at(PRODUCT, url, "/model_info", parse_options({**options, "url": url}).api_key)
+    return str(told.get("model_path", ""))
 
 
 class Server(server.Server):

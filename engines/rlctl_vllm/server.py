@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from rlctl_servers import server
@@ -10,8 +10,16 @@ from rlctl_servers.http import Http
 
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
-from rlctl_vllm.options import PRODUCT, Options
+from rlctl_vllm.options import PRODUCT, Options, parse_options
 from rlctl_vllm.process import VLLMProcess
+
+
+async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
+    """See :func:`rlctl.engine.recognise`."""
+    if "version" not in await server.told_at(PRODUCT, url, "/version", ""):
+        return ""
+    models = await server.told_at(PRODUCT, url, "/v1/models", parse_options({**options, "url": url}).api_key)
+    return str(next((model.get("root", "") for model in models.get("data", ())), ""))
 
 
 class Server(server.Server):

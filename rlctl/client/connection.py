@@ -25,7 +25,7 @@ RETRY_S = (0.1, 0.2, 0.5, 1.0)
 
 
 class Connection:
-    """Calls one coordinator."""
+    """Calls one coordinator. Once it is closed, everything raises CANCELLED."""
 
     def __init__(self, address: str, token: str | None) -> None:
         self.address = address
@@ -65,6 +65,8 @@ class Connection:
                 return await getattr(self._stub, method)(request, timeout=remaining, metadata=bearer(self.token))
             except grpc.aio.AioRpcError as error:
                 failure = from_grpc(error)
+            except grpc.aio.UsageError:
+                raise closed() from None
             pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
             if not _repeatable(failure) or remaining < pause:
                 raise failure
@@ -73,18 +75,27 @@ class Connection:
 
     async def stream(self, method: str, request: Message) -> AsyncIterator[Any]:
         """A server-streaming RPC."""
-        call = getattr(self._stub, method)(request, metadata=bearer(self.token))
+        call: Any = None
         try:
+            call = getattr(self._stub, method)(request, metadata=bearer(self.token))
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
+        except grpc.aio.UsageError:
+            raise closed() from None
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
 
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+
+def closed() -> RlctlError:
+    """What is asked of a connection that was closed fails with."""
+    return Reason.CANCELLED.error("the connection to the fleet was closed", next_step="Connect anew.")
 
 
 def _repeatable(error: RlctlError) -> bool:

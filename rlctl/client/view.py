@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rlctl.client.connection import Connection
+from rlctl.client.connection import Connection, closed
 from rlctl.errors import RlctlError, Unauthenticated
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.coordinator_pb2 import WatchFleetRequest
@@ -32,6 +32,7 @@ class FleetView:
         self.revision = 0
         """Of the fleet, as the coordinator numbers its changes, at the last news."""
         self._refusal: Unauthenticated | None = None
+        self._closed = False
         self._watching: asyncio.Task[None] | None = None
         self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
 
@@ -64,19 +65,23 @@ class FleetView:
         await self._changed.wait()
 
     def check(self) -> None:
-        """Raise TOKEN_MISSING or TOKEN_INVALID where there will be no news, as the coordinator does not let us watch.
+        """Raise TOKEN_MISSING or TOKEN_INVALID where there will be no news, as the coordinator does not let us watch;
+        CANCELLED once it is closed.
 
         One that has told of its fleet may do so again: its stages go on serving meanwhile.
         """
+        if self._closed:
+            raise closed()
         if self._models is None and self._refusal is not None:
             raise self._refusal
 
     async def known(self) -> None:
         """Wait until the coordinator has told of the fleet for the first time. Raises as :meth:`check`."""
         self._watch_now()
+        self.check()
         while self._models is None:
-            self.check()
             await self.changed()
+            self.check()
 
     @contextmanager
     def on_loss(self, stage: Stage, call: Callable[[], object]) -> Iterator[None]:
@@ -93,7 +98,9 @@ class FleetView:
             del watched[key]
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; whoever waits for news is woken."""
+        self._closed = True
+        self._changed.set()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

@@ -115,7 +115,7 @@ class LaunchedFleet:
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log; then all are stopped.
         """
         try:
-            (self.directory / "logs").mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._start_coordinator(self._listen)
             self._say(f"coordinator at {self.address}")
             self._launcher.reserve(self._reserved)

@@ -307,6 +307,26 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
     assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
 
 
+def test_a_trainer_takes_charge_of_it_by_its_url(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = tiny
+    http = driver.engine._server.http
+    for name, admin in (("api", False), ("admin", True)):
+        (tmp_path / name).write_text(http._keys[admin])
+    keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
+    with rlctl.embedded([http.url], options={**keys, "allowed_roots": str(tmp_path)}) as fleet:
+        (stage,) = fleet.status().stages
+        assert (stage.registration.slot, stage.routable) == ("actor-0", True)
+        (sample,) = fleet.generate(encode("4"), max_new_tokens=8, temperature=0).samples
+        assert list(sample.output_ids) == greedy(model, encode("4"), 8)
+        other = changed(model, seed=9)
+        other.save_pretrained(tmp_path / "other")
+        for path, served in ((tmp_path / "other", other), (checkpoint, model)):
+            assert fleet.update_weights_from_disk(str(path), options=RETRACT).state == OPERATION_STATE_OK
+            (sample,) = fleet.generate(encode("4"), max_new_tokens=8, temperature=0).samples
+            assert list(sample.output_ids) == greedy(served, encode("4"), 8)
+    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+
+
 def test_up_attaches_to_external_engines_by_slimes_flags_and_never_ends_them(
     driver: Driver, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,15 @@ def call(url: str, path: str) -> None:
     asyncio.run(tell())
 
 
+def test_a_trainer_takes_charge_of_it_by_its_url(url: str, tiny: tuple[Any, Path]) -> None:
+    with rlctl.embedded([url]) as fleet:
+        (stage,) = fleet.status().stages
+        assert (stage.registration.slot, stage.routable) == ("actor-0", True)
+        (sample,) = fleet.generate(encode("4"), max_new_tokens=8, temperature=0).samples
+        assert list(sample.output_ids) == greedy(tiny[0], encode("4"), 8)
+    call(url, "/resume")
+
+
 def test_up_attaches_to_it_and_never_ends_it(
     url: str, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
