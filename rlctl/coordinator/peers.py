@@ -58,6 +58,7 @@ class Peers:
         self._lease_s = lease_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
+        self._again: set[Slot] = set()
         self._grants = itertools.count(1)
         self._unanswered = Unanswered(lease_s + DRIFT_S)
         self._connecting = asyncio.Semaphore(CONNECTING)
@@ -323,7 +324,11 @@ class Peers:
                 await self._on_report(slot)
             except RlctlError as error:
                 log.warning("%s: its report could not be taken in: %s", slot.name, error)
+                if slot in self._again:
+                    return  # another one waits already, and takes in what the stage says by then
+                self._again.add(slot)
                 await asyncio.sleep(REPORT_AGAIN_S)
+                self._again.discard(slot)
                 continue
             self.grant(slot, adopt=adoptable(self._roster, slot))
             return

@@ -48,6 +48,8 @@ FOLLOWER_STARTS_S = 60.0
 """How long a follower may say nothing while its engine starts: imports and forks keep a busy host's loops waiting."""
 RESTART_AFTER_S = 1.0
 RESTART_AT_MOST_S = 60.0
+STEADY_S = 60.0
+"""An engine that ran for so long is started again at once when it fails; before that, later and later."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class StageServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._registering: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._started_at = 0.0
+        self._pause_s = 0.0
         methods = admin_methods("StageService", self._commanded, self._clock, on_link_end=self._link_ended)
         service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
         self._admin = GrpcServer(
@@ -178,6 +182,7 @@ class StageServer:
             statuses,
             self._clock,
         )
+        self._started_at = self._clock.now()
         self._worker = worker
         self._stage, self._executor = stage, Executor(stage, self._clock)
         for rank, commander in enumerate(followers, start=1):
@@ -243,8 +248,11 @@ class StageServer:
 
     async def _restart(self, old: Stage) -> None:
         """Start the engine again in this process: a new incarnation, which knows nothing of the one before."""
-        pause_s = RESTART_AFTER_S
+        if self._clock.now() - self._started_at > STEADY_S:
+            self._pause_s = 0.0
         while True:
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(max(2 * self._pause_s, RESTART_AFTER_S), RESTART_AT_MOST_S)
             try:
                 await self._engine.stop()
                 self._engine = self._new_engine()
@@ -253,8 +261,6 @@ class StageServer:
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RESTART_AT_MOST_S)
         await old.leave()
         self._register()
         self._restarting = None

@@ -271,6 +271,26 @@ async def test_the_first_version_is_published_once_the_journal_takes_it(
     await fleet.__aexit__(None, None, None)
 
 
+async def test_reports_that_cannot_be_taken_in_do_not_pile_up(
+    make_fleet: Fleets, checkpoint: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = InProcessFleet(tmp_path / "late.db", [StageSpec("a", checkpoint("one"))])
+    await fleet.start_coordinator()
+    async with full_disk(fleet, "model"):
+        fleet.server.coordinator.roster._journal = _Registering(fleet.server.coordinator._journal)
+        await fleet.start_stage(fleet.specs[0])
+        peers, roster = fleet.server.coordinator._peers, fleet.server.coordinator.roster
+        await eventually(lambda: "could not be taken in" in caplog.text)
+        slot = roster.slots["a"]
+        for _ in range(20):
+            peers._reported(slot, slot.report)
+        assert len(peers._reports) > 20
+        await eventually(lambda: caplog.text.count("could not be taken in") > 20)
+        await eventually(lambda: len(peers._reports) == 1)
+    await fleet.until(lambda stages: stages[0].routable)
+    await fleet.__aexit__(None, None, None)
+
+
 class _Registering:
     """A journal that takes a registration's records whatever else it refuses."""
 

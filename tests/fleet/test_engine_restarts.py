@@ -4,6 +4,7 @@ fail."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -94,3 +95,18 @@ async def test_an_engine_that_fails_as_it_starts_first_is_started_again(
     engines.starts[:] = ["fails"]
     async with make_fleet(a=1) as fleet:
         await ready_again(fleet, engines, 2)
+
+
+@pytest.mark.parametrize(("steady_s", "pauses_s"), [(60.0, 0.01 + 0.02 + 0.04 + 0.08 + 0.1 + 0.1), (-1.0, 0.0)])
+async def test_an_engine_that_fails_soon_after_each_start_is_started_again_later_and_later(
+    make_fleet: Callable, engines: type[Restartable], monkeypatch: pytest.MonkeyPatch, steady_s: float, pauses_s: float
+) -> None:
+    monkeypatch.setattr(server, "RESTART_AT_MOST_S", 0.1)
+    monkeypatch.setattr(server, "STEADY_S", steady_s)
+    async with make_fleet(a=1) as fleet:
+        since = time.monotonic()
+        engines.starts[:] = ["fails"] * 6
+        fleet.stages["a"]._engine.fail(LOST)
+        await ready_again(fleet, engines, 8)
+        assert time.monotonic() - since > pauses_s
+        assert fleet.stages["a"]._pause_s == (0.1 if pauses_s else 0.01)
