@@ -269,11 +269,11 @@ class Peers:
                 )
             if attached.registration.boot_id != registration.boot_id:
                 raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+            if slot.record.unseen:
+                await self._meet(slot, attached.report)
             self._refuse_succeeded()
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
-            if slot.record.unseen:
-                await self._meet(slot, attached.report)
             slot.commander = commander
             connected()
             self._unanswered.ask(slot, commander)
