@@ -277,7 +277,9 @@ class Peers:
             slot.commander = commander
             connected()
             self._unanswered.ask(slot, commander)
-            self._reported(slot, attached.report)
+            told = slot.report  # something newer may have come while it was noted who is there
+            newer = told is not None and told.revision > attached.report.revision
+            self._reported(slot, told if told is not None and newer else attached.report)
             granting = asyncio.create_task(self._keep_granting(slot))
             await receiving
         except TimeoutError:
