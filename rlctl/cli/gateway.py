@@ -53,6 +53,7 @@ from rlctl.cli.types import DURATION
     "--router-backend",
     default="",
     type=click.Choice(["", "sglang-router"]),
+    metavar="sglang-router",
     help="Run this Rust gateway in front, its workers the stages that serve.",
 )
 @click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")

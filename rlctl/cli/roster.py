@@ -8,7 +8,7 @@ from rlctl.cli import text
 from rlctl.cli.output import View
 from rlctl.cli.tables import Table, facts
 from rlctl.client.enums import short_name
-from rlctl.v1.common_pb2 import WORKER_TYPE_REGULAR, PauseMode, StageState, WorkerType
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, WORKER_TYPE_REGULAR, PauseMode, StageState, WorkerType
 from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Stage
 
 _STAGES = ("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
@@ -18,6 +18,7 @@ _STAGES_WIDE = (
 )
 _MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
 _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
+_MIXTURE = "its weights are a mixture; the trainer's next full update or `rlctl heal` clears it"
 
 
 def stages_view(stages: Sequence[Stage]) -> View:
@@ -101,7 +102,8 @@ def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
     if stage.routable or stage.not_routable == _state(stage):
         # What the operator has said must be seen whatever the state: it holds when the state is over.
-        return "; ".join(filter(None, [text.error(stage.quarantine), "" if stage.enabled else "disabled"]))
+        said = [text.error(stage.quarantine), "" if stage.enabled else "disabled"]
+        return "; ".join(filter(None, said)) or (_MIXTURE if stage.state == STAGE_STATE_DIRTY else "")
     return stage.not_routable
 
 
