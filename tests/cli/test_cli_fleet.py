@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 from cli_helpers import Cli, LiveFleet
 
-from rlctl.cli.roster import why_not
+from rlctl.cli.roster import stage_view, stages_table, why_not
 from rlctl.client.fleet import connect
 from rlctl.errors import Reason
-from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED
-from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import RankStatus, Stage, StageReport
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
 
 
@@ -275,3 +275,13 @@ def test_a_dirty_stage_has_what_clears_it_beside_it_where_no_cause_is_known() ->
     dirty.quarantine.CopyFrom(Reason.GROUP_FAILED.error("it broke").detail())
     assert why_not(dirty) == "GROUP_FAILED: it broke"
     assert why_not(Stage(state=STAGE_STATE_PAUSED, not_routable="PAUSED", enabled=True)) == ""
+
+
+def test_what_the_ranks_of_an_unreachable_stage_are_is_not_known() -> None:
+    stage = Stage(state=STAGE_STATE_READY, report=StageReport(ranks=[RankStatus(alive=True)] * 2))
+    for state, shown, alive in ((STAGE_STATE_READY, "2/2", "yes"), (STAGE_STATE_UNREACHABLE, "?/2", "?")):
+        stage.state = state
+        headers, (row,) = stages_table([stage], wide=False).shown()
+        assert row[headers.index("RANKS")] == shown
+        _, ranks, *_ = stage_view(stage).tables(False)
+        assert [line[-2] for line in ranks.rows] == [alive] * 2
