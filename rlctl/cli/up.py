@@ -182,6 +182,8 @@ def _state_view(ready: FleetState) -> View:
             ("Endpoint", ready.endpoint),
             ("Supervisor", str(ready.pid)),
             ("State", ready.directory),
+            *((f"Gateway of {model}", address) for model, address in ready.gateways.items()),
+            *((f"Router of {model}", address) for model, address in ready.routers.items()),
             ("Use it", "" if ready.endpoint == ENDPOINT else f"export RLCTL_ENDPOINT={shlex.quote(ready.endpoint)}"),
         ]
     )
