@@ -15,7 +15,22 @@ from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing import fake_engine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 
+LAST_LINES = 40
+
 grpc_aio.init_grpc_aio()  # never taken down: a server that a failed test left would be waited for until the end of time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """With a test that failed goes what the processes that it watched have logged last."""
+    report: Any = yield
+    places = getattr(item, "funcargs", {}).get("tmp_path_factory")
+    if report.failed and places is not None:
+        for log in sorted(places.getbasetemp().rglob("logs/*.log")):
+            if log.stat().st_mtime >= call.start:
+                lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                report.sections.append((f"last of {log.parent.parent.name}/{log.name}", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture
@@ -43,7 +58,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.fixture(autouse=True)
-def _no_faults_left() -> Iterator[None]:
+def _no_faults_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nor is there a test without a place for the logs of processes."""
     yield
     fake_engine.FAULTS.clear()
 

@@ -38,7 +38,7 @@ from rlctl.cli.types import DURATION
     "--tokenizer",
     default="",
     metavar="DIRECTORY",
-    help="For chats and token texts; needed where versions come over groups.  [default: the latest version's checkpoint]",
+    help="For chats; needed where versions come over groups.  [default: the latest version's checkpoint]",
 )
 @click.option(
     "--request-timeout", default="10m", show_default=True, type=DURATION, help="Most time of one request, waiting too."

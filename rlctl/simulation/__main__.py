@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 
-from rlctl.simulation.fleet import Counts
 from rlctl.simulation.mutants import MUTANTS
 from rlctl.simulation.runs import Result, run, run_in_worker, start_worker
 from rlctl.simulation.shrinking import shrink
+from rlctl.simulation.simulation import Counts
 
 TRIALS = 150
 """Runs that a failing seed is shrunk in, at most."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.simulation.coordinator_host import COORDINATOR
+from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.holding import ADAPTER_NAMES, contents, digest
-from rlctl.simulation.hosts import COORDINATOR
+from rlctl.simulation.world import Node
 from rlctl.times import duration
 from rlctl.v1 import verbs_pb2
 from rlctl.v1.common_pb2 import (
@@ -37,10 +39,6 @@ from rlctl.v1.rollout_pb2 import GenerateRequest
 from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
 from rlctl.verbs import of_request
 
-if TYPE_CHECKING:
-    from rlctl.simulation.fleet import Simulation
-    from rlctl.simulation.world import Node
-
 GRACE_S = 2.0
 """By how much a call may outlast its time before that counts as a broken promise."""
 
@@ -55,8 +53,9 @@ LOST = (Reason.LINK_LOST, Reason.UNREACHABLE, Reason.DEADLINE_EXCEEDED)
 class Caller:
     """Calls of a process to the coordinator, repeated under one request_id when the answer is lost."""
 
-    def __init__(self, sim: Simulation, node: Node) -> None:
-        self.sim = sim
+    def __init__(self, fleet: Fleet, node: Node) -> None:
+        self.fleet = fleet
+        self.sim = fleet.sim
         self.node = node
         self.random = node.random
 
@@ -91,15 +90,15 @@ class Caller:
 class Operator(Caller):
     """Uses the bare verbs. What it does at a time is drawn from ``chance``."""
 
-    def __init__(self, sim: Simulation, node: Node) -> None:
-        super().__init__(sim, node)
+    def __init__(self, fleet: Fleet, node: Node) -> None:
+        super().__init__(fleet, node)
         self._loaded = 0
 
     def _anywhere(self, chance: random.Random) -> RequestHeader:
-        model = chance.choice(sorted(self.sim.models))
+        model = chance.choice(sorted(self.fleet.models))
         target = Target(model=model)
         if chance.random() < 0.3:
-            target.slots.append(chance.choice(self.sim.slots_of(model)))
+            target.slots.append(chance.choice(self.fleet.models[model]))
         return RequestHeader(target=target)
 
     async def act(self, chance: random.Random) -> None:
@@ -154,9 +153,9 @@ class Operator(Caller):
 
     async def hurry(self, chance: random.Random) -> None:
         """Gives verbs little time, asks for the next one meanwhile, leaves before it is answered, and asks again."""
-        slot = chance.choice(sorted(self.sim.stages))
-        if chance.random() < 0.6:
-            self.sim.faults.answer_slowly(slot, chance)
+        slot = chance.choice(sorted(self.fleet.stages))
+        if chance.random() < 0.6 and not self.sim.settling:
+            self.fleet.stages[slot].answer_slowly(chance)
         for _ in range(chance.randint(2, 6)):
             short, request = self._verb(chance), self._verb(chance)
             for each in (short, request):
@@ -174,7 +173,7 @@ class Operator(Caller):
 
     async def nap(self, chance: random.Random) -> None:
         """Put a model to sleep, and wake it up."""
-        header = RequestHeader(target=Target(model=chance.choice(sorted(self.sim.models))))
+        header = RequestHeader(target=Target(model=chance.choice(sorted(self.fleet.models))))
         tags = chance.choice(([MEMORY_TAG_KV_CACHE], [MEMORY_TAG_KV_CACHE], []))
         for request in (
             verbs_pb2.PauseGenerationRequest(header=header, mode=chance.choice(MODES)),
@@ -192,7 +191,7 @@ class Operator(Caller):
     async def from_disk(self, chance: random.Random) -> None:
         """An update by checkpoint."""
         self._loaded += 1
-        model = chance.choice(sorted(self.sim.models))
+        model = chance.choice(sorted(self.fleet.models))
         tag = f"{model}-disk-{self._loaded}"
         self.sim.disks[tag] = contents(tag)
         header = RequestHeader(target=Target(model=model))
@@ -209,9 +208,9 @@ class Operator(Caller):
     async def load_adapter(self, chance: random.Random) -> None:
         """An adapter by file."""
         self._loaded += 1
-        model, name = chance.choice(sorted(self.sim.models)), chance.choice(("math", "code"))
+        model, name = chance.choice(sorted(self.fleet.models)), chance.choice(("math", "code"))
         tag = f"{model}-{name}-{self._loaded}"
-        self.sim.disks[tag] = self.sim.adapters[model, name, tag] = contents(tag, ADAPTER_NAMES)
+        self.sim.disks[tag] = self.sim.observer.adapters[model, name, tag] = contents(tag, ADAPTER_NAMES)
         request = verbs_pb2.LoadAdapterRequest(
             header=RequestHeader(target=Target(model=model)),
             name=name,
@@ -223,7 +222,7 @@ class Operator(Caller):
 
     async def unload_adapter(self, chance: random.Random) -> None:
         """Forget an adapter."""
-        target = Target(model=chance.choice(sorted(self.sim.models)))
+        target = Target(model=chance.choice(sorted(self.fleet.models)))
         name = chance.choice(("math", "code"))
         request = verbs_pb2.UnloadAdapterRequest(
             header=RequestHeader(target=target), name=name, abort_requests=chance.random() < 0.7
@@ -241,7 +240,7 @@ class Operator(Caller):
     async def rename(self, chance: random.Random) -> None:
         """Call the version that is published by another name, as clients do that name it after their update."""
         self._loaded += 1
-        model = chance.choice(sorted(self.sim.models))
+        model = chance.choice(sorted(self.fleet.models))
         header = RequestHeader(target=Target(model=model))
         request = CommitWeightUpdateRequest(header=header, version=f"{model}-renamed-{self._loaded}")
         with contextlib.suppress(RlctlError):
@@ -249,7 +248,7 @@ class Operator(Caller):
 
     async def disable(self, chance: random.Random) -> None:
         """Take a stage out of service for a while."""
-        slot = chance.choice(sorted(self.sim.stages))
+        slot = chance.choice(sorted(self.fleet.stages))
         for enabled in (False, True):
             with contextlib.suppress(RlctlError):
                 await self.call("SetStageEnabled", SetStageEnabledRequest(slots=[slot], enabled=enabled), 10.0)
@@ -268,12 +267,13 @@ class Operator(Caller):
 class Client:
     """Generates at one slot after the other."""
 
-    def __init__(self, sim: Simulation) -> None:
-        self.sim = sim
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.sim = fleet.sim
 
     async def generate(self, slot: str, chance: random.Random) -> None:
         """One request, served where it is sent."""
-        host = self.sim.stages.get(slot)
+        host = self.fleet.stages.get(slot)
         if host is None or not host.alive:
             return
         request = GenerateRequest(rid=self.sim.world.new_id())

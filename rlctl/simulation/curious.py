@@ -14,8 +14,10 @@ from google.protobuf.message import Message
 from rlctl.control.commander import Commander
 from rlctl.errors import RlctlError
 from rlctl.simulation.clients import Caller
-from rlctl.simulation.hosts import COORDINATOR, FOREIGN_TOKEN, StageHost
-from rlctl.simulation.world import SimClock
+from rlctl.simulation.coordinator_host import COORDINATOR, FOREIGN_TOKEN
+from rlctl.simulation.fleet import Fleet
+from rlctl.simulation.stage_host import StageHost
+from rlctl.simulation.world import Node, SimClock
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
@@ -39,6 +41,11 @@ CALL_S = 20.0
 class Curious(Caller):
     """Each of these at a time that is drawn."""
 
+    def __init__(self, fleet: Fleet, node: Node) -> None:
+        super().__init__(fleet, node)
+        self._reserved: dict[str, str] = {}
+        """What its own keys stood for when they came first."""
+
     async def act(self, chance: random.Random) -> None:
         """One of them, several times."""
         works: tuple[Callable[[random.Random], Any], ...] = (
@@ -60,10 +67,10 @@ class Curious(Caller):
             await asyncio.sleep(chance.uniform(0, 2))
 
     def _model(self, chance: random.Random) -> str:
-        return chance.choice(sorted(self.sim.models))
+        return chance.choice(sorted(self.fleet.models))
 
     def _slot(self, chance: random.Random) -> str:
-        return chance.choice(sorted(self.sim.stages))
+        return chance.choice(sorted(self.fleet.stages))
 
     async def _refused(self, method: str, request: Message) -> None:
         """It must be."""
@@ -113,9 +120,9 @@ class Curious(Caller):
     def _wrong_calls(self, model: str, slot: str) -> list[tuple[str, Message]]:
         everybody, named = RequestHeader(target=Target(model=model)), RequestHeader(target=Target(slots=[slot]))
         outsider = RequestHeader(fence=Fence(update_id="none"))
-        others = [other for other in self.sim.models if other != model]
-        foreign = Target(model=model, slots=[self.sim.slots_of(others[0])[0] if others else "nobody"])
-        registration = self.sim.stages[slot].stage
+        others = [other for other in self.fleet.models if other != model]
+        foreign = Target(model=model, slots=[self.fleet.models[others[0]][0] if others else "nobody"])
+        registration = self.fleet.stages[slot].stage
         newer = StageRegistration()
         if registration is not None:
             newer.CopyFrom(registration.registration)
@@ -200,10 +207,8 @@ class Curious(Caller):
         key = f"key-{chance.randint(1, 3)}"
         request = rpc.ReserveRequestIdRequest(key=key, body_sha256=bytes(32))
         answer = await self.call("ReserveRequestId", request, CALL_S)
-        if self.sim.keys.setdefault(key, answer.request_id) != answer.request_id:
-            self.sim.observer.broken(
-                "I2", f"{key} stands for {answer.request_id}, not for {self.sim.keys[key]} any more"
-            )
+        if (first := self._reserved.setdefault(key, answer.request_id)) != answer.request_id:
+            self.sim.observer.broken("I2", f"{key} stands for {answer.request_id}, not for {first} any more")
         await self._refused("ReserveRequestId", rpc.ReserveRequestIdRequest(key=key, body_sha256=b"x" * 32))
 
     # What belongs to somebody else.
@@ -242,8 +247,8 @@ class Curious(Caller):
 
     def _absent(self, model: str) -> str:
         """A slot of a model whose stage does not run, if there is one."""
-        slots = self.sim.slots_of(model)
-        return next((slot for slot in slots if not self.sim.stages[slot].alive), "nobody")
+        slots = self.fleet.models[model]
+        return next((slot for slot in slots if not self.fleet.stages[slot].alive), "nobody")
 
     async def _ended_operation(self) -> str:
         listed = await self.call("ListOperations", rpc.ListOperationsRequest(page_size=20), CALL_S)
@@ -252,14 +257,14 @@ class Curious(Caller):
 
     async def _adopt(self, chance: random.Random) -> None:
         """The coordinator takes charge of a stage that it is told of, which it knows already."""
-        stage = self.sim.stages[self._slot(chance)].stage
+        stage = self.fleet.stages[self._slot(chance)].stage
         if stage is not None and chance.random() < 0.3:
             request = rpc.RegisterStageRequest(registration=StageRegistration(address=stage.registration.address))
             await self.sim.network.call(self.node, COORDINATOR, "Adopt", request, CALL_S)
 
     async def _impersonate(self, chance: random.Random) -> None:
         """Somebody says that it fills a slot now. Where the one that does is not linked, it may be so."""
-        stage = self.sim.stages[self._slot(chance)].stage
+        stage = self.fleet.stages[self._slot(chance)].stage
         if stage is not None:
             request = rpc.RegisterStageRequest(registration=stage.registration)
             request.registration.boot_id = self.sim.world.new_id()
@@ -267,7 +272,7 @@ class Curious(Caller):
 
     async def _intrude(self, chance: random.Random) -> None:
         """Somebody who is not the coordinator commands a stage, or a follower rank."""
-        host = self.sim.stages[self._slot(chance)]
+        host = self.fleet.stages[self._slot(chance)]
         rank = chance.randrange(len(host.nodes))
         commander = Commander(await self.sim.network.dialer(self.node).dial(host.address(rank)), SimClock(self.node))
         receiving = asyncio.ensure_future(commander.run())
@@ -326,7 +331,7 @@ class Curious(Caller):
 
     async def _use_rollouts(self, chance: random.Random) -> None:
         """Whole answers, aborts, and requests that cannot be."""
-        host = self.sim.stages[self._slot(chance)]
+        host = self.fleet.stages[self._slot(chance)]
         whole = GenerateRequest(rid=self.sim.world.new_id())
         whole.sampling_params.max_new_tokens = chance.randint(1, 20)
         if chance.random() < 0.8:

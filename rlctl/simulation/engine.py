@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.engine import Call, Engine, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import differing
 from rlctl.simulation.fabric import Tensors
 from rlctl.simulation.holding import NAMES, Holding, digest, digests, probed
+from rlctl.simulation.simulation import Simulation
+from rlctl.simulation.slots import LEVELS, SimSlot
 from rlctl.simulation.world import Node
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
@@ -33,48 +34,22 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_RETRACT,
     TRANSPORT_DISK,
     TRANSPORT_TORCH_GLOO,
-    VERIFICATION_LEVEL_EXPECTED,
-    VERIFICATION_LEVEL_PROBE,
-    VERIFICATION_LEVEL_RECEIVED,
-    VERIFICATION_LEVEL_REPLICA,
-    VerificationLevel,
     WeightVersion,
     WorkerCoordinates,
 )
 from rlctl.v1.fleet_pb2 import Capabilities, StageLayout
 from rlctl.v1.results_pb2 import RankResult
 
-if TYPE_CHECKING:
-    from rlctl.simulation.fleet import Simulation
-
 TAGS = frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
-
-
-_BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
-
-LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
-    "plain": _BY_DIGEST,
-    "thorough": (*_BY_DIGEST, VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
-    "receiver": (VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
-    "speaker": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
-}
-"""What engines can verify, by kind. A "speaker" has its ranks inside, and answers for all of them at once."""
 
 
 @dataclass
 class Machine:
-    """What the ranks of one incarnation of an engine share: the step stream.
-
-    Attributes:
-        kind: which of :data:`LEVELS`.
-        spoken_for: ranks that each process of it is.
-    """
+    """What the ranks of one incarnation of an engine share: the step stream."""
 
     sim: Simulation
+    slot: SimSlot
     nodes: list[Node]
-    checkpoint: str
-    kind: str = "plain"
-    spoken_for: int = 1
     engines: list[SimEngine] = field(default_factory=list)
     step: int = 0
 
@@ -82,6 +57,11 @@ class Machine:
     def whole(self) -> bool:
         """Whether every rank is alive."""
         return all(node.alive for node in self.nodes)
+
+    @property
+    def spoken_for(self) -> int:
+        """Ranks that each process of it is."""
+        return self.slot.ranks // len(self.nodes)
 
 
 @dataclass
@@ -96,11 +76,11 @@ class SimEngine(Engine):
 
     name = "simulated"
 
-    def __init__(self, machine: Machine, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
+    def __init__(self, machine: Machine, rank: int, on_failure: Callable[[RlctlError], None]) -> None:
         self.machine = machine
-        self.config = config
-        self.rank = config.rank
-        self.node = machine.nodes[config.rank]
+        self.slot = machine.slot
+        self.rank = rank
+        self.node = machine.nodes[rank]
         self.holding = Holding({}, machine.sim.off)
         self._sim = machine.sim
         self.fail = on_failure
@@ -123,13 +103,11 @@ class SimEngine(Engine):
         del setup
         await asyncio.sleep(self.node.random.uniform(0.01, 0.3))
         self.machine.engines.append(self)
-        self.holding.weights = dict(self._sim.disks[self.machine.checkpoint])
-        workers = [
-            WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu") for rank in range(self.config.tp_size)
-        ]
+        self.holding.weights = dict(self._sim.disks[self.slot.checkpoint])
+        workers = [WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu") for rank in range(self.slot.ranks)]
         return EngineInfo(
             layout=StageLayout(
-                tp_size=self.config.tp_size,
+                tp_size=self.slot.ranks,
                 pp_size=1,
                 dp_size=1,
                 ep_size=1,
@@ -140,13 +118,13 @@ class SimEngine(Engine):
             capabilities=Capabilities(
                 pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
                 transports=[TRANSPORT_DISK, TRANSPORT_TORCH_GLOO],
-                verification=LEVELS[self.machine.kind],
-                answers_for_ranks=self.machine.kind == "speaker",
+                verification=LEVELS[self.slot.kind],
+                answers_for_ranks=self.slot.speaker,
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
                 staged_apply=True,
             ),
-            checkpoint=self.machine.checkpoint,
+            checkpoint=self.slot.checkpoint,
             model_digest=digest(self.holding.weights),
         )
 
@@ -196,14 +174,14 @@ class SimEngine(Engine):
 
     async def _begin(self, verb: str, call: Call) -> None:
         """Accept the command and wait for its step."""
-        fault = self._sim.faults.engine(self, verb)
+        fault = self._sim.engine_faults.at(self.node, verb)
         if fault is not None:
             await fault
         held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._held[call.command_id] = held
         call.accept()
         call.step = await held
-        self._sim.observer.applied(self, verb, call.command_id)
+        self._sim.observer.applied(self.node, self.rank, verb, call.command_id)
 
     def set_version(self, version: WeightVersion) -> None:
         """Stamp responses with it."""
@@ -219,7 +197,7 @@ class SimEngine(Engine):
     async def get_model_info(self, request: verbs.GetModelInfoRequest, call: Call) -> verbs.ModelInfo:
         """What is loaded."""
         del call
-        info = verbs.ModelInfo(model_path=self.machine.checkpoint, weight_version=self._version)
+        info = verbs.ModelInfo(model_path=self.slot.checkpoint, weight_version=self._version)
         if request.reference:
             for name in self.holding.adapters[request.adapter][1] if request.adapter else NAMES:
                 info.reference.add(name=name, dtype="torch.float32").shape.dims.append(1)
@@ -315,9 +293,9 @@ class SimEngine(Engine):
         tensors = self._disk(request.model_path)
         await self._begin("UpdateWeightsFromDisk", call)
         for name, content in tensors.items():
-            self.holding.write(name, self._sim.faults.damaged(self, content))
+            self._write(name, content)
             await asyncio.sleep(self.node.random.expovariate(1 / 0.01))
-            if self.node.random.random() < self._sim.faults.disk_error:
+            if self._sim.engine_faults.at_disk(self.node):
                 outcome = OUTCOME_DIRTY if self.holding.written else OUTCOME_REJECTED
                 raise Reason.CHECKPOINT_MISMATCH.error("a block cannot be read", outcome=outcome)
         return verbs.WeightsReport(tensors=len(tensors))
@@ -360,8 +338,13 @@ class SimEngine(Engine):
         self.holding.next_bucket(bucket, group)
         tensors = await self._interruptible(group, call)
         for name, content in zip(bucket.names, tensors.values(), strict=True):
-            if not self._sim.faults.forgets(self):
-                self.holding.write(name, self._sim.faults.damaged(self, content))
+            if not self._sim.engine_faults.forgets(self.node, self.slot, self.holding):
+                self._write(name, content)
+
+    def _write(self, name: str, content: str) -> None:
+        """Write a tensor, as it is or damaged."""
+        faults = self._sim.engine_faults
+        self.holding.write(name, faults.damaged(self.node, self.slot, self.holding, content))
 
     async def _interruptible(self, group: str, call: Call) -> Tensors:
         left = call.deadline - self.node.loop.time() - 0.1
@@ -420,7 +403,7 @@ class SimEngine(Engine):
         tensors = self._disk(request.path)
         await self._begin("LoadAdapter", call)
         for name, content in tensors.items():
-            self.holding.write(name, self._sim.faults.damaged(self, content))
+            self._write(name, content)
         assert self.holding.adapter is not None
         return verbs.AdapterList(adapters=[self.holding.adapter])
 
@@ -472,7 +455,7 @@ class SimEngine(Engine):
         if request.action == verbs.CHECK_ACTION_PROBE:
             computed = probed(self.holding.weights, request.prompts)
             return verbs.CheckReport(action=request.action, probed=computed if self.rank == 0 else ())
-        if not self.digests:
+        if not self.slot.digests:
             raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
         held = [engine.holding.asked_for(request) for engine in self.machine.engines]
         mine = self.holding.asked_for(request)
@@ -493,11 +476,6 @@ class SimEngine(Engine):
                 verbs.TensorDifference(count=len(names), first=names[0], part=part, tensors=len(mine))
             )
         return report
-
-    @property
-    def digests(self) -> bool:
-        """Whether it can digest what it holds."""
-        return VERIFICATION_LEVEL_EXPECTED in LEVELS[self.machine.kind]
 
     def _disk(self, path: str) -> Tensors:
         if path not in self._sim.disks:

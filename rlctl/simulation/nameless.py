@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl.errors import RlctlError
 from rlctl.simulation.clients import MODES, Caller
+from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.holding import NAMES, contents
+from rlctl.simulation.world import Node
 from rlctl.v1 import update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader, Target
-
-if TYPE_CHECKING:
-    from rlctl.simulation.fleet import Simulation
-    from rlctl.simulation.world import Node
 
 CALL_S = 15.0
 
@@ -24,8 +22,8 @@ CALL_S = 15.0
 class Nameless(Caller):
     """Pauses, writes over a group of its own, one call for every engine, and goes on; or is gone half-way."""
 
-    def __init__(self, sim: Simulation, node: Node) -> None:
-        super().__init__(sim, node)
+    def __init__(self, fleet: Fleet, node: Node) -> None:
+        super().__init__(fleet, node)
         self._busy = asyncio.Lock()
 
     async def act(self, chance: random.Random) -> None:
@@ -35,7 +33,7 @@ class Nameless(Caller):
 
     async def _act(self, chance: random.Random) -> None:
         """One update, whatever comes of it."""
-        model = chance.choice(sorted(self.sim.models))
+        model = chance.choice(sorted(self.fleet.models))
         tag = f"{model}-nameless-{self.sim.world.new_id()[-6:]}"
         paused = chance.random() < 0.8
         with contextlib.suppress(RlctlError):
@@ -44,8 +42,8 @@ class Nameless(Caller):
                 await self.verb(pause, CALL_S)
             begin = update_pb2.BeginWeightUpdateRequest(model=model, implicit=True)
             plan = await self.call("BeginWeightUpdate", begin, CALL_S)
-            self.sim.published[model, plan.version.sequence] = contents(tag)
-            self.sim.nameless.update(contents(tag).values())
+            self.sim.observer.published[model, plan.version.sequence] = contents(tag)
+            self.sim.observer.nameless.update(contents(tag).values())
             self.sim.observer.note(f"a nameless trainer writes {tag}")
             await self._write(plan, tag, chance)
             end = chance.random()

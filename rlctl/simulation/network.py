@@ -185,7 +185,7 @@ class Network:
         """Whether nothing gets from one to the other."""
         return any(partition.cuts(a.host, b.host) for partition in self.cut)
 
-    def part(self, partition: Partition, seconds: float, timer: Node) -> None:
+    def part(self, partition: Partition, seconds: float) -> None:
         """Cut machines off from each other for a while."""
         self.cut.append(partition)
 
@@ -205,8 +205,8 @@ class Network:
                         self.forget(end)
 
         if seconds > KEEPALIVE_S:
-            timer.later(KEEPALIVE_S, look)
-        timer.later(seconds, heal)
+            self.world.timer.later(KEEPALIVE_S, look)
+        self.world.timer.later(seconds, heal)
 
     def reset(self, node: Node) -> None:
         """Break the connections of a process."""

@@ -1,25 +1,23 @@
-"""What must hold after every step, checked against what really happened."""
+"""What must hold after every step, checked against what really happened: the processes tell of it as they do it.
+
+What can be seen only by looking into them is in :mod:`.inspection`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason
 from rlctl.ports import Delete, Put
 from rlctl.simulation.fabric import Tensors
-from rlctl.v1.common_pb2 import (
-    OUTCOME_APPLIED,
-    OUTCOME_SKIPPED,
-    STAGE_STATE_ASLEEP,
-    STAGE_STATE_PAUSED,
-    STAGE_STATE_READY,
-)
+from rlctl.simulation.holding import Holding
+from rlctl.simulation.journal import SimJournal, Store
+from rlctl.simulation.slots import SimSlot
+from rlctl.simulation.world import Node, World
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, FleetRecord, ModelRecord, OperationRecord, UpdateRecord
 from rlctl.v1.results_pb2 import (
-    OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
     OPERATION_STATE_PARTIAL,
     OPERATION_STATE_RUNNING,
@@ -28,14 +26,9 @@ from rlctl.v1.results_pb2 import (
     StageResult,
 )
 from rlctl.v1.rollout_pb2 import GenerateResponse
-from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 
-if TYPE_CHECKING:
-    from rlctl.simulation.engine import SimEngine
-    from rlctl.simulation.fleet import Simulation
-    from rlctl.simulation.holding import Holding
-    from rlctl.simulation.hosts import StageHost
-    from rlctl.simulation.journal import SimJournal
+LEASE_S = 10.0
+"""How long a coordinator lets stages serve, as from its word."""
 
 WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
 
@@ -43,8 +36,6 @@ _STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory"
 """Verbs that all ranks carry out at one step of their engine."""
 
 _PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
-
-WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
 
 
 @dataclass
@@ -69,12 +60,32 @@ class _Made:
 
 
 class Observer:
-    """Sees what no process sees: all of it at once."""
+    """Sees what no process sees: all of it at once.
 
-    def __init__(self, sim: Simulation) -> None:
-        self._sim = sim
+    Attributes:
+        history: what happened, if it is to be told.
+        published: what each version of a model is made of, by model and sequence.
+        adapters: what each adapter is made of, by model, name and version.
+        digested: updates whose trainers say which digest is right.
+        compared: partial updates whose targets are compared with each other.
+        nameless: every tensor that a trainer has sent that names no update.
+    """
+
+    def __init__(
+        self, world: World, store: Store, disks: dict[str, Tensors], slots: dict[str, SimSlot], *, telling: bool
+    ) -> None:
+        self._world = world
+        self._store = store
+        self._disks = disks
+        self._slots = slots
+        self._telling = telling
         self.violations: list[Violation] = []
         self.history: list[str] = []
+        self.published: dict[tuple[str, int], Tensors] = {}
+        self.adapters: dict[tuple[str, str, str], Tensors] = {}
+        self.digested: set[str] = set()
+        self.compared: set[str] = set()
+        self.nameless: set[str] = set()
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
         self.tokens = 0
@@ -95,8 +106,8 @@ class Observer:
 
     def note(self, what: str) -> None:
         """Add to the history."""
-        if self._sim.telling:
-            self.history.append(f"{self._sim.world.now:9.3f} {what}")
+        if self._telling:
+            self.history.append(f"{self._world.now:9.3f} {what}")
 
     def broken(self, invariant: str, what: str) -> None:
         """A promise was broken."""
@@ -136,11 +147,10 @@ class Observer:
             if epoch <= self.epoch:
                 self.broken("I5", f"epoch {epoch} follows {self.epoch}")
             self.epoch = epoch
-            if self._reign[0] is not self._sim.store.holder:
-                self._reign = self._sim.store.holder, epoch
+            if self._reign[0] is not self._store.holder:
+                self._reign = self._store.holder, epoch
                 # What one before it admitted beside the latest version is served no longer than its leases.
-                over = self._sim.lease_s + 1.0
-                self._sim.timer.later(over, self._rolled, lambda entry: self._rolling[entry] < epoch)
+                self._world.timer.later(LEASE_S + 1.0, self._rolled, lambda entry: self._rolling[entry] < epoch)
 
     def _ended(self, operation: Operation) -> None:
         """No operation ends in a defect, and a target that is said to have done something has."""
@@ -172,7 +182,7 @@ class Observer:
             self._rolled(lambda entry: entry[0] == record.name and entry[2] != replaced)
         self.latest[record.name] = record
         if record.checkpoint:
-            self._sim.published.setdefault((record.name, record.latest.sequence), self._sim.disks[record.checkpoint])
+            self.published.setdefault((record.name, record.latest.sequence), self._disks[record.checkpoint])
 
     # I1: nothing is served but what is published.
 
@@ -186,63 +196,52 @@ class Observer:
         weights = [dict(rank.weights) for rank in held]
         self._made[part.rid, part.samples[0].output_ids[0]] = _Made(weights, released, adapter, adapters)
 
-    def served(self, host: StageHost, part: GenerateResponse) -> None:
+    def served(self, name: str, model: str, part: GenerateResponse) -> None:
         """A token left a stage."""
         if not part.samples[0].output_ids:
             return
         self.tokens += 1
         made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
         if made.released:
-            self.broken("I1", f"{host.name} served a token while {sorted(made.released)} were released")
+            self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")
         span = part.samples[0].versions[0]
-        self._right(host, span.version.sequence, made.weights, "served a token of")
-        known = {adapter.name: adapter.version for adapter in self.latest[host.model].adapters}
-        wanted = self._sim.adapters.get((host.model, made.adapter, known.get(made.adapter, "")))
+        self.right(name, model, span.version.sequence, made.weights, "served a token of")
+        known = {adapter.name: adapter.version for adapter in self.latest[model].adapters}
+        wanted = self.adapters.get((model, made.adapter, known.get(made.adapter, "")))
         if made.adapter and (
             span.adapter_version != known.get(made.adapter) or any(a != wanted for a in made.adapters)
         ):
             self.broken(
                 "I1",
-                f"{host.name} served a token with {made.adapters} as {made.adapter} {span.adapter_version!r}, {known}",
+                f"{name} served a token with {made.adapters} as {made.adapter} {span.adapter_version!r}, {known}",
             )
 
-    def _right(self, host: StageHost, sequence: int, held: Sequence[Tensors], doing: str) -> None:
+    def right(self, name: str, model: str, sequence: int, held: Sequence[Tensors], doing: str) -> None:
         """What is, or could be, generated with is a version that may be served, on every rank."""
-        servable = self._servable(host.model)
+        servable = self._servable(model)
         if sequence not in servable:
-            self.broken("I1", f"{host.name} {doing} version {sequence} while {servable} may be served")
+            self.broken("I1", f"{name} {doing} version {sequence} while {servable} may be served")
             return
-        published = self._sim.published.get((host.model, sequence))
-        if published is None and held and self._sim.nameless.intersection(held[0].values()):
+        published = self.published.get((model, sequence))
+        if published is None and held and self.nameless.intersection(held[0].values()):
             # Nobody was told its sequence when it began: whoever serves it first says what all must hold.
-            published = self._sim.published[host.model, sequence] = dict(held[0])
+            published = self.published[model, sequence] = dict(held[0])
         for rank, weights in enumerate(held):
             if weights != published:
                 now, right = ",".join(sorted(weights.values())), ",".join(sorted((published or {}).values()))
-                self.broken("I1", f"{host.name} {doing} version {sequence}; rank {rank} holds {now}, not {right}")
+                self.broken("I1", f"{name} {doing} version {sequence}; rank {rank} holds {now}, not {right}")
                 return
-
-    def looked(self) -> None:
-        """What every stage would serve if it were asked now."""
-        for host in self._sim.stages.values():
-            stage = host.stage
-            if stage is None or stage.serving.state != STAGE_STATE_READY or not host.alive or host.node.stopped:
-                continue
-            with contextlib.suppress(RlctlError):
-                stage.serving.refuse(host.now())
-                held = [engine.holding.weights for engine in host.machine.engines]
-                self._right(host, stage.serving.version.sequence, held, "would serve")
 
     # I2: at most once.
 
-    def applied(self, engine: SimEngine, verb: str, command_id: str) -> None:
+    def applied(self, node: Node, rank: int, verb: str, command_id: str) -> None:
         """A rank carried a command out."""
-        key = (engine.node.name, engine.rank, command_id)
+        key = (node.name, rank, command_id)
         if key in self._applied:
-            self.broken("I2", f"{verb} {command_id} was carried out twice at {engine.node.name}")
+            self.broken("I2", f"{verb} {command_id} was carried out twice at {node.name}")
         self._applied.add(key)
         operation_id, slot, _, step = command_id.rsplit("/", 3)
-        self._acknowledged.setdefault((operation_id, slot), {}).setdefault(step, set()).add(engine.rank)
+        self._acknowledged.setdefault((operation_id, slot), {}).setdefault(step, set()).add(rank)
 
     # I3: OK implies that every rank of every target acknowledged.
 
@@ -259,7 +258,7 @@ class Observer:
                 self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, {slot} is not")
                 continue
             answers = {rank.coordinates.rank: rank.outcome for rank in result.rank_results}
-            for rank in range(self._sim.ranks[slot]):
+            for rank in range(self._slots[slot].ranks):
                 if answers.get(rank) not in good:
                     self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, rank {rank} of {slot} is not")
 
@@ -273,7 +272,7 @@ class Observer:
         if update and (operation.state not in _PUBLISHED or result.outcome != OUTCOME_APPLIED):
             return True
         said = {rank.coordinates.rank for rank in result.rank_results if rank.outcome == OUTCOME_APPLIED}
-        if self._sim.kinds[result.slot] == "speaker":
+        if self._slots[result.slot].speaker:
             said &= {0}  # which speaks for the others
         steps = self._acknowledged.get((operation.operation_id, result.slot), {})
         counted = [did for step, did in steps.items() if not update or step.endswith("CommitUpdate")]
@@ -299,20 +298,6 @@ class Observer:
         if incarnation < newest:
             self.broken("I5", f"trainer {incarnation} updates {model} after {newest} has")
         self._incarnations[model] = max(newest, incarnation)
-
-    # I9: a staged update is all or nothing.
-
-    def staged(self, operation: Operation, plan: BeginWeightUpdateResponse) -> None:
-        """A staged update has ended."""
-        if operation.state != OPERATION_STATE_FAILED:
-            return
-        for target in plan.targets:
-            stage = self._sim.stages[target.slot].stage
-            if stage is None or stage.incarnation != target.incarnation:
-                continue
-            facts = stage.facts
-            if facts.state in WHOLE and facts.version == plan.version:
-                self.broken("I9", f"{plan.version.label} was not published, {target.slot} is at it")
 
     # I6: every call ends in time.
 

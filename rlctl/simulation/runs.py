@@ -7,8 +7,10 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from rlctl.simulation.fleet import Counts, Simulation
 from rlctl.simulation.mutants import without
+from rlctl.simulation.observer import Observer
+from rlctl.simulation.seed import Seed
+from rlctl.simulation.simulation import Counts, Simulation
 
 _off: frozenset[str] = frozenset()
 
@@ -33,9 +35,9 @@ class Result:
 class _History(logging.Handler):
     """What the state machines log goes into the history of the seed."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self._simulation = simulation
+        self._observer = observer
         self._told: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,7 +45,7 @@ class _History(logging.Handler):
         line = f"    {record.name.removeprefix('rlctl.')}: {record.getMessage()}"
         if line not in self._told:
             self._told.add(line)
-            self._simulation.observer.note(line)
+            self._observer.note(line)
 
 
 def run(
@@ -63,15 +65,15 @@ def run(
 def _run(seed: int, off: frozenset[str], dropped: frozenset[str], *, telling: bool) -> Result:
     log = logging.getLogger("rlctl")
     before = log.level, log.propagate, log.handlers
-    simulation = Simulation(seed, off, dropped, telling)
-    log.propagate, log.handlers = False, [_History(simulation)] if telling else []
+    simulation = Simulation(seed, off, dropped, telling=telling)
+    observer = simulation.observer
+    log.propagate, log.handlers = False, [_History(observer)] if telling else []
     log.setLevel(logging.INFO if telling else logging.CRITICAL + 1)
     try:
         with without(off):
-            simulation.run()
+            Seed(simulation).run()
     finally:
         log.level, log.propagate, log.handlers = before
-    observer = simulation.observer
     return Result(
         seed, simulation.counts, [str(broken) for broken in observer.violations], simulation.steps, observer.history
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from typing import TYPE_CHECKING
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import fingerprints
 from rlctl.simulation.clients import MODES, Caller
+from rlctl.simulation.coordinator_host import COORDINATOR
 from rlctl.simulation.fabric import Tensors
+from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.holding import ADAPTER_NAMES, NAMES, contents, digest, digests, probed
-from rlctl.simulation.hosts import COORDINATOR
+from rlctl.simulation.inspection import staged
 from rlctl.times import duration
 from rlctl.v1 import update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
@@ -26,9 +27,6 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_UNSPECIFIED,
 )
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
-
-if TYPE_CHECKING:
-    from rlctl.simulation.fleet import Simulation
 
 VERIFY = (
     VERIFICATION_LEVEL_NONE,
@@ -44,11 +42,12 @@ Writes = list[verbs_pb2.UpdateWeightsFromDistributedRequest]
 class Trainer(Caller):
     """Updates a model."""
 
-    def __init__(self, sim: Simulation, model: str, incarnation: int) -> None:
-        super().__init__(sim, sim.world.spawn(f"trainer-{model}-{incarnation}/{len(sim.world.nodes)}"))
+    def __init__(self, fleet: Fleet, model: str, incarnation: int) -> None:
+        world = fleet.sim.world
+        super().__init__(fleet, world.spawn(f"trainer-{model}-{incarnation}/{len(world.nodes)}"))
         self.model = model
         self.incarnation = incarnation
-        self.boot_id = sim.world.new_id()
+        self.boot_id = world.new_id()
 
     def _begin(self, tag: str, chance: random.Random) -> update_pb2.BeginWeightUpdateRequest:
         """What is asked for, drawn."""
@@ -76,7 +75,7 @@ class Trainer(Caller):
         if chance.random() < 0.2 and not begin.rollout.max_unavailable:
             options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
         if chance.random() < 0.3:
-            options.quorum = chance.randint(1, max(1, len(self.sim.slots_of(self.model)) - 1))
+            options.quorum = chance.randint(1, max(1, len(self.fleet.models[self.model]) - 1))
         if chance.random() < 0.2:
             options.adapters = verbs_pb2.ADAPTER_POLICY_DROP
         if chance.random() < 0.15:
@@ -101,11 +100,14 @@ class Trainer(Caller):
         sent = self._contents(begin, plan, tag, chance)
         gives_digest = chance.random() < 0.7 and len(sent) in (len(NAMES), len(ADAPTER_NAMES))
         if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
-            sim.digested.add(plan.update_id)
+            sim.observer.digested.add(plan.update_id)
         in_batches = begin.rollout.max_unavailable and begin.apply != verbs_pb2.APPLY_MODE_STAGED
         if begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_REPLICA) and not in_batches:
-            sim.compared.add(plan.update_id)  # a batch may be of one stage
-        whole = sim.adapters.get((self.model, begin.adapter, tag)) or sim.published[self.model, plan.version.sequence]
+            sim.observer.compared.add(plan.update_id)  # a batch may be of one stage
+        whole = (
+            sim.observer.adapters.get((self.model, begin.adapter, tag))
+            or sim.observer.published[self.model, plan.version.sequence]
+        )
         renewing = asyncio.ensure_future(self._renew(plan))
         try:
             with_fingerprints = chance.random() < 0.5
@@ -137,7 +139,7 @@ class Trainer(Caller):
                 operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
             sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
             if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
-                sim.observer.staged(operation, plan)
+                staged(self.fleet, operation, plan)
         except RlctlError as error:
             sim.observer.note(f"{tag} failed: {error}")
             self.boot_id = sim.world.new_id()
@@ -181,18 +183,18 @@ class Trainer(Caller):
         """What is sent; what the model is made of afterwards goes on record, for the observer."""
         sim = self.sim
         if begin.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
-            sent = sim.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
+            sent = sim.observer.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
             return sent
         sent = whole = contents(tag)
         if begin.kind == verbs_pb2.UPDATE_KIND_PARTIAL:
             chosen = chance.sample(NAMES, chance.randint(1, len(NAMES) - 1))
             sent = {name: content for name, content in whole.items() if name in chosen}
-            whole = {**sim.published[self.model, sim.observer.sequence(self.model)], **sent}
+            whole = {**sim.observer.published[self.model, sim.observer.sequence(self.model)], **sent}
         elif chance.random() < 0.04:
             # It has forgotten one, on every source.
             forgotten = chance.choice(NAMES)
             sent = {name: content for name, content in whole.items() if name != forgotten}
-        sim.published[self.model, plan.version.sequence] = whole
+        sim.observer.published[self.model, plan.version.sequence] = whole
         return sent
 
     async def _renew(self, plan: update_pb2.BeginWeightUpdateResponse) -> None:

@@ -257,7 +257,6 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.random = random.Random(seed)
         self.now = 0.0
         self.nodes: list[Node] = []
         self.turns = 0
@@ -271,6 +270,8 @@ class World:
         self._timers: list[_Timer] = []
         self._scheduled = 0
         self._ids = 0
+        self.timer = self.spawn("time")
+        """The process that nothing befalls: what is to happen at a time is put here."""
 
     def chance(self, of: str) -> random.Random:
         """A source of randomness for one thing, which depends on nothing but the seed and its name."""

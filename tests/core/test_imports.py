@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def modules(path: str) -> Iterator[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file imports anywhere in it, without those only for types."""
+    """Modules that a file imports anywhere in it, and the names that it takes from them."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -102,6 +103,18 @@ def test_a_folder_imports_only_what_stands_below_it(folder: str) -> None:
                 continue
             allowed = any(name == a or name.startswith(a + ".") or a.startswith(name + ".") for a in MAY_IMPORT[folder])
             assert allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_no_files_import_each_other_in_a_circle_not_even_for_their_types() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("engines."): path
+        for top in ("rlctl", "engines")
+        for path in modules(top)
+        if path.stem != "__init__"  # the face of its folder
+    }
+    below = {name: imported(path) & files.keys() - {name} for name, path in files.items()}
+    assert below["rlctl.simulation.fleet"] >= {"rlctl.simulation.slots", "rlctl.simulation.stage_host"}
+    graphlib.TopologicalSorter(below).prepare()  # it raises CycleError, which names them
 
 
 @pytest.mark.parametrize("core", CORES)

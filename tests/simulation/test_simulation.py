@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.simulation.fleet import Counts
 from rlctl.simulation.mutants import MUTANTS
 from rlctl.simulation.runs import run
 from rlctl.simulation.shrinking import shrink
+from rlctl.simulation.simulation import Counts
 
 FOLDER = Path(__file__).parents[2] / "rlctl" / "simulation"
 

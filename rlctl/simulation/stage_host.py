@@ -1,24 +1,23 @@
-"""The processes of a fleet around the state machines: what ``rlctl/*/server.py`` does with gRPC, done with the
-simulation's network.
+"""A stage's processes around their state machines: what the servers of ``rlctl/stage`` and ``rlctl/worker`` do with
+gRPC, done with the simulation's network.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
-
-from google.protobuf.message import Message
+import random
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
-from rlctl.coordinator.core import Coordinator
-from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
+from rlctl.simulation.coordinator_host import COORDINATOR
 from rlctl.simulation.engine import Machine, SimEngine
-from rlctl.simulation.journal import SimJournal
 from rlctl.simulation.network import End
+from rlctl.simulation.simulation import Simulation
+from rlctl.simulation.slots import SimSlot
 from rlctl.simulation.world import Node, SimClock
 from rlctl.stage.core import Serving, Stage
 from rlctl.stage.generation import Generation
@@ -28,137 +27,33 @@ from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
-from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.core import Worker
 from rlctl.worker.follower import Follower
 
-if TYPE_CHECKING:
-    from rlctl.simulation.fleet import Simulation
-
-COORDINATOR = "coordinator:1"
-FOREIGN_TOKEN = 1
-"""A fencing token that no update has."""
 REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
 
 _VERBS = SimEngine.verbs()
 
-_PLAIN = {
-    "BeginWeightUpdate": "begin_weight_update",
-    "JoinWeightUpdate": "join_weight_update",
-    "RetryWeightUpdate": "retry_weight_update",
-    "CommitBatch": "commit_batch",
-    "CommitWeightUpdate": "commit_weight_update",
-    "AbortWeightUpdate": "abort_weight_update",
-    "RenewLease": "renew_lease",
-    "ReserveRequestId": "reserve_request_id",
-    "RegisterStage": "register_stage",
-    "DeregisterStage": "deregister_stage",
-    "GetOperation": "get_operation",
-    "CancelOperation": "cancel_operation",
-    "SetStageEnabled": "set_stage_enabled",
-    "HealStage": "heal_stage",
-    "ConfirmFleet": "confirm_fleet",
-    "GetFleet": "get_fleet",
-    "ListOperations": "list_operations",
-}
-
-
-_WATCHES = {"WatchFleet": "watch_fleet", "WatchOperation": "watch_operation"}
-
-WATCH_S = 5.0
-
-
-async def _watched(events: AsyncGenerator[Any, None]) -> list[Any]:
-    """What a watch tells in some seconds."""
-    told: list[Any] = []
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(WATCH_S), contextlib.aclosing(events):
-            async for event in events:
-                told.append(event)  # noqa: PERF401 - what came before the time was up counts
-    return told
-
-
-class CoordinatorHost:
-    """A coordinator's process."""
-
-    def __init__(self, sim: Simulation, name: str) -> None:
-        self.sim = sim
-        self.node = sim.world.spawn(name)
-        self.coordinator: Coordinator | None = None
-        self.node.start(self._run())
-
-    async def _run(self) -> None:
-        sim, node = self.sim, self.node
-        journal = SimJournal(sim.store, node)
-        coordinator = Coordinator(
-            journal, sim.network.dialer(node), SimClock(node), lease_s=sim.lease_s, retained=sim.retained
-        )
-        try:
-            await coordinator.start()
-        except RlctlError as error:
-            sim.observer.note(f"{node.name} cannot start: {error}")
-            sim.timer.later(1.0, self._again)
-            node.kill()
-            return
-        self.coordinator = coordinator
-        sim.network.answer(node, COORDINATOR, self._answer)
-
-    async def end(self) -> None:
-        """SIGTERM: it stops by itself."""
-        if self.coordinator is not None:
-            await self.coordinator.stop()
-        self.node.kill()
-
-    def _again(self) -> None:
-        """What supervises it starts it again."""
-        if self.sim.coordinator is self:
-            self.sim.start_coordinator()
-
-    async def _answer(self, method: str, request: Message, remaining_s: float) -> Any:
-        assert self.coordinator is not None
-        if method == "Verb":
-            return await self.coordinator.verb(request, remaining_s)
-        if method == "Adopt":
-            return await self.coordinator.adopt(request.registration.address)  # type: ignore[attr-defined]
-        if method in _WATCHES:
-            return await _watched(getattr(self.coordinator, _WATCHES[method])(request))
-        fenced = self._fenced(request)
-        answer = await getattr(self.coordinator, _PLAIN[method])(request)
-        if fenced:
-            self.sim.observer.broken("I5", f"{method} was not refused: {request}")
-        if isinstance(request, BeginWeightUpdateRequest) and not request.implicit:
-            self.sim.observer.began(request.model, request.trainer.incarnation)
-        return answer
-
-    def _fenced(self, request: Message) -> bool:
-        """Whether somebody decides an open update who is not its owner. What has become of one that has ended may be
-        asked by anybody.
-        """
-        assert self.coordinator is not None
-        return (
-            isinstance(request, CommitWeightUpdateRequest)
-            and request.fencing_token == FOREIGN_TOKEN
-            and self.coordinator.updates.is_open(request.update_id)
-        )
-
 
 class StageHost:
-    """What fills a slot: rank 0's process with the stage server, and a process for each follower."""
+    """What fills a slot: rank 0's process with the stage server, and a process for each follower.
 
-    def __init__(self, sim: Simulation, slot: str, model: str, tp_size: int, checkpoint: str, boot: int) -> None:
+    It is said to ``again`` when it could not start.
+    """
+
+    def __init__(self, sim: Simulation, slot: SimSlot, boot: int, again: Callable[[StageHost], None]) -> None:
         self.sim = sim
-        self.slot = slot
-        self.model = model
-        self.tp_size = tp_size
-        self.name = f"{slot}.{boot}"
+        self.slot = slot.name
+        self.model = slot.model
+        self.name = f"{slot.name}.{boot}"
         self.stage: Stage | None = None
-        kind = sim.kinds[slot]
-        processes = 1 if kind == "speaker" else tp_size
-        self.nodes = [sim.world.spawn(f"{slot}/{boot}.{rank}") for rank in range(processes)]
-        self.machine = Machine(sim, self.nodes, checkpoint, kind, tp_size // processes)
+        processes = 1 if slot.speaker else slot.ranks
+        self.nodes = [sim.world.spawn(f"{slot.name}/{boot}.{rank}") for rank in range(processes)]
+        self.machine = Machine(sim, slot, self.nodes)
+        self._again = again
         self.executors: dict[int, Executor] = {}
         self._left = asyncio.Event()
         self._generation: Generation | None = None
@@ -191,6 +86,13 @@ class StageHost:
         for node in self.nodes:
             node.kill()
 
+    def answer_slowly(self, chance: random.Random) -> None:
+        """What one of its ranks sends comes late for a while."""
+        node = chance.choice(self.nodes)
+        node.slow = chance.choice((0.05, 0.5))
+        self.sim.observer.note(f"FAULT what {node.name} sends is slow")
+        self.sim.world.timer.later(chance.uniform(1, 5), setattr, node, "slow", 0.0)
+
     # Followers.
 
     def address(self, rank: int) -> str:
@@ -200,9 +102,8 @@ class StageHost:
     async def _follow(self, rank: int) -> None:
         node = self.nodes[rank]
         clock = SimClock(node)
-        config = EngineConfig(self.machine.checkpoint, rank=rank, tp_size=self.tp_size)
         follower = Follower(
-            lambda on_failure: SimEngine(self.machine, config, on_failure),
+            lambda on_failure: SimEngine(self.machine, rank, on_failure),
             WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu"),
             1000 + rank,
             clock,
@@ -217,19 +118,13 @@ class StageHost:
             await self._run()
         except RlctlError as error:
             self.sim.observer.note(f"{self.name} cannot start: {error}")
-            self.sim.timer.later(1.0, self._again)
+            self.sim.world.timer.later(1.0, self._again, self)
             self.kill()
-
-    def _again(self) -> None:
-        """What supervises it starts it again."""
-        if self.sim.stages.get(self.slot) is self:
-            self.sim.start_stage(self.slot)
 
     async def _run(self) -> None:
         sim, node = self.sim, self.node
         clock = SimClock(node)
-        config = EngineConfig(self.machine.checkpoint, tp_size=self.tp_size)
-        engine = SimEngine(self.machine, config, lambda error: node.later(0.0, self._failed, error))
+        engine = SimEngine(self.machine, 0, lambda error: node.later(0.0, self._failed, error))
         commanders = [await self._dial(rank) for rank in range(1, len(self.nodes))]
         attach = Attach(slot=self.slot, contract_version=CONTRACT_VERSION)
         joining = asyncio.gather(*(commander.attach(attach) for commander in commanders))
@@ -324,7 +219,7 @@ class StageHost:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is still loading")
         async with contextlib.aclosing(self._generation.stream(request, remaining_s)) as parts:
             async for part in parts:
-                self.sim.observer.served(self, part)
+                self.sim.observer.served(self.name, self.model, part)
                 yield part
 
     async def call(self, method: str, request: Any) -> Any:

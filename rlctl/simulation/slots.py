@@ -1,0 +1,52 @@
+"""Which slots there are, and what their engines can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.v1.common_pb2 import (
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    VerificationLevel,
+)
+
+_BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
+
+LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
+    "plain": _BY_DIGEST,
+    "thorough": (*_BY_DIGEST, VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
+    "receiver": (VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
+    "speaker": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
+}
+"""What engines can verify, by kind. A "speaker" has its ranks inside, and answers for all of them at once."""
+
+
+@dataclass(frozen=True)
+class SimSlot:
+    """A slot of the fleet, whoever fills it.
+
+    Attributes:
+        kind: which of :data:`LEVELS` its engines are.
+    """
+
+    name: str
+    model: str
+    ranks: int
+    kind: str
+
+    @property
+    def checkpoint(self) -> str:
+        """What its engines start with."""
+        return f"{self.model}-initial"
+
+    @property
+    def speaker(self) -> bool:
+        """Whether one process of its engines answers for all ranks."""
+        return self.kind == "speaker"
+
+    @property
+    def digests(self) -> bool:
+        """Whether its engines can digest what they hold."""
+        return VERIFICATION_LEVEL_EXPECTED in LEVELS[self.kind]
