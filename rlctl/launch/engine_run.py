@@ -200,7 +200,7 @@ class EngineRun:
                         self._say(f"{self.spec.slot}: loaded, healing ({why})")
                         self._told = True
                     self._remind(f"healing ({why})")
-                    self._limit(self._limits.heal_s, f"it is not routable: {why}")
+                    self._limit(self._limits.heal_s, "not routable", why)
             case Phase.READY:
                 self._refuse_lost(stage)
                 if time.monotonic() - self._since > STEADY_S:
@@ -257,11 +257,14 @@ class EngineRun:
         said = waiting.said()
         self._say(f"{self.spec.slot}: still {what} after {since_s:.0f} s" + (f"; its log says: {said}" if said else ""))
 
-    def _limit(self, limit_s: float, why: str) -> None:
+    def _limit(self, limit_s: float, what: str, why: str = "") -> None:
         if time.monotonic() - self._since > limit_s:
             log = self.processes[-1].log if self.processes else "its log"
             self._fail(
-                Reason.DEADLINE_EXCEEDED.error(f"{self.spec.slot}: {why} within {limit_s:g} s", next_step=f"See {log}.")
+                Reason.DEADLINE_EXCEEDED.error(
+                    f"{self.spec.slot}: {what} within {limit_s:g} s" + (f": {why}" if why else ""),
+                    next_step=f"See {log}.",
+                )
             )
 
     def _fail(self, error: RlctlError) -> None:
