@@ -269,15 +269,17 @@ class Peers:
                 )
             if attached.registration.boot_id != registration.boot_id:
                 raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+            if slot.record.unseen:
+                await self._meet(slot, attached.report)
             self._refuse_succeeded()
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
-            if slot.record.unseen:
-                await self._meet(slot, attached.report)
             slot.commander = commander
             connected()
             self._unanswered.ask(slot, commander)
-            self._reported(slot, attached.report)
+            told = slot.report  # something newer may have come while it was noted who is there
+            newer = told is not None and told.revision > attached.report.revision
+            self._reported(slot, told if told is not None and newer else attached.report)
             granting = asyncio.create_task(self._keep_granting(slot))
             await receiving
         except TimeoutError:
