@@ -459,8 +459,10 @@ class OperationFailed(RlctlError):
     def __init__(self, operation: results_pb2.Operation) -> None:
         cause = from_detail(operation.error) if operation.error.reason else Reason.INTERNAL.error("no cause was given")
         next_step = cause.next_step
-        if cause.reason is Reason.LINK_LOST and operation.verb == "WeightUpdate":
-            next_step = "Send the update again."  # the trainer's is many calls; none of them is repeated on its own
+        if cause.reason is Reason.LINK_LOST and (
+            operation.verb == "WeightUpdate" or operation.update_id not in ("", operation.operation_id)
+        ):
+            next_step = "Send the update again."  # a trainer's is many calls; none of them is repeated on its own
         super().__init__(cause.reason, cause.message, field=cause.field, next_step=next_step, metadata=cause.metadata)
         self.status = cause.status
         self.http_status = cause.http_status
