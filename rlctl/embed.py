@@ -98,9 +98,15 @@ async def _start(config: CoordinatorConfig) -> CoordinatorServer:
 
 async def _adopt(server: CoordinatorServer, addresses: Sequence[str]) -> None:
     slots = [await server.coordinator.adopt(address) for address in addresses]
+    roster = server.coordinator.roster
+
+    def ready() -> bool:
+        versions = [roster.models[slot.model].record.latest.sequence for slot in slots]
+        return all(versions) and not any(slot.not_routable() for slot in slots)
+
     with suppress(TimeoutError):
         async with asyncio.timeout(READY_S):
-            await server.coordinator.roster.until(lambda: not any(slot.not_routable() for slot in slots))
+            await roster.until(ready)
 
 
 class EmbeddedFleet(Fleet):

@@ -517,7 +517,7 @@ class Coordinator:
         """A stage said something new: a first version may follow, or that it has an update that nobody owns."""
         async with self.roster.publishing:
             model = self.roster.models[slot.model]
-            record = versions.first_version(model, slot)
+            record = versions.first_version(model, slot, self._clock.wall().ToMilliseconds())
             if record is not None:
                 await self._journal.write([model_put(record)])
                 versions.publish(model, record)

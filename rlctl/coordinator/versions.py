@@ -17,15 +17,22 @@ POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb
 """Outcomes after which an effect must be assumed where assuming it is the safe side."""
 
 
-def first_version(model: ModelState, slot: Slot) -> ModelRecord | None:
-    """The record that publishes a model's first version, the checkpoint that this stage loaded. None: it has one."""
+def first_version(model: ModelState, slot: Slot, now_ms: int) -> ModelRecord | None:
+    """The record that publishes a model's first version: the checkpoint that this stage loaded or, where a coordinator
+    with another journal has updated it before, the version that it is at. None: the model has one.
+
+    ``now_ms``: wall time. At a stage with such a past may still be groups of that coordinator's, of lower numbers.
+    """
     if model.record.latest.sequence or slot.report is None or slot.report.state in _UNUSABLE:
         return None
     record = ModelRecord()
     record.CopyFrom(model.record)
     label = slot.record.registration.weight_version or FIRST_LABEL
     record.latest.CopyFrom(WeightVersion(label=label, sequence=FIRST_SEQUENCE))
-    record.reserved_sequence = max(record.reserved_sequence, FIRST_SEQUENCE)
+    if slot.report.weight_version.sequence:
+        record.latest.CopyFrom(slot.report.weight_version)
+        record.group_generation = max(record.group_generation, now_ms)
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence)
     record.model_digest = slot.report.model_digest
     record.checkpoint = slot.report.checkpoint
     return record

@@ -116,7 +116,7 @@ class GatewaySpec:
         policy: how it, or the router in front of it, picks an engine; "": its own default.
         router: program in front of it, "sglang-router"; "": none.
         router_listen: where that listens.
-        tokenizer: directory of the model's tokenizer, so that it is known before the coordinator can tell; "": it tells.
+        tokenizer: directory of the model's tokenizer, for versions that come over groups; "": the coordinator tells.
     """
 
     model: str

@@ -99,6 +99,8 @@ class Observer:
         """The journal of the coordinator whose writes count, and the epoch that it began with: adopting stages, it may
         raise it.
         """
+        self._loaded: dict[tuple[str, int], dict[str, str]] = {}
+        """Versions of adapters by name while a sequence was a model's latest: as long as it is served, so are they."""
         self._rolling: dict[tuple[str, str, int], int] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
         epoch that the coordinator began with that carries it out.
@@ -175,6 +177,7 @@ class Observer:
             del self._rolling[entry]
 
     def _published(self, record: ModelRecord) -> None:
+        self._loaded[record.name, record.latest.sequence] = {each.name: each.version for each in record.adapters}
         before = self.latest.get(record.name)
         if before is not None and record.latest.sequence < before.latest.sequence:
             self.broken("I4", f"{record.name} went from {before.latest.sequence} to {record.latest.sequence}")
@@ -208,7 +211,7 @@ class Observer:
             self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")
         span = part.samples[0].versions[0]
         self.right(name, model, span.version.sequence, made.weights, "served a token of")
-        known = {adapter.name: adapter.version for adapter in self.latest[model].adapters}
+        known = self._loaded.get((model, span.version.sequence), {})
         wanted = self.adapters.get((model, made.adapter, known.get(made.adapter, "")))
         if made.adapter and (
             span.adapter_version != known.get(made.adapter) or any(a != wanted for a in made.adapters)

@@ -74,6 +74,21 @@ async def test_it_takes_charge_of_stages_and_knows_their_version_when_it_comes_b
     assert not threads()
 
 
+async def test_without_the_journal_of_before_the_first_version_is_the_one_that_the_stages_are_at(
+    stages: list[str], checkpoint: Callable[[str], str]
+) -> None:
+    def run(label: str, path: str, latest: tuple[str, int]) -> None:
+        with rlctl.embedded(stages) as fleet:
+            (model,) = fleet.status().models
+            assert (model.latest.label, model.latest.sequence) == latest
+            assert [stage.routable for stage in fleet.status().stages] == [True, True]
+            fleet.update_weights_from_disk(path, version=label)
+            assert fleet.generate([1, 2], max_new_tokens=2).samples[0].versions[0].version.label == label
+
+    await asyncio.to_thread(run, "two", checkpoint("two"), ("initial", 1))
+    await asyncio.to_thread(run, "three", checkpoint("three"), ("two", 2))
+
+
 async def test_a_stage_that_does_not_answer_leaves_nothing_behind(stages: list[str]) -> None:
     gone = "127.0.0.1:1"
     error = await refusal([stages[0], gone])
