@@ -31,7 +31,7 @@ def staged(fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse) 
     if operation.state != OPERATION_STATE_FAILED:
         return
     for target in plan.targets:
-        stage = fleet.stages[target.slot].stage
+        stage = fleet.stages[target.slot].stage if target.slot in fleet.stages else None
         if stage is None or stage.incarnation != target.incarnation:
             continue
         facts = stage.facts
