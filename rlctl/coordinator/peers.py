@@ -92,8 +92,8 @@ class Peers:
         published, is told to serve nothing.
 
         The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
-        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what it
-        has confirmed until now does not count any more, even where it has no link over which it could be told now.
+        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what
+        it has confirmed until now does not count any more, even where it has no link over which it could be told.
         Returns the grant's number, 0 where none could be sent.
         """
         number = next(self._grants)

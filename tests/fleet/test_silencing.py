@@ -48,7 +48,7 @@ async def test_a_stage_that_has_confirmed_its_silence_is_not_asked_again(fleet: 
 
 
 async def test_a_stage_without_a_link_is_silent_once_it_has_confirmed_over_the_next_one(fleet: InProcessFleet) -> None:
-    """Its lease need not run out, and it is asked once: were each of its reports answered, they would chase each other."""
+    """Its lease need not run out, and it is asked once: were each report answered, they would chase each other."""
     model, peers = silencing(fleet)
     await unlinked(fleet, "a")
     told = next(peers._grants)
