@@ -321,7 +321,11 @@ class Reason(enum.Enum):
         "No source of the published version is known.",
         "The trainer's next full update reaches the stage; or `rlctl heal --checkpoint DIR`.",
     )
-    QUORUM_NOT_MET = (PreconditionFailed, "Too few targets confirmed.", "")
+    QUORUM_NOT_MET = (
+        PreconditionFailed,
+        "Too few targets confirmed.",
+        "Send the update again when they are back, or ask for a smaller quorum.",
+    )
     STAGE_NOT_SERVING = (Unavailable, "The stage does not serve now.", "Ask another stage, or wait.")
     VERSION_TOO_OLD = (
         Unavailable,
@@ -385,7 +389,11 @@ class Reason(enum.Enum):
         "Restart it, and make new publishers on every rank.",
     )
     ANSWER_INVALID = (Internal, "An answer contradicts what was asked; what became of it is not known.", "")
-    RANK_LOST = (Unavailable, "A rank of the stage is gone.", "Restart the engine.")
+    RANK_LOST = (
+        Unavailable,
+        "A rank of the stage is gone.",
+        "Restart the engine, unless `rlctl up` does; an update that this cut is sent again.",
+    )
     RANK_SILENT = (DeadlineExceeded, "The rank did not answer in time; its outcome is not known.", "")
     DEADLINE_EXCEEDED = (DeadlineExceeded, "The time was up.", "")
     LEASE_EXPIRED = (
@@ -450,9 +458,12 @@ class OperationFailed(RlctlError):
 
     def __init__(self, operation: results_pb2.Operation) -> None:
         cause = from_detail(operation.error) if operation.error.reason else Reason.INTERNAL.error("no cause was given")
-        super().__init__(
-            cause.reason, cause.message, field=cause.field, next_step=cause.next_step, metadata=cause.metadata
-        )
+        next_step = cause.next_step
+        if cause.reason is Reason.LINK_LOST and (
+            operation.verb == "WeightUpdate" or operation.update_id not in ("", operation.operation_id)
+        ):
+            next_step = "Send the update again."  # a trainer's is many calls; none of them is repeated on its own
+        super().__init__(cause.reason, cause.message, field=cause.field, next_step=next_step, metadata=cause.metadata)
         self.status = cause.status
         self.http_status = cause.http_status
         self.operation = operation

@@ -111,9 +111,8 @@ class SystemClock:
 
     def wall(self) -> Timestamp:
         """Now."""
-        stamp = Timestamp()
-        stamp.GetCurrentTime()
-        return stamp
+        seconds, nanos = divmod(time.time_ns(), 10**9)  # Timestamp's own way to ask takes three times as long
+        return Timestamp(seconds=seconds, nanos=nanos)
 
     def new_id(self) -> str:
         """A UUIDv7 (RFC 9562, section 5.7) from the wall clock and the system's randomness."""

@@ -71,7 +71,7 @@ class SGLangEngine(ServerEngine):
         )
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
-        checkpoint = self._config.model_path
+        checkpoint, updated = self._config.model_path, False
         if not self._server.launched:
             updated = Stamps.ours(self._stamps.label)
             checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
@@ -112,7 +112,7 @@ class SGLangEngine(ServerEngine):
         return EngineInfo(
             layout=layout,
             capabilities=facts.capabilities(readable=bool(digest), actions=self._checker.actions),
-            checkpoint=checkpoint,
+            checkpoint="" if updated and not digest else checkpoint,  # it may hold what a trainer has sent
             model_digest=digest,
             fenced=self._server.fenced,
             bootstrap=facts.bootstrap(self._server.http.url),

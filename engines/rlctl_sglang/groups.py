@@ -9,11 +9,15 @@ from rlctl_servers.control import Control
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import GroupReport, InitWeightsUpdateGroupRequest
 from rlctl_sglang.state import State
 
 BACKENDS = ("gloo", "nccl")
 PROBE_S = 5.0
+INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
+_TAKEN = "group name has already been created"
+"""What torch says of it."""
 
 
 class Groups:
@@ -47,7 +51,13 @@ class Groups:
             "group_name": request.group_name,
             "backend": request.backend or BACKENDS[0],
         }
-        await self._control.must("/init_weights_update_group", body, call=call, reason=Reason.GROUP_FAILED)
+        answer = await self._control.tell(INIT, body, call=call)
+        if not answer.ok and _TAKEN in answer.message:
+            # Whoever drove the server before us has left it behind.
+            await self._control.must(DESTROY, {"group_name": request.group_name}, call=call, reason=Reason.GROUP_FAILED)
+            answer = await self._control.tell(INIT, body, call=call)
+        if not answer.ok:
+            raise Reason.GROUP_FAILED.error(f"SGLang: {answer.message}", outcome=OUTCOME_REJECTED)
         self._state.groups[request.group_name] = request.world_size
         return report
 

@@ -80,6 +80,7 @@ class VLLMEngine(ServerEngine):
             models = await self._control.ask("/v1/models", call=call, admin=False)
             self._checkpoints.attached(str(models["data"][0].get("root", "")))
         digest = await asyncio.to_thread(self._proven, facts.digest)
+        known = digest or self._server.launched or not Stamps.ours(facts.label)  # else it may hold what a trainer sent
         layout = facts.layout(self._config)
         self._layout: Sequence[WorkerCoordinates] = layout.workers
         self._workers = workers if ranks else None
@@ -98,7 +99,7 @@ class VLLMEngine(ServerEngine):
         return EngineInfo(
             layout=layout,
             capabilities=facts.capabilities(readable=self._readable, probes=self._prober is not None),
-            checkpoint=self._config.model_path,
+            checkpoint=self._config.model_path if known else "",
             model_digest=digest,
             fenced=self._server.launched,
         )

@@ -28,7 +28,10 @@ def down(settings: Settings, name: str) -> None:
     """Take down a fleet that `up` started, detached or in another terminal, and wait until it is gone."""
     running = state.read(name)
     if running is None:
-        raise click.ClickException(f"no fleet {name!r} is up on this machine")
+        there = ", ".join(state.names())
+        raise click.ClickException(
+            f"no fleet {name!r} is up on this machine; " + (f"--name may be one of: {there}" if there else "none is")
+        )
     if not running.alive:
         state.remove(name)
         raise click.ClickException(

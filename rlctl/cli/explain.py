@@ -1,4 +1,4 @@
-"""``rlctl explain``: the contract's own words about a message, field, enum, value, service or RPC."""
+"""``rlctl explain``: the contract's own words about a message, field, enum, value, service, RPC or reason."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 import click
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, MethodDescriptor, ServiceDescriptor
 
 from rlctl.cli.options import Command, pass_settings
 from rlctl.cli.output import View, show
 from rlctl.cli.settings import Settings
 from rlctl.cli.tables import Table, prose
+from rlctl.client.enums import short_name
 from rlctl.descriptors import PACKAGE, comment, comments, type_name
 from rlctl.errors import Reason
 
 
 @click.command(cls=Command)
-@click.argument("name", metavar="FIELD")
+@click.argument("name")
 @pass_settings
 def explain(settings: Settings, name: str) -> None:
-    """Explain a message, field, enum or RPC of the contract, in the words of its proto.
+    """Explain a message, field, enum, value, service or RPC in the words of the contract, or the reason of an error.
 
     \b
     For example:
@@ -30,12 +31,26 @@ def explain(settings: Settings, name: str) -> None:
       rlctl explain UpdateWeightsFromDiskRequest.options.pause
       rlctl explain StageState
       rlctl explain PauseGeneration
+      rlctl explain STALE
+      rlctl explain NO_ROUTABLE_STAGE
     """
+    if name.upper() in Reason.__members__:
+        show(settings, _reason(Reason[name.upper()]))
+        return
     full = _resolve(name)
     about = {"name": full.removeprefix(f"{PACKAGE}."), **_kind(full), "comment": comment(full)}
     members = list(_members(full))
     data = {**about, **({"members": members} if members else {})}
     show(settings, View(data, lambda _: list(_tables(about, members)), lambda: [str(about["name"])]))
+
+
+def _reason(reason: Reason) -> View:
+    about = {
+        "name": reason.name,
+        "type": f"reason  {reason.exception.status}  (rlctl.{reason.exception.__name__})",
+        "comment": "\n".join(filter(None, [reason.meaning, reason.next_step])),
+    }
+    return View(about, lambda _: list(_tables(about, [])), lambda: [reason.name])
 
 
 def _tables(about: dict[str, str], members: list[dict[str, str]]) -> Iterator[Table]:
@@ -54,14 +69,23 @@ def _resolve(name: str) -> str:
     for candidate in (wanted, *(f"{service}.{wanted}" for service in ("CoordinatorService", "RolloutService"))):
         if candidate.lower() in known:
             return known[candidate.lower()]
+    values = [full for full in comments() if _value(full) == wanted.lower()]
+    if len(values) == 1:
+        return values[0]
     through = _through_messages(wanted)
     if through:
         return through
-    near = difflib.get_close_matches(wanted.lower(), known, n=3)
-    hint = ", ".join(known[each].removeprefix(f"{PACKAGE}.") for each in near)
-    raise Reason.FIELD_INVALID.error(
-        f"the contract has no {name!r}", field="name", next_step=f"Did you mean: {hint}?" if hint else ""
-    )
+    near = values or [known[each] for each in difflib.get_close_matches(wanted.lower(), known, n=3)]
+    hint = ", ".join(each.removeprefix(f"{PACKAGE}.") for each in near)
+    why = f"several values of the contract are called {name!r}" if values else f"the contract has no {name!r}"
+    raise Reason.FIELD_INVALID.error(why, field="name", next_step=f"Did you mean: {hint}?" if hint else "")
+
+
+def _value(full: str) -> str:
+    """The short name of an enum value, as tables show it in capitals; "" for anything else."""
+    scope, _, last = full.rpartition(".")
+    enum = _find_enum(scope)
+    return short_name(enum, enum.values_by_name[last].number) if enum is not None else ""
 
 
 def _through_messages(path: str) -> str:
@@ -80,7 +104,6 @@ def _through_messages(path: str) -> str:
 
 def _kind(full: str) -> dict[str, str]:
     """What it is: the type of a field, the number of a value, request and answer of an RPC."""
-    pool = descriptor_pool.Default()
     scope, _, last = full.rpartition(".")
     message = _find_message(scope)
     if message is not None and last in message.fields_by_name:
@@ -92,22 +115,30 @@ def _kind(full: str) -> dict[str, str]:
         return {"type": "message"}
     if _find_enum(full) is not None:
         return {"type": "enum"}
-    service = _find(pool.FindServiceByName, scope)
+    service = _find_service(scope)
     if service is not None:
-        method = service.methods_by_name[last]
-        streams = "stream " if method.server_streaming else ""
-        return {"type": f"({method.input_type.name}) returns ({streams}{method.output_type.name})"}
-    return {"type": ""}
+        return {"type": _signature(service.methods_by_name[last])}
+    return {"type": "service"}
+
+
+def _signature(method: MethodDescriptor) -> str:
+    asked, answered = ("stream " if streams else "" for streams in (method.client_streaming, method.server_streaming))
+    return f"({asked}{method.input_type.name}) returns ({answered}{method.output_type.name})"
 
 
 def _members(full: str) -> Iterator[dict[str, str]]:
-    """Fields of a message or values of an enum, also of those that a field has for its type."""
+    """RPCs of a service, fields of a message or values of an enum, also of those that a field has for its type."""
     scope, _, last = full.rpartition(".")
     outer = _find_message(scope)
     field = outer.fields_by_name.get(last) if outer is not None else None
     message = field.message_type if field is not None else _find_message(full)
     enum = field.enum_type if field is not None else _find_enum(full)
-    if enum is not None and enum.file.package == PACKAGE:
+    service = _find_service(full)
+    if service is not None:
+        for method in service.methods:
+            first = comment(method.full_name).partition("\n\n")[0]
+            yield {"name": method.name, "type": _signature(method), "comment": first}
+    elif enum is not None and enum.file.package == PACKAGE:
         for value in enum.values:
             yield {
                 "name": value.name,
@@ -126,6 +157,11 @@ def _find_message(name: str) -> Descriptor | None:
 
 def _find_enum(name: str) -> EnumDescriptor | None:
     found: EnumDescriptor | None = _find(descriptor_pool.Default().FindEnumTypeByName, name)
+    return found
+
+
+def _find_service(name: str) -> ServiceDescriptor | None:
+    found: ServiceDescriptor | None = _find(descriptor_pool.Default().FindServiceByName, name)
     return found
 
 

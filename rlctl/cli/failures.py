@@ -24,7 +24,10 @@ def report(settings: Settings, error: RlctlError) -> Exit:
         click.echo(json.dumps({"error": _as_data(settings, error, code)}, ensure_ascii=False), err=True)
         return code
     where = f" [{error.field}]" if error.field else ""
-    click.echo(f"{_red(settings, 'Error:')} {error.message}  ({error.reason.name}{where})", err=True)
+    # Of several problems each has its own line and place: the reason is that of all, and stands above them.
+    first, *others = error.message.split("\n")
+    about = f"({error.reason.name}{'' if others else where})"
+    click.echo("\n".join([f"{_red(settings, 'Error:')} {first}  {about}", *others]), err=True)
     for line in [error.next_step, *_advice(settings, error, code)]:
         if line:
             click.echo(f"  {line}", err=True)

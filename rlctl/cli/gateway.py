@@ -34,7 +34,12 @@ from rlctl.cli.types import DURATION
     type=click.Choice(["return", "continue"]),
     help="Samples that a pause or an abort cuts: given to the caller, or gone on with.",
 )
-@click.option("--tokenizer", default="", metavar="DIRECTORY", help="For chats.  [default: the models' checkpoints]")
+@click.option(
+    "--tokenizer",
+    default="",
+    metavar="DIRECTORY",
+    help="For chats; needed where versions come over groups.  [default: the latest version's checkpoint]",
+)
 @click.option(
     "--request-timeout", default="10m", show_default=True, type=DURATION, help="Most time of one request, waiting too."
 )
@@ -53,6 +58,7 @@ from rlctl.cli.types import DURATION
     "--router-backend",
     default="",
     type=click.Choice(["", "sglang-router"]),
+    metavar="sglang-router",
     help="Run this Rust gateway in front, its workers the stages that serve.",
 )
 @click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")

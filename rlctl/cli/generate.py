@@ -135,10 +135,14 @@ class _Notices(logging.Handler):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
+        self._said = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """On stderr."""
+        """On stderr, once: the SDK says it again when it takes long."""
         said = record.getMessage()
+        if said == self._said:
+            return
+        self._said = said
         helps = dict.fromkeys(advice for why, advice in _ADVICE.items() if why in said)
         self._settings.say(f"{said} ({', '.join(helps) or 'rlctl status'})")
 

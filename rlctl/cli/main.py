@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
-from rlctl.cli.options import Command, global_options
+from rlctl.cli.options import Command, global_options, write_options
 from rlctl.cli.settings import Settings
 from rlctl.version import __version__
 
@@ -135,7 +135,8 @@ class Words(click.Group):
         words = f"{self.prefix}{cmd_name}"
         if len(below) == 1 and below[0].words == words:
             return below[0].load()
-        return Words(f"{words} ", name=cmd_name, help=_list_of(words, below))
+        shared = [] if below[0].section == SERVERS else global_options()
+        return Words(f"{words} ", name=cmd_name, help=_list_of(words, below), params=[*shared])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -149,6 +150,14 @@ class Words(click.Group):
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             ctx.fail(f"No such command '{self.prefix}{word}'.{hint}")
         return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of the root in full; of a group the global ones by name, below its commands."""
+        if not self.prefix:
+            super().format_options(ctx, formatter)
+            return
+        self.format_commands(ctx, formatter)
+        write_options(self, ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Words with their one line, by section."""

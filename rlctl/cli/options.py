@@ -87,9 +87,15 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Its own options in full, the global ones by name."""
-        own = [param for param in self.get_params(ctx) if not isinstance(param, GlobalOption)]
-        with formatter.section("Options"):
-            formatter.write_dl([record for param in own if (record := param.get_help_record(ctx))])
-        shared = [param for param in self.get_params(ctx) if isinstance(param, GlobalOption)]
+        write_options(self, ctx, formatter)
+
+
+def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Options in full, the global ones by name. Arguments stand in the usage; the command's text tells of them."""
+    own = [param for param in command.get_params(ctx) if not isinstance(param, GlobalOption | click.Argument)]
+    with formatter.section("Options"):
+        formatter.write_dl([record for param in own if (record := param.get_help_record(ctx))])
+    shared = [param for param in command.get_params(ctx) if isinstance(param, GlobalOption)]
+    if shared:
         with formatter.section("Global options (see rlctl --help)"):
             formatter.write_text("  ".join("/".join(param.opts) for param in shared))

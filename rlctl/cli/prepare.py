@@ -23,7 +23,7 @@ from rlctl.topology.flags import Flags
 from rlctl.topology.load import loaded
 from rlctl.topology.plan import Plan
 from rlctl.topology.plan import plan as make_plan
-from rlctl.topology.problems import Problem, Problems, invalid
+from rlctl.topology.problems import COMMAND_LINE, Problem, Problems, invalid
 from rlctl.topology.resolved import Topology
 from rlctl.topology.schema import ROUTERS
 
@@ -78,10 +78,15 @@ class Prepared:
     def obstacles(self) -> list[Problem]:
         """Why it cannot be run here, and now: what this version cannot, and what this machine lacks."""
         fixed = self.deployment.fixed(self.deployed) if self.deployed is not None else []
+        source = self.plan.topology.source
+        up = []
+        if self.running is not None and source == COMMAND_LINE:
+            up.append(f"fleet {self.running.name!r} is up already; only `rlctl up FILE` changes it")
         return [
+            *(Problem(source, 0, "", why) for why in up),
             *support.unsupported(self.plan.topology),
             *self._missing(),
-            *(Problem(self.plan.topology.source, 0, key, why) for key, why in fixed),
+            *(Problem(source, 0, key, why) for key, why in fixed),
         ]
 
     def _missing(self) -> list[Problem]:

@@ -12,7 +12,9 @@ from rlctl.outcomes import acknowledged
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
+    STAGE_STATE_PAUSED,
     STAGE_STATE_STALE,
+    VERIFICATION_LEVEL_NONE,
     Evidence,
     Outcome,
     StageState,
@@ -44,14 +46,20 @@ def summary(operation: Operation) -> str:
     """One line for stderr."""
     state = text.name_of(OperationState.DESCRIPTOR, operation.state)
     if operation.validate_only:
-        return f"{operation.verb}: nothing was done; it would be sent to {len(operation.targets)} stages."
+        targets = text.count(len(operation.targets), "stage")
+        return f"{operation.verb}: nothing was done; it would be sent to {targets}."
     update = is_update(operation)
-    confirmed = sum(acknowledged(result, update=update) for result in operation.stage_results)
-    parts = [f"{operation.verb} {state}: {confirmed} of {len(operation.targets)} stages confirmed"]
+    confirmed = [result for result in operation.stage_results if acknowledged(result, update=update)]
+    parts = [f"{operation.verb} {state}: {len(confirmed)} of {text.count(len(operation.targets), 'stage')} confirmed"]
     if update and operation.weight_version.label:
         parts.append(f"version {text.version(operation.weight_version)}")
+    # What a stage that cannot be verified has taken in is served all the same: it must not pass unseen.
+    bare = [result.slot for result in confirmed if result.verified == VERIFICATION_LEVEL_NONE]
+    if update and bare:
+        parts.append(f"not verified: {', '.join(bare)}")
     if update and operation.HasField("pause_time"):
-        parts.append(f"paused {text.duration(operation.pause_time)}")
+        still = any(result.state == STAGE_STATE_PAUSED for result in confirmed)
+        parts.append(f"paused {text.duration(operation.pause_time)}{', and still is' if still else ''}")
     if operation.adapters:
         parts.append(f"adapters {text.adapters(operation.adapters)}")
     if operation.dropped_adapters:

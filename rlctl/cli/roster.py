@@ -8,7 +8,14 @@ from rlctl.cli import text
 from rlctl.cli.output import View
 from rlctl.cli.tables import Table, facts
 from rlctl.client.enums import short_name
-from rlctl.v1.common_pb2 import WORKER_TYPE_REGULAR, PauseMode, StageState, WorkerType
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_UNREACHABLE,
+    WORKER_TYPE_REGULAR,
+    PauseMode,
+    StageState,
+    WorkerType,
+)
 from rlctl.v1.fleet_pb2 import Capabilities, Fleet, Model, Stage
 
 _STAGES = ("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD", "WHY NOT")
@@ -18,6 +25,7 @@ _STAGES_WIDE = (
 )
 _MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
 _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
+_MIXTURE = "its weights are a mixture; the trainer's next full update or `rlctl heal` clears it"
 
 
 def stages_view(stages: Sequence[Stage]) -> View:
@@ -59,7 +67,7 @@ def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
             text.yes(stage.routable),
             version.label,
             text.sequence(version),
-            f"{sum(rank.alive for rank in ranks)}/{len(ranks)}" if ranks else "",
+            f"{sum(rank.alive for rank in ranks) if _known(stage) else '?'}/{len(ranks)}" if ranks else "",
             text.duration(stage.last_heard) if stage.HasField("last_heard") else "",
         ]
         if wide:
@@ -101,7 +109,8 @@ def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
     if stage.routable or stage.not_routable == _state(stage):
         # What the operator has said must be seen whatever the state: it holds when the state is over.
-        return "; ".join(filter(None, [text.error(stage.quarantine), "" if stage.enabled else "disabled"]))
+        said = [text.error(stage.quarantine), "" if stage.enabled else "disabled"]
+        return "; ".join(filter(None, said)) or (_MIXTURE if stage.state == STAGE_STATE_DIRTY else "")
     return stage.not_routable
 
 
@@ -182,7 +191,7 @@ def _ranks(stage: Stage) -> Table:
             rank.coordinates.node,
             rank.coordinates.device,
             str(rank.pid or ""),
-            text.yes(rank.alive),
+            text.yes(rank.alive) if _known(stage) else "?",
             rank.reason,
         ]
         for rank in stage.report.ranks
@@ -202,6 +211,11 @@ def _capabilities(capabilities: Capabilities) -> Table:
 
 def _slot(stage: Stage) -> str:
     return stage.registration.slot
+
+
+def _known(stage: Stage) -> bool:
+    """Whether its ranks are as it has reported them: of one that cannot be reached nobody knows."""
+    return stage.state != STAGE_STATE_UNREACHABLE
 
 
 def _state(stage: Stage) -> str:

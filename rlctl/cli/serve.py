@@ -35,7 +35,9 @@ def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks."),
         click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:N."),
         click.option("--dtype", default="auto", show_default=True, help="Dtype to hold the weights in."),
-        click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in."),
+        click.option(
+            "--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in.  [repeatable]"
+        ),
         click.option("--node", default=socket.gethostname, help="Name of this host, as others know it."),
     )
     return _with(command, options)
@@ -56,7 +58,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     "--heal-by-hand",
     multiple=True,
     metavar="MODEL",
-    help="Bring stages of this model to the published version only when asked (`rlctl heal`). May be repeated.",
+    help="Bring stages of this model to the published version only when asked (`rlctl heal`).  [repeatable]",
 )
 @_server_options
 def coordinator(
@@ -91,7 +93,13 @@ def coordinator(
 @click.option("--slot", required=True, help="Stable name of the stage in the fleet.")
 @click.option("--model", default="actor", show_default=True, help="Model that it serves.")
 @click.option("--coordinator", default="", help="Address of the coordinator; without it one must attach by itself.")
-@click.option("--follower", "followers", multiple=True, help="Address of a follower's worker, in order.")
+@click.option(
+    "--follower",
+    "followers",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Address of a follower's worker, in the order of their ranks.  [repeatable]",
+)
 @click.option("--rollout-listen", default="127.0.0.1:0", show_default=True, help="Address for generation.")
 @click.option("--advertise", default="", help="Host under which others reach this one.")
 @click.option("--weight-version", default="", help="Label of the model's first version.")

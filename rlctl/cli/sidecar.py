@@ -16,7 +16,9 @@ from rlctl.cli.types import DURATION, pairs
 @click.option("--upstream", default="", metavar="URL", help="A vLLM that runs: http://HOST:PORT or unix:PATH.")
 @click.option("--launch", default="", metavar="MODEL", help="Directory of a checkpoint to launch a vLLM with.")
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any.")
-@click.option("--router", "routers", multiple=True, metavar="URL", help="slime-style router to register with.")
+@click.option(
+    "--router", "routers", multiple=True, metavar="URL", help="slime-style router to register with.  [repeatable]"
+)
 @click.option("--advertise", default="", metavar="HOST", help="Host under which routers reach this one.")
 @click.option("--coordinator", default="", metavar="ADDRESS", help="It drives the vLLM: admin verbs are refused here.")
 @click.option(
@@ -27,7 +29,9 @@ from rlctl.cli.types import DURATION, pairs
     help="vLLM's /inference/v1/generate or /v1/completions.",
 )
 @click.option("--api-key-file", default="", help="File with the running vLLM's key for requests.")
-@click.option("--vllm-arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of the launched vLLM.")
+@click.option(
+    "--vllm-arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of the launched vLLM.  [repeatable]"
+)
 @click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Its tensor-parallel ranks.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:N.")
 @click.option("--python", default="", help="Interpreter that vLLM is installed for.  [default: RLCTL_VLLM_VENV's]")

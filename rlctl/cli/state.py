@@ -71,6 +71,13 @@ def read(name: str) -> FleetState | None:
         return None
 
 
+def names() -> list[str]:
+    """Fleets that are up on this machine."""
+    directories = sorted(state_directory("").glob("*/fleet.json"))
+    found = (read(path.parent.name) for path in directories)
+    return [state.name for state in found if state is not None and state.alive]
+
+
 def write(state: FleetState) -> None:
     """Replace the state file in one step."""
     path = _file(state.name)

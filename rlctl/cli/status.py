@@ -68,15 +68,17 @@ def _watch(settings: Settings, model: str) -> None:
 
 def _changes(settings: Settings, model: str) -> Generator[Fleet, None, None]:
     """The fleet now and after every change. A coordinator that goes away is waited for."""
-    seen = False
+    seen, said = False, ""
     while True:
         try:
             with connected(settings) as fleet, contextlib.closing(fleet.watch(model)) as events:
                 for _ in events:
-                    seen = True
+                    seen, said = True, ""
                     yield fleet.status(model)
         except RlctlError as error:
             if not seen or error.reason is not Reason.UNREACHABLE:
                 raise
-            settings.say(f"{error.message}; trying again")
+            if error.message != said:
+                settings.say(f"{error.message}; trying again")
+            said = error.message
         time.sleep(AGAIN_S)

@@ -146,7 +146,7 @@ class _Supervisor:
         for slot, run in fleet.runs.items():
             if run.error is not None and self._told.get(slot) is not run.error:
                 self._told[slot] = run.error
-                again = f"; starting again in {run.again_in_s:.0f} s" if self._wanted.restart else ""
+                again = f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart else ""
                 self._say(f"Warning: {run.error}{again}")
         for model, error in fleet.gateways.errors.items():
             if self._told.get(f"gateway-{model}") is not error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC
 from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -41,7 +42,7 @@ def duration(value: Duration) -> str:
 
 def moment(value: Timestamp) -> str:
     """Local wall time, to the second."""
-    return value.ToDatetime().astimezone().strftime("%Y-%m-%dT%H:%M:%S") if value.seconds else ""
+    return value.ToDatetime(UTC).astimezone().strftime("%Y-%m-%dT%H:%M:%S") if value.seconds else ""
 
 
 def sequence(version: WeightVersion) -> str:
@@ -62,6 +63,11 @@ def adapters(values: Iterable[Adapter]) -> str:
 def error(detail: ErrorDetail) -> str:
     """Reason and cause on one line."""
     return f"{detail.reason}: {' '.join(detail.message.split())}" if detail.reason else ""
+
+
+def count(number: int, noun: str) -> str:
+    """1 engine, 2 engines."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def yes(value: bool) -> str:

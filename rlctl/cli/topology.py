@@ -83,7 +83,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--rollout-external", "external", is_flag=True, help="Attach to engines that run already."),
         click.option(
             ADDRESSES, "external_addresses", multiple=True, metavar="HOST:PORT...",
-            help="Their addresses.",
+            help="Their addresses.  [repeatable]",
         ),
         click.option(
             "--prefill-num-servers", type=click.IntRange(1),
@@ -95,7 +95,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--sglang-*", "sglang_", metavar="[VALUE]", expose_value=False, multiple=True,
-            help="Argument of SGLang by its name, for every SGLang engine, below the file's.",
+            help="Argument of SGLang by its name, for every SGLang engine, below the file's.  [repeatable]",
         ),
         click.option(
             "--sglang-config", "config_", expose_value=False, metavar="FILE", help="The file, under slime's name."

@@ -88,6 +88,7 @@ def up(
 
 def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
     """Have the supervisor of the fleet that is up do it."""
+    from rlctl.cli import text
     from rlctl.cli.apply import apply
     from rlctl.topology.diff import REMOVE, UNCHANGED, difference
 
@@ -100,7 +101,7 @@ def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None
         settings.confirm(f"Drain and remove {', '.join(gone)}?")
     ready = apply(Path(running.directory), prepared.deployment, settings.say, timeout_s=settings.timeout_s)
     show(settings, _state_view(ready))
-    settings.say(f"{_READY} {len(changes)} engine{'s' if len(changes) != 1 else ''} changed.")
+    settings.say(f"{_READY} {text.count(len(changes), 'engine')} changed.")
 
 
 def _announce(settings: Settings, ready: FleetState) -> None:
@@ -181,6 +182,8 @@ def _state_view(ready: FleetState) -> View:
             ("Endpoint", ready.endpoint),
             ("Supervisor", str(ready.pid)),
             ("State", ready.directory),
+            *((f"Gateway of {model}", address) for model, address in ready.gateways.items()),
+            *((f"Router of {model}", address) for model, address in ready.routers.items()),
             ("Use it", "" if ready.endpoint == ENDPOINT else f"export RLCTL_ENDPOINT={shlex.quote(ready.endpoint)}"),
         ]
     )

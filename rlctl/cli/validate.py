@@ -28,6 +28,7 @@ def validate(settings: Settings, /, file: Path | None, json_schema: bool, **give
     installed here. What this version cannot run is an error with its reason; `plan` shows it all the same. Exit code 2
     when there is an error; warnings do not count.
     """
+    from rlctl.cli import text
     from rlctl.topology.json_schema import schema
     from rlctl.topology.load import load
     from rlctl.topology.support import unsupported
@@ -44,7 +45,8 @@ def validate(settings: Settings, /, file: Path | None, json_schema: bool, **give
         show(settings, View([problem.data for problem in found], lambda _: [prose(lines)], lambda: lines))
     errors = len(problems.errors)
     if topology is None or errors:
-        settings.say(f"{errors} error{'s' if errors != 1 else ''}")
+        settings.say(text.count(errors, "error"))
         sys.exit(Exit.USAGE)
     engines = sum(group.engines for model in topology.models for group in model.groups)
-    settings.say(f"valid: {len(topology.models)} models, {engines} engines, {topology.num_gpus} GPUs")
+    counted = (len(topology.models), "model"), (engines, "engine"), (topology.num_gpus, "GPU")
+    settings.say(f"valid: {', '.join(text.count(number, noun) for number, noun in counted)}")

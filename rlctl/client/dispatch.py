@@ -17,7 +17,7 @@ from rlctl.client.connection import Connection
 from rlctl.client.view import FleetView
 from rlctl.errors import Reason, RlctlError
 from rlctl.merging import merge
-from rlctl.rollout.router import Picked, Router, Wanted, obstacles
+from rlctl.rollout.router import Picked, Router, Wanted, next_step, obstacles
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1.coordinator_pb2 import GetFleetRequest
@@ -31,6 +31,9 @@ Metadata = Sequence[tuple[str, str]]
 
 TELL_S = 1.0
 """Without a routable stage, what is waited for is logged after so long."""
+
+WARN_S = 10.0
+"""And so long after, as a warning: longer than most pauses, and a script that sets up no logging shows it."""
 
 LEFT_S = 5.0
 """How long a call may go on over a channel that nobody needs any more: an abort that was sent last, say."""
@@ -196,7 +199,7 @@ class Dispatch:
     def __init__(self, lines: Lines, router: Router) -> None:
         self.lines = lines
         self.router = router
-        self._told: str | None = None
+        self._told: tuple[str, int] | None = None
 
     async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
         """A stage that may take the request, waited for until ``deadline`` on the loop's clock; ``timeout_s`` is named
@@ -208,7 +211,7 @@ class Dispatch:
 
     async def _pick(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> tuple[Picked, int]:
         view, loop = self.lines.view, asyncio.get_running_loop()
-        wanted = wanting()
+        wanted, begun = wanting(), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
             wanted = wanting()
             view.check()
@@ -222,14 +225,17 @@ class Dispatch:
                     await view.changed()
             except TimeoutError:
                 if loop.time() - now >= TELL_S:
-                    self._tell(obstacles(view.stages, wanted))
+                    self._tell(obstacles(view.stages, wanted), loop.time() - begun)
         whose = f"of {wanted.model} " if wanted.model else ""
         named = obstacles(view.stages, wanted)
         why = f": {named}" if named else ""
-        raise Reason.NO_ROUTABLE_STAGE.error(f"no stage {whose}took the request within {timeout_s:g} s{why}")
+        raise Reason.NO_ROUTABLE_STAGE.error(
+            f"no stage {whose}took the request within {timeout_s:g} s{why}", next_step=next_step(view.stages, wanted)
+        )
 
-    def _tell(self, named: str) -> None:
-        """Log what is waited for, once however many requests wait for it."""
-        if named != self._told:
-            log.info("waiting for a routable stage: %s", named or "none is known")
-        self._told = named
+    def _tell(self, named: str, waited_s: float) -> None:
+        """Log what is waited for, once however many requests wait for it, and once more when it takes long."""
+        level = logging.WARNING if waited_s >= WARN_S else logging.INFO
+        if self._told is None or named != self._told[0] or level > self._told[1]:
+            log.log(level, "waiting for a routable stage: %s", named or "none is known")
+            self._told = (named, level)

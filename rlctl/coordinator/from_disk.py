@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 
 from rlctl.coordinator.attempts import OpenUpdate
 from rlctl.coordinator.operations import Run
@@ -16,6 +17,7 @@ from rlctl.errors import Reason
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_NONE
+from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import (
     DATA_PATH_DISK,
     BeginWeightUpdateRequest,
@@ -32,6 +34,8 @@ from rlctl.v1.verbs_pb2 import (
     UpdateOptions,
     UpdateWeightsFromDiskRequest,
 )
+
+log = logging.getLogger(__name__)
 
 Request = UpdateWeightsFromDiskRequest | LoadAdapterRequest
 
@@ -113,6 +117,7 @@ class FromDisk:
         await asyncio.wait({reading, aborted}, return_when=asyncio.FIRST_COMPLETED)
         aborted.cancel()
         if not reading.done():
+            reading.add_done_callback(_tell)
             return
         results = reading.result()
         opened.received += results
@@ -141,3 +146,10 @@ class FromDisk:
         wanted = session.record.request.options.verify != VERIFICATION_LEVEL_NONE
         known = len(said) == 1 and session.full and not failed and wanted
         return request.expected_digest or (said.pop() if known else "")
+
+
+def _tell(reading: asyncio.Task[list[StageResult]]) -> None:
+    """Of a read that nobody waits for any more: what could not be recorded of it."""
+    error = None if reading.cancelled() else reading.exception()
+    if error is not None:
+        log.warning("a read whose update was aborted: %s", error)

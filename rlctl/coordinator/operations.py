@@ -57,6 +57,9 @@ class Run:
     def add(self, result: StageResult) -> None:
         """Take in one target's result, replacing an earlier one of the same target; kept in target order."""
         filed = self.operation.stage_results
+        if not filed or self._place(filed[-1]) < self._place(result):
+            filed.append(result)
+            return
         place = bisect.bisect_left(filed, self._place(result), key=self._place)
         while place < len(filed) and self._place(filed[place]) == self._place(result):
             if filed[place].slot == result.slot:

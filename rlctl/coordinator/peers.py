@@ -270,13 +270,17 @@ class Peers:
                 )
             if attached.registration.boot_id != registration.boot_id:
                 raise Reason.INCARNATION_FENCED.error(f"another process than the registered one fills {slot.name}")
+            if slot.record.unseen:
+                await self._meet(slot, attached.report)
             self._refuse_succeeded()
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
             slot.commander = commander
             connected()
             self._unanswered.ask(slot, commander)
-            self._reported(slot, attached.report)
+            told = slot.report  # something newer may have come while it was noted who is there
+            newer = told is not None and told.revision > attached.report.revision
+            self._reported(slot, told if told is not None and newer else attached.report)
             granting = asyncio.create_task(self._keep_granting(slot))
             await receiving
         except TimeoutError:
@@ -287,6 +291,15 @@ class Peers:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
             self._roster.changed()
+
+    async def _meet(self, slot: Slot, report: StageReport) -> None:
+        """What took another process's place is fresh. Or it had been replaced itself, and has come back: whatever was
+        held against it is forgotten by now, and what it holds nobody has vouched for since.
+        """
+        if report.weight_version.sequence or report.update_id:
+            why = "it had been replaced by another process, and what it holds now is not known"
+            await self._roster.quarantine({slot: Reason.WEIGHTS_STALE.error(why).detail()})
+        await self._roster.change([slot], lambda record: setattr(record, "unseen", False))
 
     async def _turn_to_connect(self) -> Callable[[], None]:
         """Wait for a turn. Returns what ends it; time does so too."""

@@ -200,7 +200,7 @@ class Roster:
             same = slot is not None and slot.record.registration.boot_id == registration.boot_id
             record = SlotRecord(incarnation=slot.record.incarnation + 1 if slot else 1, enabled=True)
             if slot is not None:
-                record.enabled = slot.record.enabled
+                record.enabled, record.unseen = slot.record.enabled, True
             if slot is not None and same:
                 record.CopyFrom(slot.record)
             _fill(record, registration)

@@ -43,6 +43,7 @@ class SqliteJournal:
         be read is kept as it is, and never taken for a fleet that has no records.
         """
         self._path = Path(path)
+        self._name = os.fspath(self._path)
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ class SqliteJournal:
             return False
 
     def _identity(self) -> tuple[int, int]:
-        status = self._path.stat()
+        status = os.stat(self._name)  # by its text: this is asked before everything that is sent
         return status.st_dev, status.st_ino
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Phase(enum.Enum):
 
 
 UP = (Phase.READY, Phase.STALE)
-"""It is as far as it comes by itself: STALE waits for a heal by hand."""
+"""It is as far as it comes by itself: STALE waits for a heal by hand, or for an update where nothing can heal it."""
 ALIVE = (Phase.STARTING, Phase.LOADING, Phase.HEALING, *UP)
 
 
@@ -191,8 +191,8 @@ class EngineRun:
                     self._enter(Phase.READY)
                 elif self.phase is Phase.STALE:
                     self._refuse_lost(stage)
-                elif self._by_hand and here and self._stays_stale(stage):
-                    self._say(f"{self.spec.slot}: up, stale, waits for a heal by hand: rlctl heal {self.spec.slot}")
+                elif here and (waits_for := self._waits_for(stage)):
+                    self._say(f"{self.spec.slot}: up, stale, waits for {waits_for}")
                     self._enter(Phase.STALE)
                 else:
                     why = (stage.not_routable if stage is not None else "") or "not registered"
@@ -200,7 +200,7 @@ class EngineRun:
                         self._say(f"{self.spec.slot}: loaded, healing ({why})")
                         self._told = True
                     self._remind(f"healing ({why})")
-                    self._limit(self._limits.heal_s, f"it is not routable: {why}")
+                    self._limit(self._limits.heal_s, "not routable", why)
             case Phase.READY:
                 self._refuse_lost(stage)
                 if time.monotonic() - self._since > STEADY_S:
@@ -233,9 +233,13 @@ class EngineRun:
     def _ended(self) -> Launched | None:
         return next((process for process in self.processes if process.returncode is not None), None)
 
-    def _stays_stale(self, stage: Stage | None) -> bool:
-        stale = stage is not None and stage.state == STAGE_STATE_STALE
-        return stale and time.monotonic() - self._since > STALE_S
+    def _waits_for(self, stage: Stage | None) -> str:
+        """What a stale engine waits for that another start would not bring, or ""."""
+        if stage is None or stage.state != STAGE_STATE_STALE or time.monotonic() - self._since <= STALE_S:
+            return ""
+        if self._by_hand:
+            return f"a heal by hand: rlctl heal {self.spec.slot}"
+        return f"the trainer's next update ({stage.not_routable})" if stage.unhealable else ""
 
     def _refuse_lost(self, stage: Stage | None) -> None:
         """A stage server whose engine is gone, and that cannot start it again, holds its slot in vain."""
@@ -257,11 +261,14 @@ class EngineRun:
         said = waiting.said()
         self._say(f"{self.spec.slot}: still {what} after {since_s:.0f} s" + (f"; its log says: {said}" if said else ""))
 
-    def _limit(self, limit_s: float, why: str) -> None:
+    def _limit(self, limit_s: float, what: str, why: str = "") -> None:
         if time.monotonic() - self._since > limit_s:
             log = self.processes[-1].log if self.processes else "its log"
             self._fail(
-                Reason.DEADLINE_EXCEEDED.error(f"{self.spec.slot}: {why} within {limit_s:g} s", next_step=f"See {log}.")
+                Reason.DEADLINE_EXCEEDED.error(
+                    f"{self.spec.slot}: {what} within {limit_s:g} s" + (f": {why}" if why else ""),
+                    next_step=f"See {log}.",
+                )
             )
 
     def _fail(self, error: RlctlError) -> None:

@@ -8,6 +8,7 @@ ended.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rlctl.client.aio import AsyncFleet
 from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.engine_run import START_S, UP, EngineRun, Limits, Phase
@@ -338,11 +340,21 @@ class LaunchedFleet:
 
     def _status(self) -> FleetMessage | None:
         found: list[FleetMessage] = []
-        self._asked(lambda client: found.append(client.status()))
+
+        async def ask(client: AsyncFleet) -> None:
+            async with asyncio.timeout(CALL_S):
+                found.append(await client.status())
+
+        self._asked(lambda client: client.loop.call(ask(client.aio)))
         return found[0] if found else None
 
     def _asked(self, ask: Callable[[Fleet], object]) -> bool:
-        """Ask the coordinator; False when it does not answer, and is asked again at the next look."""
+        """Ask the coordinator; False when it does not answer, and is asked again at the next look.
+
+        One that has ended is not asked: the SDK would wait for it, and whoever looks is to start it again.
+        """
+        if self.coordinator is not None and self.coordinator.returncode is not None:
+            return False
         try:
             if self._client is None:
                 self._client = self.connect()
@@ -350,6 +362,8 @@ class LaunchedFleet:
         except RlctlError as error:
             if error.reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
                 raise
+            return False
+        except TimeoutError:
             return False
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -102,11 +103,14 @@ class Process:
 
     def failure(self) -> RlctlError:
         """Why it ended, from the end of its log."""
-        said = self.said()
+        code, said = self.returncode, self.said()
+        how = f"ended with {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}" if -code in {*signal.Signals} else how
+            # It had no time to say why; its last line is about something else.
+            said = f"what it logged last was {said!r}" if said else ""
         why = f": {said}" if said else ""
-        return Reason.ENGINE_FAILED.error(
-            f"{self.name} ended with {self.returncode}{why}", next_step=f"See {self.log}."
-        )
+        return Reason.ENGINE_FAILED.error(f"{self.name} {how}{why}", next_step=f"See {self.log}.")
 
     def terminate(self) -> None:
         """Ask it to end."""

@@ -116,6 +116,7 @@ class GatewaySpec:
         policy: how it, or the router in front of it, picks an engine; "": its own default.
         router: program in front of it, "sglang-router"; "": none.
         router_listen: where that listens.
+        tokenizer: directory of the model's tokenizer, so that it is known before the coordinator can tell; "": it tells.
     """
 
     model: str
@@ -123,6 +124,7 @@ class GatewaySpec:
     policy: str = ""
     router: str = ""
     router_listen: str = ""
+    tokenizer: str = ""
 
     @property
     def process(self) -> str:
@@ -137,6 +139,7 @@ class GatewaySpec:
             *("gateway", "--coordinator", coordinator, "--model", self.model, "--listen", self.listen),
             *router,
             *policy,
+            *(["--tokenizer", self.tokenizer] if self.tokenizer else []),
         ]
 
 

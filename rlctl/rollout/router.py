@@ -11,6 +11,7 @@ from rlctl.rollout.health import Health
 from rlctl.rollout.pairs import decodes, fit, prefills
 from rlctl.rollout.policies import LeastConnections, Policy
 from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
     STAGE_STATE_DRAINING,
     STAGE_STATE_JOINING,
     STAGE_STATE_RETIRED,
@@ -175,6 +176,13 @@ def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
         there = ", ".join(f"{s.registration.slot} at version {s.report.weight_version.sequence}" for s in givers)
         found.append(f"{', '.join(alone)} without a prefill stage that fits ({there or 'none may be asked'})")
     return ", ".join(found)
+
+
+def next_step(stages: Sequence[Stage], wanted: Wanted) -> str:
+    """What ends the wait where waiting does not: nobody but the trainer has what such stages lack. "" elsewhere."""
+    ours = [stage for stage in stages if _is_wanted(stage, wanted)]
+    lacking = any(stage.unhealable or stage.state == STAGE_STATE_DIRTY for stage in ours)
+    return Reason.UNHEALABLE.next_step if lacking else ""
 
 
 def _is_wanted(stage: Stage, wanted: Wanted) -> bool:

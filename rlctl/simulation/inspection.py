@@ -34,7 +34,8 @@ def staged(fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse) 
     if operation.state != OPERATION_STATE_FAILED:
         return
     for target in plan.targets:
-        stage = fleet.stages[target.slot].stage if target.slot in fleet.stages else None
+        host = fleet.stages.get(target.slot)  # it may have left since
+        stage = host.stage if host is not None else None
         if stage is None or stage.incarnation != target.incarnation:
             continue
         facts = stage.facts

@@ -132,6 +132,8 @@ class Observer:
         if isinstance(change, Delete):
             if change.kind == "update":  # a successor takes it off the record, and what it admitted runs out
                 self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
+            elif change.kind == "operation":  # forgotten, perhaps before its end could be recorded
+                self._outcomes.pop(change.key, None)
             return
         if change.kind == "model":
             self._published(ModelRecord.FromString(change.body))

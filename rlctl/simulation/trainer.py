@@ -102,8 +102,9 @@ class Trainer(Caller):
         if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
             sim.observer.digested.add(plan.update_id)
         in_batches = begin.rollout.max_unavailable and begin.apply != verbs_pb2.APPLY_MODE_STAGED
-        if begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_REPLICA) and not in_batches:
-            sim.observer.compared.add(plan.update_id)  # a batch may be of one stage
+        several = len(plan.targets) > 1 and not in_batches  # a batch may be of one stage
+        if begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_REPLICA) and several:
+            sim.observer.compared.add(plan.update_id)
         whole = (
             sim.observer.adapters.get((self.model, begin.adapter, tag))
             or sim.observer.published[self.model, plan.version.sequence]

@@ -328,7 +328,10 @@ class Stage:
             return await self._relayed(verb, request, call)
         self._waiting[call.command_id] = False
         try:
-            async with asyncio.timeout(call.deadline - self._clock.now()):
+            if self._turn.locked():
+                async with asyncio.timeout(call.deadline - self._clock.now()):
+                    await self._turn.acquire()
+            else:
                 await self._turn.acquire()
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error("another command kept the stage busy until the time was up") from None

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlctl.topology.problems import Problems
+from rlctl.topology.problems import COMMAND_LINE, Problems
 
 if TYPE_CHECKING:
     from rlctl.topology.document import Node
-
-COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from rlctl.engine import installed_engines, known_options
 from rlctl.topology import document
 from rlctl.topology.context import Engines
-from rlctl.topology.flags import COMMAND_LINE, Flags, document_of
-from rlctl.topology.problems import Problems
+from rlctl.topology.flags import Flags, document_of
+from rlctl.topology.problems import COMMAND_LINE, Problems
 from rlctl.topology.resolve import resolve
 from rlctl.topology.resolved import Topology
 

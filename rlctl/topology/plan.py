@@ -128,7 +128,9 @@ class Plan:
     def gateways(self) -> tuple[GatewaySpec, ...]:
         """HTTP gateways, of models that have one."""
         return tuple(
-            GatewaySpec(model.name, model.gateway, model.router_policy, model.router, model.router_listen)
+            GatewaySpec(
+                model.name, model.gateway, model.router_policy, model.router, model.router_listen, model.model_path
+            )
             for model in self.models
             if model.gateway
         )

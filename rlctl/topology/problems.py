@@ -9,6 +9,9 @@ from typing import Any
 
 from rlctl.errors import Reason, RlctlError
 
+COMMAND_LINE = "command line"
+"""Source of what no file says."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -84,7 +87,8 @@ class Problems:
 def invalid(errors: list[Problem]) -> RlctlError:
     """The exception that tells all of them."""
     count = f"{len(errors)} problem{'s' if len(errors) > 1 else ''}"
-    message = "\n  ".join([f"{count} in {errors[0].source}", *map(str, errors)])
+    source = errors[0].source if errors[0].source != COMMAND_LINE else f"the {COMMAND_LINE}"
+    message = "\n  ".join([f"{count} in {source}", *map(str, errors)])
     metadata = {f"{problem.place} {problem.key}".strip(): problem.message for problem in errors}
     return Reason.TOPOLOGY_INVALID.error(message, field=errors[0].key, metadata=metadata)
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from rlctl.launch.spec import LOAD_S
 from rlctl.topology.context import Context, Engines
 from rlctl.topology.document import Node
-from rlctl.topology.flags import COMMAND_LINE, Flags, exclusions
+from rlctl.topology.flags import Flags, exclusions
 from rlctl.topology.groups import Groups
-from rlctl.topology.problems import Problems, did_you_mean
+from rlctl.topology.problems import COMMAND_LINE, Problems, did_you_mean
 from rlctl.topology.resolved import Group, Model, Topology
 from rlctl.topology.schema import FILE, Section, read
 

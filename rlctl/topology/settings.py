@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlctl.topology.context import Context
 from rlctl.topology.document import Node
-from rlctl.topology.flags import COMMAND_LINE
-from rlctl.topology.problems import did_you_mean
+from rlctl.topology.problems import COMMAND_LINE, did_you_mean
 from rlctl.topology.schema import Section
 
 

@@ -94,6 +94,7 @@ class SlotRecord(_message.Message):
     RETIRED_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
     CONTINUE_WHEN_RESIDENT_FIELD_NUMBER: _builtins.int
+    UNSEEN_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Present incarnation."""
     enabled: _builtins.bool
@@ -102,6 +103,8 @@ class SlotRecord(_message.Message):
     """Deregistered."""
     continue_when_resident: _builtins.bool
     """Somebody continued it while memory was released: generation goes on when the last region is resumed."""
+    unseen: _builtins.bool
+    """Its process took another one's place, and has not been attached to since."""
     @_builtins.property
     def registration(self) -> _fleet_pb2.StageRegistration:
         """Registration of the present incarnation."""
@@ -119,10 +122,11 @@ class SlotRecord(_message.Message):
         retired: _builtins.bool = ...,
         quarantine: _common_pb2.ErrorDetail | None = ...,
         continue_when_resident: _builtins.bool = ...,
+        unseen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retired", b"retired"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retired", b"retired", "unseen", b"unseen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

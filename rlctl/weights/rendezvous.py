@@ -200,7 +200,10 @@ class Forming:
     def _failure(self, timeout_s: float, *, stopped: bool) -> RlctlError:
         member = self._member
         host, port = self._address
-        missing = self._watched.missing if self._watched is not None else []
+        watched = self._watched
+        missing = watched.missing if watched is not None else []
+        if watched is not None and self._give_up.is_set():  # it was cut off while it asked the store who is missing
+            missing = missing or watched.awaited
         reported = (str(self._error).splitlines() or [""])[0] if self._error is not None else ""
         if stopped:
             cause = "forming it was interrupted"
@@ -225,6 +228,7 @@ class WatchedStore(Store):
 
     Attributes:
         missing: after a wait that came to its deadline, the ranks that had not come, where that can be told.
+        awaited: the ranks that were waited for last.
         endpoints: where the members listen, by rank, as far as it became known.
     """
 
@@ -240,6 +244,7 @@ class WatchedStore(Store):
         self._deadline = deadline
         self._prefix: str | None = None
         self.missing: list[int] = []
+        self.awaited: list[int] = []
         self.endpoints: dict[int, Endpoint] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
@@ -274,6 +279,7 @@ class WatchedStore(Store):
         deadline = self._deadline
         if timeout is not None and timeout.total_seconds() > 0:
             deadline = min(deadline, time.monotonic() + timeout.total_seconds())
+        self.awaited = [rank for rank in map(self._rank_of, keys) if rank is not None]
         pause = _FIRST_PAUSE_S
         while not self._store.check(keys):
             if time.monotonic() >= deadline:

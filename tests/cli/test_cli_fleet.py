@@ -9,7 +9,11 @@ from collections.abc import Callable
 import pytest
 from cli_helpers import Cli, LiveFleet
 
+from rlctl.cli.roster import stage_view, stages_table, why_not
 from rlctl.client.fleet import connect
+from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import RankStatus, Stage, StageReport
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
 
 
@@ -225,6 +229,12 @@ def test_an_empty_fleet_says_so(make_fleet: Callable) -> None:
         ("WatchFleet", "returns (stream FleetEvent)"),
         ("Generate", "RolloutService.Generate"),
         ("CoordinatorService", "Administers a fleet."),
+        ("CoordinatorService", "(PauseGenerationRequest) returns (Operation)"),
+        ("StageService", "(stream ControlRequest) returns (stream ControlResponse)"),
+        ("STALE", "Its weights are not at an admitted version"),
+        ("retract", "PauseMode.PAUSE_MODE_RETRACT  = 2"),
+        ("NO_ROUTABLE_STAGE", "`rlctl status` says why."),
+        ("unhealable", "reason  FAILED_PRECONDITION  (rlctl.PreconditionFailed)"),
         ("ErrorDetail.metadata", "map<string, string>"),
         ("Target.slots", "repeated string"),
     ],
@@ -240,6 +250,7 @@ def test_what_the_contract_does_not_have_is_refused_with_what_is_near(cli: Cli) 
     assert ran.code == 2
     assert "Did you mean: " in ran.err
     assert cli("explain", "PauseGenerationRequest.mode.deeper").code == 2
+    assert "Did you mean: Outcome.OUTCOME_DIRTY, StageState.STAGE_STATE_DIRTY?" in cli("explain", "DIRTY").err
     assert cli("explain", "UpdateWeightsFromDiskRequest.options.nope").code == 2
 
 
@@ -255,3 +266,22 @@ def test_an_explanation_is_data(cli: Cli) -> None:
 def test_the_version_names_the_contract(cli: Cli) -> None:
     assert set(cli("version", "-o", "json").data) == {"rlctl", "contract", "python"}
     assert cli("--version").out.startswith("rlctl ")
+
+
+def test_a_dirty_stage_has_what_clears_it_beside_it_where_no_cause_is_known() -> None:
+    """After the coordinator was started anew, say, that no stage is quarantined by."""
+    dirty = Stage(state=STAGE_STATE_DIRTY, not_routable="DIRTY", enabled=True)
+    assert "full update" in why_not(dirty)
+    dirty.quarantine.CopyFrom(Reason.GROUP_FAILED.error("it broke").detail())
+    assert why_not(dirty) == "GROUP_FAILED: it broke"
+    assert why_not(Stage(state=STAGE_STATE_PAUSED, not_routable="PAUSED", enabled=True)) == ""
+
+
+def test_what_the_ranks_of_an_unreachable_stage_are_is_not_known() -> None:
+    stage = Stage(state=STAGE_STATE_READY, report=StageReport(ranks=[RankStatus(alive=True)] * 2))
+    for state, shown, alive in ((STAGE_STATE_READY, "2/2", "yes"), (STAGE_STATE_UNREACHABLE, "?/2", "?")):
+        stage.state = state
+        headers, (row,) = stages_table([stage], wide=False).shown()
+        assert row[headers.index("RANKS")] == shown
+        _, ranks, *_ = stage_view(stage).tables(False)
+        assert [line[-2] for line in ranks.rows] == [alive] * 2

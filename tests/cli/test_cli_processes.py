@@ -250,10 +250,24 @@ def test_a_process_that_dies_is_told_and_the_others_stay(up: list[str]) -> None:
     fleet = json.loads(read_until(process.stdout, '"ready"'))
     os.kill(fleet["processes"]["coordinator"], signal.SIGKILL)
     said = read_until(process.stderr, "Warning:")
-    assert "coordinator ended with -9" in said
+    assert "coordinator was ended by SIGKILL" in said
     again = read_until(process.stderr, "coordinator at")
     assert f"coordinator at {fleet['endpoint']} again" in again
     assert process.poll() is None
+    process.terminate()
+    assert finish(process)[0] == 143
+
+
+def test_a_coordinator_that_dies_while_an_engine_is_started_again_is_not_waited_for(up: list[str]) -> None:
+    """Who looks after the engines asks it about them, and is the one that starts it again."""
+    process = start(*up, "--rollout-num-gpus", "2", "-o", "jsonl")
+    fleet = json.loads(read_until(process.stdout, '"ready"'))
+    os.kill(fleet["processes"]["actor-1"], signal.SIGKILL)
+    assert "actor-1 was ended by SIGKILL" in read_until(process.stderr, "Warning:")
+    os.kill(fleet["processes"]["coordinator"], signal.SIGKILL)
+    began = time.monotonic()
+    read_until(process.stderr, "the fleet goes on")
+    assert time.monotonic() - began < 25, "a call to it takes 35 s to be given up"
     process.terminate()
     assert finish(process)[0] == 143
 

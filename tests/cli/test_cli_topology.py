@@ -46,6 +46,15 @@ def test_validate_tells_every_problem_with_its_line_and_exits_2(cli: Cli, broken
     assert ran.err == "2 errors\n"
 
 
+def test_the_reason_of_several_problems_stands_above_them(cli: Cli, broken: str) -> None:
+    """Below the last one it would seem to be of that one."""
+    first, *problems, _ = cli("plan", broken, "--hf-checkpoint", "/m").err.splitlines()
+    assert first == f"Error: 2 problems in {broken}  (TOPOLOGY_INVALID)"
+    assert [problem.strip() for problem in problems] == cli(
+        "validate", broken, "--hf-checkpoint", "/m"
+    ).out.splitlines()
+
+
 def test_problems_are_data(cli: Cli, broken: str) -> None:
     ran = cli("validate", broken, "--hf-checkpoint", "/m", "-o", "json")
     assert ran.code == 2
@@ -71,6 +80,8 @@ def test_validate_without_problems_says_what_there_is(cli: Cli) -> None:
     assert (ran.code, ran.out) == (0, "")
     assert "valid: 3 models, 3 engines, 5 GPUs" in ran.err
     assert cli("validate", str(EXAMPLES / "multi-model.yaml"), "-o", "json").data == []
+    one = cli("validate", "--hf-checkpoint", "/m", "--rollout-num-gpus", "1")
+    assert "valid: 1 model, 1 engine, 1 GPU\n" in one.err
 
 
 def test_the_schema_is_printed_for_editors(cli: Cli) -> None:
@@ -124,6 +135,11 @@ def test_the_plan_against_a_fleet_that_is_up(cli: Cli, checkpoint: Callable[[str
         "ref-0": "add",
         "old-0": "remove",
     }
+    flags = ("--name", "lab", "--hf-checkpoint", path, "--engine", "fake")
+    (obstacle,) = cli("plan", *flags, "-o", "json").data["obstacles"]
+    assert obstacle["message"] == "fleet 'lab' is up already; only `rlctl up FILE` changes it"
+    assert "fleet 'lab' is up already" in cli("up", *flags).err
+    assert "no fleet 'labs' is up on this machine; --name may be one of: lab" in cli("down", "--name", "labs").err
     model["overrides"] = {"pace": 0.5}
     file.write_text(json.dumps({"fleet": {"name": "lab", "hf_checkpoint": path}, "models": [model]}))
     shown = cli("plan", str(file)).out

@@ -77,6 +77,22 @@ def test_a_noun_may_be_shared_by_rows_and_hand_written_commands(cli: Cli) -> Non
     assert all(word in shown for word in ("update", "checksum", "abort"))
 
 
+def test_global_options_may_stand_between_the_words_of_a_command(cli: Cli) -> None:
+    nowhere = ("--endpoint", "127.0.0.1:1")
+    for given in ((*nowhere, "get", "stages"), ("get", *nowhere, "stages"), ("get", "stages", *nowhere)):
+        assert "no coordinator answers at 127.0.0.1:1" in cli(*given).err
+    assert cli("explain", "-o", "name", "pausemode").out == cli("-o", "name", "explain", "pausemode").out
+
+
+def test_help_lists_options_and_no_arguments(cli: Cli) -> None:
+    """They stand in the usage; a name alone would explain nothing."""
+    shown = cli("describe", "stage", "--help").out
+    assert "Usage: rlctl describe stage [OPTIONS] SLOT" in shown
+    assert "\n  SLOT" not in shown
+    groups = cli("weights", "--help").out
+    assert groups.index("Commands:") < groups.index("Options:") < groups.index("--endpoint")
+
+
 def test_unknown_words_are_usage_errors(cli: Cli) -> None:
     assert cli("paus").code == 2
     assert cli("memory", "free").code == 2

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import click
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.cli import fields, text
+from rlctl.cli import fields, results, text
 from rlctl.cli.output import plain_data
 from rlctl.cli.types import DURATION, EnumType
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,20 @@ def test_what_is_no_time_is_refused(written: str) -> None:
 def test_a_duration_is_a_positive_number_or_refused(written: str) -> None:
     with contextlib.suppress(click.BadParameter):
         assert DURATION.convert(written, None, None) > 0
+
+
+def test_moments_are_told_in_local_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = Timestamp(seconds=1_700_000_000)  # 2023-11-14T22:13:20Z
+    for zone, told in (("UTC", "2023-11-14T22:13:20"), ("Asia/Tokyo", "2023-11-15T07:13:20")):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert text.moment(stamp) == told
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_what_is_counted_is_one_or_many() -> None:
+    assert [text.count(number, "engine") for number in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
 
 
 @pytest.mark.parametrize("written", ["in_place", "in-place", "IN_PLACE", "PAUSE_MODE_IN_PLACE"])
@@ -128,3 +145,19 @@ def test_any_field_of_any_message_can_be_shown() -> None:
     assert shown["tensors"] == ""
     adapters = verbs_pb2.AdapterList(adapters=[verbs_pb2.Adapter(name="math"), verbs_pb2.Adapter(name="code")])
     assert text.field(adapters, adapters.DESCRIPTOR.fields_by_name["adapters"]) == "math,code"
+
+
+def test_the_end_of_an_update_says_what_it_does_not_prove_and_what_it_leaves_paused() -> None:
+    def told(verified: common_pb2.VerificationLevel.ValueType, state: common_pb2.StageState.ValueType) -> str:
+        stage = StageResult(slot="a", outcome=common_pb2.OUTCOME_APPLIED, verified=verified, state=state)
+        operation = Operation(
+            operation_id="u", update_id="u", verb="WeightUpdate", state=OPERATION_STATE_OK, targets=["a"],
+            stage_results=[stage], pause_time=duration(0.5),
+        )  # fmt: skip
+        return results.summary(operation)
+
+    ready, paused = common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED
+    expected, none = common_pb2.VERIFICATION_LEVEL_EXPECTED, common_pb2.VERIFICATION_LEVEL_NONE
+    assert told(expected, ready) == "WeightUpdate OK: 1 of 1 stage confirmed; paused 500ms. (operation u)"
+    assert "; not verified: a; paused 500ms." in told(none, ready)
+    assert "; paused 500ms, and still is." in told(expected, paused)

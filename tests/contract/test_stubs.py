@@ -23,6 +23,8 @@ def copy(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "buf.yaml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
+    if not (ROOT / ".venv-protos").exists():  # a fresh checkout, of whose tests this is the first
+        subprocess.run([ROOT / "tools" / "protos", "--check"], capture_output=True, check=True)
     for name in (".venv", ".venv-protos"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path

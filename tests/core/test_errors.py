@@ -89,6 +89,23 @@ def test_a_failed_operation_carries_itself_and_its_cause() -> None:
     assert "rank 1 is gone" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("verb", "update", "helps"),
+    [
+        ("WeightUpdate", "x", "Send the update again."),
+        ("UpdateWeightsFromDistributed", "of it", "Send the update again."),
+        ("UpdateWeightsFromDisk", "x", "Repeat with the same request_id."),
+        ("PauseGeneration", "", "Repeat with the same request_id."),
+    ],
+)
+def test_a_trainers_update_whose_outcome_is_lost_is_not_repeated_by_a_request_id(
+    verb: str, update: str, helps: str
+) -> None:
+    """It is many calls, and the SDK has no way to give an id to all of them."""
+    lost = Reason.LINK_LOST.error("the coordinator was restarted while the operation ran").detail()
+    assert OperationFailed(Operation(operation_id="x", update_id=update, verb=verb, error=lost)).next_step == helps
+
+
 def test_reasons_have_a_meaning_and_no_two_share_one() -> None:
     meanings = [reason.meaning for reason in Reason]
     assert all(meanings)

@@ -125,6 +125,25 @@ def test_an_engine_that_nobody_heals_is_up_and_waits_for_a_heal_by_hand(clock: C
     assert run.phase is Phase.READY
 
 
+def test_an_engine_that_nothing_can_heal_waits_for_an_update(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, Limits(heal_s=5))
+    for _ in range(2):
+        children.all[-1].announce()
+        run.advance(None)
+    stale = Stage(not_routable="STALE, UNHEALABLE: no source", state=STAGE_STATE_STALE, unhealable=True)
+    stale.registration.address = "at a"
+    run.advance(stale)
+    clock(3)
+    run.advance(stale)
+    assert said[-1] == "a: up, stale, waits for the trainer's next update (STALE, UNHEALABLE: no source)"
+    clock(1000)
+    run.advance(stale)
+    assert (run.phase, run.error) == (Phase.STALE, None), "another start would not bring a source"
+    run.advance(READY)
+    assert run.phase is Phase.READY
+
+
 @pytest.mark.parametrize(("by_hand", "state"), [(False, STAGE_STATE_STALE), (True, STAGE_STATE_DIRTY)])
 def test_any_other_engine_that_is_not_routable_in_time_has_failed(
     clock: Callable[[float], None], by_hand: bool, state: StageState.ValueType

@@ -15,11 +15,13 @@ from rlctl.rollout.admission import Admission, max_staleness, parse
 from rlctl.rollout.health import FAILED_S, REFUSED_S, Health
 from rlctl.rollout.policies import POLICIES, ConsistentHashing, policy
 from rlctl.rollout.ring import Ring
-from rlctl.rollout.router import Router, Wanted, obstacles
+from rlctl.rollout.router import Router, Wanted, next_step, obstacles
 from rlctl.rollout.sessions import BOUND, Sessions
 from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
     STAGE_STATE_PAUSED,
     STAGE_STATE_READY,
+    STAGE_STATE_STALE,
     STAGE_STATE_UNREACHABLE,
     TRANSPORT_SHARED_MEMORY,
     WORKER_TYPE_DECODE,
@@ -445,3 +447,14 @@ def test_why_there_is_no_pair() -> None:
     assert obstacles(stages, Wanted("actor")) == "e PAUSED, d without a prefill stage that fits (p at version 3)"
     assert obstacles(stages[1:2], Wanted("actor")) == "d without a prefill stage that fits (none may be asked)"
     assert obstacles([prefill("p"), decode("d")], Wanted("actor")) == ""
+
+
+def test_what_only_the_trainer_can_end_is_told_to_whoever_waits() -> None:
+    wanted = Wanted("actor")
+    healing, lost = stage("a", state=STAGE_STATE_STALE), stage("b", state=STAGE_STATE_STALE)
+    lost.unhealable = True
+    dirty, other = stage("c", state=STAGE_STATE_DIRTY), stage("d", state=STAGE_STATE_DIRTY, model="ref")
+    for stages in ([], [healing], [stage("e", state=STAGE_STATE_PAUSED), other]):
+        assert next_step(stages, wanted) == "", "it may end by itself"
+    for stages in ([healing, lost], [dirty]):
+        assert next_step(stages, wanted) == Reason.UNHEALABLE.next_step

@@ -13,7 +13,7 @@ import pytest
 from updating import abort, begin, refusal
 
 from rlctl.control.commander import Commander
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.transport.status import from_grpc
@@ -49,6 +49,32 @@ async def test_a_stage_that_comes_back_is_a_new_incarnation_and_stale_until_it_h
         assert operation.state == OPERATION_STATE_OK
         assert fleet.stage("a").routable
         assert stages[0].incarnation == 2
+
+
+async def test_a_stage_that_was_replaced_and_comes_back_serves_nothing_until_it_is_healed(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(heal=False, a=1, b=1) as fleet:
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+        assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+        coordinator = fleet.server.coordinator
+        # Something was held against it, and then another process took its place.
+        await coordinator.roster.quarantine({coordinator.roster.slots["a"]: Reason.WEIGHTS_DIRTY.error().detail()})
+        impostor = StageRegistration()
+        impostor.CopyFrom(fleet.stage("a").registration)
+        impostor.boot_id = "another"
+        coordinator._peers.connect(await coordinator.roster.register(impostor))
+        await fleet.until(lambda stages: stages[0].incarnation == 3 and stages[0].state == common.STAGE_STATE_READY)
+        assert fleet.stage("a").not_routable.startswith("quarantined: it had been replaced by another process")
+        await fleet.until(lambda stages: not stages[0].report.lease_held)
+        with pytest.raises(RlctlError, match="no serving lease"):
+            fleet.stages["a"]._stage.serving.refuse(coordinator._clock.now())
+        await restart_coordinator(fleet)
+        await fleet.until(lambda stages: stages[0].state == common.STAGE_STATE_READY)
+        assert fleet.stage("a").not_routable.startswith("quarantined: it had been replaced")
+        healed = await fleet.stub.HealStage(c.HealStageRequest(slots=["a"]))
+        assert healed.state == OPERATION_STATE_OK
+        await fleet.until(lambda stages: stages[0].routable)
 
 
 async def test_a_stage_that_loads_the_published_checkpoint_is_admitted(

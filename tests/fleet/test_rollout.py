@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ import pytest
 from updating import restart, unreachable
 
 import rlctl
-from rlctl.client import aio
+from rlctl.client import aio, dispatch
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.progress import begin
@@ -231,6 +232,22 @@ async def test_requests_wait_out_a_pause_within_their_deadline_and_make_no_storm
     assert all(sample.output_ids == [1, 2] for (sample,) in done)
     assert during <= 4
     assert asked.total() - during <= 150
+
+
+async def test_a_wait_that_takes_long_is_a_warning_which_every_script_shows(
+    client: AsyncFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all requests that wait, after it was told for those who look at the log."""
+    monkeypatch.setattr(dispatch, "TELL_S", 0.02)
+    monkeypatch.setattr(dispatch, "WARN_S", 0.2)
+    caplog.set_level(logging.INFO, dispatch.log.name)
+    await client.pause_generation()
+    rollout = client.rollout("actor")
+    ended = await asyncio.gather(*(rollout.generate([0], timeout_s=0.6) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(error, RlctlError) for error in ended)
+    said = "waiting for a routable stage: a PAUSED, b PAUSED"
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == dispatch.log.name]
+    assert told == [("INFO", said), ("WARNING", said)]
 
 
 async def test_a_least_version_is_waited_for(

@@ -385,7 +385,7 @@ def test_a_rendezvous_that_never_completes_costs_its_deadline_and_nothing_else(
     for rank in ranks:
         assert rank.outcome == common.OUTCOME_REJECTED
         assert rank.error.reason == "GROUP_FAILED"
-        assert rank.error.metadata["missing_ranks"] == "0"
+        assert rank.error.metadata["missing_ranks"] == "0", rank.error
     store.close()
     assert all(stage.routable for stage in fleet.status().stages)
     model = changed(tiny[0], seed=31)

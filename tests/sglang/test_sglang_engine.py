@@ -324,6 +324,15 @@ def test_a_trainer_takes_charge_of_it_by_its_url(driver: Driver, tiny: tuple[Any
             assert fleet.update_weights_from_disk(str(path), options=RETRACT).state == OPERATION_STATE_OK
             (sample,) = fleet.generate(encode("4"), max_new_tokens=8, temperature=0).samples
             assert list(sample.output_ids) == greedy(served, encode("4"), 8)
+    # A trainer that is started again has forgotten everything, its server has not: neither weights nor groups.
+    for label, served in (("sent", changed(model, seed=10)), ("back", model)):
+        with rlctl.embedded([http.url], options=keys) as fleet:
+            assert fleet.status().stages[0].report.checkpoint == ("" if label == "back" else str(checkpoint))
+            publisher = fleet.publisher("actor", path="broadcast")
+            publisher.update(served, version=label)
+            (sample,) = fleet.generate(encode("4"), max_new_tokens=8, temperature=0).samples
+            assert list(sample.output_ids) == greedy(served, encode("4"), 8)
+            publisher.close()
     assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -13,6 +14,9 @@ from torch.distributed import TCPStore
 from weights_helpers import Background, together
 
 from rlctl.errors import Internal, InvalidRequest, Reason, RlctlError, Unsupported
+from rlctl.testing.chaos_proxy import ChaosProxy
+from rlctl.transport.addresses import join as join_address
+from rlctl.transport.addresses import split
 from rlctl.v1 import common_pb2
 from rlctl.weights import connections, rendezvous
 from rlctl.weights.groups import GroupStore, WeightGroup, join
@@ -225,6 +229,16 @@ def test_a_rendezvous_names_who_has_not_come(store: GroupStore) -> None:
         error = member.result(SOON_S)
         assert "these ranks had not come: 1, 3" in error.message
         assert error.metadata == {"missing_ranks": "1,3"}
+
+
+async def test_who_is_waited_for_is_named_though_the_store_has_gone_silent(store: GroupStore) -> None:
+    async with ChaosProxy(join_address(*store.local_address)) as proxy:
+        job = Background(lambda: refused_join(split(proxy.address), rank=1, world_size=3, timeout_s=1.5))
+        await asyncio.to_thread(wait_for_member, store)
+        proxy.blackhole = True
+        error = await asyncio.to_thread(job.result, SOON_S)
+    assert "these ranks had not come: 0" in error.message
+    assert error.metadata == {"missing_ranks": "0"}
 
 
 def test_a_store_that_does_not_answer_is_given_up() -> None:
