@@ -92,20 +92,21 @@ class Peers:
         published, is told to serve nothing.
 
         The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
-        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. Returns the grant's
-        number, 0 where none could be sent.
+        long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what
+        it has confirmed until now does not count any more, even where it has no link over which it could be told.
+        Returns the grant's number, 0 where none could be sent.
         """
+        number = next(self._grants)
+        if silence and slot.report is not None:  # of one that has said nothing yet, what was there before may serve
+            slot.silent_from = number
         commander = slot.commander
         if commander is None or commander.lost or slot.report is None or not self._holds_journal():
             return 0  # without the journal there may be a successor, which counts on the leases that it knows of
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         lease_s = 0.0 if withheld or slot.record.HasField("quarantine") else self._lease_s
-        number = next(self._grants)
         if lease_s:
             slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
-        if silence:
-            slot.grant_number = number
         commander.grant(
             ServingGrant(
                 fleet_epoch=self._roster.epoch,
@@ -114,7 +115,7 @@ class Peers:
                 adopt=model.record.latest if adopt else None,
                 number=number,
                 echo=commander.echo,
-                confirm=confirm or (withheld and not self._is_silent(slot)),
+                confirm=confirm or (withheld and slot.silent_from > 0 and not self._is_silent(slot)),
                 adapters=model.record.adapters,
             )
         )
@@ -179,7 +180,7 @@ class Peers:
         if self._clock.now() >= slot.lease_until:
             return True
         linked = slot.commander is not None and not slot.commander.lost and slot.report is not None
-        return linked and slot.report is not None and slot.report.grant_number >= slot.grant_number > 0
+        return linked and slot.report is not None and slot.report.grant_number >= slot.silent_from > 0
 
     def grant_model(self, model: str) -> None:
         """Tell every stage of a model."""

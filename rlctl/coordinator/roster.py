@@ -57,7 +57,8 @@ class Slot:
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
-        grant_number: number of the grant whose receipt it was last asked to confirm.
+        silent_from: number of the grant from which on a confirmation says that it serves nothing while a version is
+            published; 0: none does, its lease must run out.
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
         leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
@@ -70,7 +71,7 @@ class Slot:
     commander: Commander | None = None
     report: StageReport | None = None
     lease_until: float = float("-inf")
-    grant_number: int = 0
+    silent_from: int = 0
     restoring: bool = False
     late: bool = True
     leaving: int = 0

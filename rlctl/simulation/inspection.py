@@ -15,10 +15,13 @@ _WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
 
 
 def look(fleet: Fleet) -> None:
-    """I1: what every stage would serve if it were asked now."""
+    """I1: what every stage would serve if it were asked now; I10: how often it has reported."""
     for host in fleet.stages.values():
         stage = host.stage
-        if stage is None or stage.serving.state != STAGE_STATE_READY or not host.alive or host.node.stopped:
+        if stage is None:
+            continue
+        fleet.sim.observer.reported(host.name, stage._revision)
+        if stage.serving.state != STAGE_STATE_READY or not host.alive or host.node.stopped:
             continue
         with contextlib.suppress(RlctlError):
             stage.serving.refuse(host.now())

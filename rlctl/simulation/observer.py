@@ -32,6 +32,9 @@ LEASE_S = 10.0
 
 WEIGHT_UPDATES = ("WeightUpdate", "UpdateWeightsFromDisk", "LoadAdapter")
 
+MOST_REPORTS = 100
+"""Reports of a stage in a second: five times what a busy one needs."""
+
 _STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory", "ResumeMemory", "CheckWeights")
 """Verbs that all ranks carry out at one step of their engine."""
 
@@ -101,6 +104,7 @@ class Observer:
         """
         self._loaded: dict[tuple[str, int], dict[str, str]] = {}
         """Versions of adapters by name while a sequence was a model's latest: as long as it is served, so are they."""
+        self._reports: dict[str, int] = {}
         self._rolling: dict[tuple[str, str, int], int] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
         epoch that the coordinator began with that carries it out.
@@ -303,6 +307,15 @@ class Observer:
         if incarnation < newest:
             self.broken("I5", f"trainer {incarnation} updates {model} after {newest} has")
         self._incarnations[model] = max(newest, incarnation)
+
+    # I10: nobody says something again and again.
+
+    def reported(self, name: str, reports: int) -> None:
+        """A stage has reported so often until now; told once a second."""
+        latest = reports - self._reports.get(name, 0)
+        self._reports[name] = reports
+        if latest > MOST_REPORTS:
+            self.broken("I10", f"{name} has reported {latest} times in a second")
 
     # I6: every call ends in time.
 

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from updating import begin, join, write
 
+from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.roster import ModelState
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
+
+
+def silencing(fleet: InProcessFleet) -> tuple[ModelState, Peers]:
+    coordinator = fleet.server.coordinator
+    return coordinator.roster.models["actor"], coordinator._peers
+
+
+async def unlinked(fleet: InProcessFleet, slot: str) -> None:
+    """Break a stage's link; it is dialled again in 0.1 s."""
+    commander = fleet.server.coordinator.roster.slots[slot].commander
+    assert commander is not None
+    await commander.close()
+    await eventually(lambda: commander.lost)
+
+
+def holds_lease(fleet: InProcessFleet, slot: str) -> bool:
+    """Whether a stage itself may go on serving."""
+    stage = fleet.stages[slot]._stage
+    assert stage is not None
+    return stage.report().lease_held
 
 
 async def test_a_stage_that_has_confirmed_its_silence_is_not_asked_again(fleet: InProcessFleet) -> None:
@@ -13,11 +38,34 @@ async def test_a_stage_that_has_confirmed_its_silence_is_not_asked_again(fleet: 
     plan = await begin(fleet)
     await join(fleet, plan)
     await write(fleet, plan, "w")
-    coordinator = fleet.server.coordinator
-    model, peers = coordinator.roster.models["actor"], coordinator._peers
+    model, peers = silencing(fleet)
     await peers.silence(model, [])
     told = next(peers._grants)
     for _ in range(100):
         await fleet.stub.GetModelInfo(v.GetModelInfoRequest())
     assert next(peers._grants) - told < 20
+    peers.speak(model)
+
+
+async def test_a_stage_without_a_link_is_silent_once_it_has_confirmed_over_the_next_one(fleet: InProcessFleet) -> None:
+    """Its lease need not run out, and it is asked once: were each report answered, they would chase each other."""
+    model, peers = silencing(fleet)
+    await unlinked(fleet, "a")
+    told = next(peers._grants)
+    async with asyncio.timeout(5.0):  # of the lease's 10
+        await peers.silence(model, [])
+    assert not holds_lease(fleet, "a")
+    assert next(peers._grants) - told < 20
+    peers.speak(model)
+
+
+async def test_what_a_stage_confirmed_when_another_version_was_published_does_not_count(fleet: InProcessFleet) -> None:
+    model, peers = silencing(fleet)
+    await peers.silence(model, [])
+    peers.speak(model)
+    await eventually(lambda: holds_lease(fleet, "a"))
+    await unlinked(fleet, "a")
+    async with asyncio.timeout(5.0):
+        await peers.silence(model, [])
+    assert not holds_lease(fleet, "a")
     peers.speak(model)
