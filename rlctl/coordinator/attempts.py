@@ -129,10 +129,15 @@ class Attempts:
         else:
             self._book.broke(model)
 
-    async def receive(self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float) -> None:
-        """Let targets of an update take in what its sources send; one request after the other."""
+    async def receive(
+        self, opened: OpenUpdate, request: Write, run: Run, timeout_s: float, *, attempt: int | None = None
+    ) -> None:
+        """Let targets of an update take in what its sources send; one request after the other.
+
+        ``attempt``: the one that was under way when the request came; None: it comes now.
+        """
         session, plan = opened.session, opened.session.record.plan
-        attempt = plan.attempt
+        attempt = plan.attempt if attempt is None else attempt
         async with contextlib.AsyncExitStack() as writing:
             for transport in session.transports_of(request):
                 await writing.enter_async_context(session.writing[transport])

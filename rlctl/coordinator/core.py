@@ -226,6 +226,7 @@ class Coordinator:
         joined = "" if update_id else self.implicit.flushed_in(request, targets)
         if verb.waits and not joined:
             self.updates.refuse_outsider(targets, update_id)
+        attempt = self.updates.attempt(update_id)  # another one may be planned before this is on record
         told = request
         if joined:
             told = type(request).FromString(request.SerializeToString())
@@ -242,7 +243,7 @@ class Coordinator:
                 case InitWeightsUpdateGroupRequest():
                     await self.updates.join_group(request, targets, run, timeout_s)
                 case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
-                    await self.updates.receive(request, run, timeout_s)
+                    await self.updates.receive(request, run, timeout_s, attempt)
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:

@@ -281,9 +281,15 @@ class Updates:
             publishing=self._roster.publishing,
         )
 
-    async def receive(self, request: Write, run: Run, timeout_s: float) -> None:
-        """Let the targets of an update take in what its sources send."""
-        await self._attempts.receive(self.get(request.header.fence.update_id), request, run, timeout_s)
+    def attempt(self, update_id: str) -> int:
+        """The attempt of an update that is under way; 0 for one that is not open."""
+        opened = self._open.get(update_id)
+        return opened.session.record.plan.attempt if opened is not None else 0
+
+    async def receive(self, request: Write, run: Run, timeout_s: float, attempt: int) -> None:
+        """Let the targets of an update take in what its sources send in an attempt."""
+        opened = self.get(request.header.fence.update_id)
+        await self._attempts.receive(opened, request, run, timeout_s, attempt=attempt)
 
     def is_open(self, update_id: str) -> bool:
         """Whether an update of this id is open."""
