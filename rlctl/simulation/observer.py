@@ -104,6 +104,8 @@ class Observer:
         """
         self._loaded: dict[tuple[str, int], dict[str, str]] = {}
         """Versions of adapters by name while a sequence was a model's latest: as long as it is served, so are they."""
+        self._unloading: dict[tuple[str, str], str] = {}
+        """Versions of adapters that a model has no more, by model and name, until whoever unloads them is told so."""
         self._reports: dict[str, int] = {}
         self._rolling: dict[tuple[str, str, int], int] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
@@ -163,6 +165,12 @@ class Observer:
     def _ended(self, operation: Operation) -> None:
         """No operation ends in a defect, and a target that is said to have done something has."""
         what = f"{operation.verb} {operation.operation_id}"
+        if operation.verb == "UnloadAdapter" and operation.state != OPERATION_STATE_RUNNING:
+            models = {self._slots[target].model for target in operation.targets}
+            if operation.state == OPERATION_STATE_OK:
+                self._unloaded(models)
+            else:  # what it promises then is what the leases do
+                self._world.timer.later(LEASE_S + 1.0, self._unloaded, models)
         for result in operation.stage_results:
             if result.error.reason == Reason.INTERNAL.name:
                 self.broken("I0", f"{what} ended in a defect at {result.slot}: {result.error.message}")
@@ -170,6 +178,10 @@ class Observer:
                 self.broken("I3", f"{what} is said to be APPLIED by ranks of {result.slot} that have not done it")
         if operation.error.reason == Reason.INTERNAL.name:
             self.broken("I0", f"{what} ended in a defect: {operation.error.message}")
+
+    def _unloaded(self, models: set[str]) -> None:
+        """Nobody serves any more what these models have no more."""
+        self._unloading = {key: version for key, version in self._unloading.items() if key[0] not in models}
 
     def unended(self) -> list[str]:
         """Operations that are running, as far as is on record."""
@@ -181,14 +193,18 @@ class Observer:
             del self._rolling[entry]
 
     def _published(self, record: ModelRecord) -> None:
-        self._loaded[record.name, record.latest.sequence] = {each.name: each.version for each in record.adapters}
         before = self.latest.get(record.name)
+        again = before is not None and before.latest.sequence == record.latest.sequence
+        loaded = {each.name: each.version for each in record.adapters}
+        former = self._loaded.get((record.name, record.latest.sequence), {})
+        self._loaded[record.name, record.latest.sequence] = loaded
+        self._unloading |= {(record.name, name): former[name] for name in former.keys() - loaded.keys()}
         if before is not None and record.latest.sequence < before.latest.sequence:
             self.broken("I4", f"{record.name} went from {before.latest.sequence} to {record.latest.sequence}")
         if before is None or record.latest != before.latest:
             self.note(f"PUBLISHED {record.name} {record.latest.sequence} {record.latest.label!r}")
             replaced = self.sequence(record.name)
-            self._rolled(lambda entry: entry[0] == record.name and entry[2] != replaced)
+            self._rolled(lambda entry: not again and entry[0] == record.name and entry[2] != replaced)
         self.latest[record.name] = record
         if record.checkpoint:
             self.published.setdefault((record.name, record.latest.sequence), self._disks[record.checkpoint])
@@ -216,10 +232,9 @@ class Observer:
         span = part.samples[0].versions[0]
         self.right(name, model, span.version.sequence, made.weights, "served a token of")
         known = self._loaded.get((model, span.version.sequence), {})
-        wanted = self.adapters.get((model, made.adapter, known.get(made.adapter, "")))
-        if made.adapter and (
-            span.adapter_version != known.get(made.adapter) or any(a != wanted for a in made.adapters)
-        ):
+        servable = (known.get(made.adapter), self._unloading.get((model, made.adapter)))
+        wanted = self.adapters.get((model, made.adapter, span.adapter_version))
+        if made.adapter and (span.adapter_version not in servable or any(a != wanted for a in made.adapters)):
             self.broken(
                 "I1",
                 f"{name} served a token with {made.adapters} as {made.adapter} {span.adapter_version!r}, {known}",
