@@ -57,6 +57,8 @@ def summary(operation: Operation) -> str:
     bare = [result.slot for result in confirmed if result.verified == VERIFICATION_LEVEL_NONE]
     if update and bare:
         parts.append(f"not verified: {', '.join(bare)}")
+    if update and operation.excluded:
+        parts.append(f"left out: {', '.join(f'{out.slot} ({out.reason})' for out in operation.excluded)}")
     if update and operation.HasField("pause_time"):
         still = any(result.state == STAGE_STATE_PAUSED for result in confirmed)
         parts.append(f"paused {text.duration(operation.pause_time)}{', and still is' if still else ''}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlctl.outcomes import acknowledged
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.results_pb2 import Operation
 
@@ -32,3 +33,12 @@ class UpdateResult:
     transfer_s: float
     pause_s: float
     total_s: float
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Stages of the model that the version has not come to, by slot, and why. They serve nothing until they are
+        healed.
+        """
+        results = self.operation.stage_results
+        failed = {each.slot: each.error.message for each in results if not acknowledged(each, update=True)}
+        return {each.slot: each.reason for each in self.operation.excluded} | failed

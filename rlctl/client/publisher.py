@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import socket
 import time
@@ -51,6 +52,8 @@ from rlctl.weights.tensors import dtype_name
 
 if TYPE_CHECKING:
     from rlctl.client.admin import AsyncAdmin
+
+log = logging.getLogger(__name__)
 
 Weights = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
 
@@ -261,7 +264,7 @@ class AsyncPublisher:
                         await self._part.settle(STOP_S)
             finally:
                 progress.end()
-        return UpdateResult(
+        result = UpdateResult(
             version=operation.weight_version,
             operation=operation,
             model_digest=operation.model_digest,
@@ -271,6 +274,10 @@ class AsyncPublisher:
             pause_s=seconds(operation.pause_time),
             total_s=time.perf_counter() - started,
         )
+        if self._fleet is not None and result.left_out:
+            named = ", ".join(f"{slot} ({why})" for slot, why in result.left_out.items())
+            log.warning("version %s has not come to %s", result.version.label, named)
+        return result
 
     def update_async(
         self, weights: Weights, *, version: str, stream: torch.cuda.Stream | None = None, **settings: Any

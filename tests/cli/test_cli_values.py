@@ -17,7 +17,7 @@ from rlctl.cli.types import DURATION, EnumType
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, ExcludedStage, Operation, StageResult
 
 
 @pytest.mark.parametrize(
@@ -161,3 +161,6 @@ def test_the_end_of_an_update_says_what_it_does_not_prove_and_what_it_leaves_pau
     assert told(expected, ready) == "WeightUpdate OK: 1 of 1 stage confirmed; paused 500ms. (operation u)"
     assert "; not verified: a; paused 500ms." in told(none, ready)
     assert "; paused 500ms, and still is." in told(expected, paused)
+    away = ExcludedStage(slot="b", reason="UNREACHABLE")
+    operation = Operation(operation_id="u", update_id="u", verb="WeightUpdate", excluded=[away])
+    assert "; left out: b (UNREACHABLE)" in results.summary(operation)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from updating import unreachable
 
 from rlctl.client import aio
 from rlctl.client.connection import Connection
@@ -52,6 +53,27 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
         await publisher.update(Source(release.wait), version="late", checkpoint=checkpoint("two"), deadline_s=0.3)
     release.set()
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+    await publisher.close()
+    await client.close()
+
+
+async def test_a_stage_that_a_version_has_not_come_to_is_named(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await aio.connect(fleet.server.address)
+    publisher = client.publisher("actor")
+    async with unreachable(fleet, "a"):
+        result = await publisher.update(
+            Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none"
+        )
+    assert result.left_out == {"a": "not there"}
+    assert "version two has not come to a (not there)" in caplog.text
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    caplog.clear()
+    result = await publisher.update(
+        Source(lambda: None), version="three", checkpoint=checkpoint("three"), verify="none"
+    )
+    assert (result.left_out, caplog.text.count("has not come")) == ({}, 0)
     await publisher.close()
     await client.close()
 
