@@ -62,11 +62,15 @@ class Link(Protocol[Out, In]):
         """End the stream."""
 
 
+REFUSED = "refused"
+"""In the metadata of UNREACHABLE: there is a host at the address, and no process that listens."""
+
+
 class Dialer(Protocol[Out, In]):
     """Opens links."""
 
     async def dial(self, address: str) -> Link[Out, In]:
-        """Connect to ``host:port``. Raises UNREACHABLE."""
+        """Connect to ``host:port``. Raises UNREACHABLE, with REFUSED in its metadata where that is known."""
 
 
 @dataclass(frozen=True)

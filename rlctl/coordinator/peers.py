@@ -15,7 +15,7 @@ from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.unanswered import Unanswered
 from rlctl.coordinator.versions import adoptable, lacking, surplus
 from rlctl.errors import Reason, RlctlError
-from rlctl.ports import Clock, Dialer, Journal
+from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
@@ -139,18 +139,23 @@ class Peers:
         leases = {slot: slot.lease_until for slot in slots}
         numbers = {slot: self.grant(slot, confirm=True) for slot in slots}
 
-        def waited_for() -> list[Slot]:
-            return [slot for slot in slots if not self._took(slot, numbers[slot]) and self._clock.now() < leases[slot]]
+        def until() -> float:
+            mays = [leases[slot] for slot in slots if not self._took(slot, numbers[slot])]
+            return max((*mays, *(slot.former_until for slot in slots)), default=0.0)
 
-        while waiting := waited_for():
+        await self._passed(until)
+
+    async def _passed(self, until: Callable[[], float]) -> None:
+        """Return once the time is there until which something may be served; what stages say brings it forward."""
+        while (remaining := until() - self._clock.now()) > 0:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(leases[slot] for slot in waiting) - self._clock.now()):
-                    await self._roster.until(lambda: not waited_for())
+                async with asyncio.timeout(remaining):
+                    await self._roster.until(lambda: until() <= self._clock.now())
 
     def _took(self, slot: Slot, number: int) -> bool:
-        """Whether what fills a slot has confirmed a grant, or another one fills it by now."""
+        """Whether what fills a slot has confirmed a grant, or is gone."""
         if self._roster.slots.get(slot.name) is not slot:
-            return True
+            return slot.gone
         linked = slot.commander is not None and not slot.commander.lost
         return linked and slot.report is not None and slot.report.grant_number >= number > 0
 
@@ -161,11 +166,13 @@ class Peers:
         model.only = frozenset(only)
         for slot in self._others(model):
             self.grant(slot, silence=True)
-        while serving := [slot for slot in self._others(model) if not self._is_silent(slot)]:
-            wait = max(slot.lease_until for slot in serving) - self._clock.now()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(wait, 0.0)):
-                    await self._roster.until(lambda: all(self._is_silent(slot) for slot in self._others(model)))
+
+        def until() -> float:
+            mays = [slot.lease_until for slot in self._others(model) if not self._is_silent(slot)]
+            formers = [slot.former_until for slot in self._roster.slots.values() if slot.model == model.record.name]
+            return max((*mays, *formers), default=0.0)
+
+        await self._passed(until)
 
     def speak(self, model: ModelState) -> None:
         """Let every stage of a model serve what is admitted."""
@@ -237,6 +244,7 @@ class Peers:
                     tries = 0
                 except RlctlError as error:
                     log.info("%s: %s", slot.name, error)
+                    slot.gone = slot.gone or REFUSED in error.metadata
                 if self.succeeded.is_set():
                     return
                 await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
@@ -275,7 +283,7 @@ class Peers:
             self._refuse_succeeded()
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
-            slot.commander = commander
+            slot.commander, slot.gone = commander, False
             connected()
             self._unanswered.ask(slot, commander)
             told = slot.report  # something newer may have come while it was noted who is there

@@ -57,6 +57,8 @@ class Slot:
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
+        former_until: the same of what filled the slot before and may be alive, only cut off.
+        gone: nobody listens at its address any more, or it has said that it leaves: once replaced it serves nothing.
         silent_from: number of the grant from which on a confirmation says that it serves nothing while a version is
             published; 0: none does, its lease must run out.
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
@@ -71,6 +73,8 @@ class Slot:
     commander: Commander | None = None
     report: StageReport | None = None
     lease_until: float = float("-inf")
+    former_until: float = float("-inf")
+    gone: bool = False
     silent_from: int = 0
     restoring: bool = False
     late: bool = True
@@ -212,8 +216,14 @@ class Roster:
             await self._journal.write(changes)
             self.models.setdefault(registration.model, model)
             if slot is None or not same:
-                lease_until = slot.lease_until if slot else float("-inf")
-                slot = self.slots[registration.slot] = Slot(record, lease_until=lease_until)
+                former, slot = slot, Slot(record)
+                self.slots[registration.slot] = slot
+                if former is not None:
+                    # At the same address is the same process, with an engine that was started anew.
+                    former.gone = former.gone or former.record.registration.address == registration.address
+                    slot.former_until = (
+                        former.former_until if former.gone else max(former.former_until, former.lease_until)
+                    )
             else:
                 _fill(slot.record, registration)
         self.changed()

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from rlctl import calls
 from rlctl.errors import Reason, RlctlError
+from rlctl.ports import REFUSED
 from rlctl.simulation.world import Node, World
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
 
@@ -224,7 +225,8 @@ class Network:
         await asyncio.sleep(2 * self.latency(node))
         server, serve = self._serving.get(address, (None, None))
         if server is None or serve is None or not server.alive:
-            raise Reason.UNREACHABLE.error(f"{address} refuses", outcome=OUTCOME_NOT_SENT)
+            refused = {REFUSED: "true"}
+            raise Reason.UNREACHABLE.error(f"{address} refuses", outcome=OUTCOME_NOT_SENT, metadata=refused)
         if self.parted(node, server) or server.stopped:
             await asyncio.sleep(CONNECT_S)
             raise Reason.UNREACHABLE.error(f"{address} did not answer in {CONNECT_S:g} s", outcome=OUTCOME_NOT_SENT)

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from rlctl.errors import Reason
+from rlctl.ports import REFUSED
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
@@ -35,7 +36,10 @@ class GrpcDialer:
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             await channel.close()
             if isinstance(error, grpc.aio.AioRpcError):
-                raise from_grpc(error) from None
+                failure = from_grpc(error)
+                if "Connection refused" in (error.details() or ""):
+                    failure.metadata[REFUSED] = "true"
+                raise failure from None
             raise Reason.UNREACHABLE.error(f"{address} did not answer in {CONNECT_S:g} s") from None
         return DialledLink(channel, call)
 

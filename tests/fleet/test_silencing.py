@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from updating import begin, join, write
+import pytest
+from updating import begin, join, unreachable, update, write
 
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ModelState
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 
 def silencing(fleet: InProcessFleet) -> tuple[ModelState, Peers]:
@@ -69,3 +72,33 @@ async def test_what_a_stage_confirmed_when_another_version_was_published_does_no
         await peers.silence(model, [])
     assert not holds_lease(fleet, "a")
     peers.speak(model)
+
+
+async def test_what_is_cut_off_is_waited_for_though_another_process_fills_its_slot(make_fleet: Callable) -> None:
+    """Clients may still reach it, and it has a lease."""
+    async with make_fleet(lease_s=2.0, a=1, b=1) as fleet:
+        former = fleet.stages["a"]
+        async with unreachable(fleet, "a"):
+            await fleet.start_stage(fleet.specs[0])
+            await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+            assert former._stage.report().lease_held
+            assert (await update(fleet, "two")).state == OPERATION_STATE_OK
+            assert not former._stage.report().lease_held
+        await former.stop()
+
+
+@pytest.mark.parametrize("gracefully", [True, False])
+async def test_what_is_gone_is_not_waited_for(make_fleet: Callable, *, gracefully: bool) -> None:
+    async with make_fleet(a=1, b=1) as fleet:
+        former = fleet.stages["a"]
+        if gracefully:
+            await former.stop()
+        else:
+            await former._admin.stop()  # nobody listens there any more
+            await eventually(lambda: fleet.server.coordinator.roster.slots["a"].gone)
+        await fleet.start_stage(fleet.specs[0])
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+        async with asyncio.timeout(5.0):  # of the lease's 10
+            assert (await update(fleet, "two")).state == OPERATION_STATE_OK
+        if not gracefully:
+            await former.stop()
