@@ -284,6 +284,7 @@ class Peers:
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
             slot.commander, slot.gone = commander, False
+            slot.formers.pop(registration.address, None)  # this one listens there now
             connected()
             self._unanswered.ask(slot, commander)
             told = slot.report  # something newer may have come while it was noted who is there

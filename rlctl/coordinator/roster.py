@@ -57,7 +57,7 @@ class Slot:
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
-        former_until: the same of what filled the slot before and may be alive, only cut off.
+        formers: the same, by address, of what filled the slot before and may be alive, only cut off.
         gone: nobody listens at its address any more, or it has said that it leaves: once replaced it serves nothing.
         silent_from: number of the grant from which on a confirmation says that it serves nothing while a version is
             published; 0: none does, its lease must run out.
@@ -73,7 +73,7 @@ class Slot:
     commander: Commander | None = None
     report: StageReport | None = None
     lease_until: float = float("-inf")
-    former_until: float = float("-inf")
+    formers: dict[str, float] = field(default_factory=dict)
     gone: bool = False
     silent_from: int = 0
     restoring: bool = False
@@ -86,6 +86,11 @@ class Slot:
     def held(self) -> bool:
         """Whether generation is paused because an update paused it, not because somebody asked by name."""
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
+
+    @property
+    def former_until(self) -> float:
+        """No later than this what filled the slot before may still be serving."""
+        return max(self.formers.values(), default=float("-inf"))
 
     @property
     def name(self) -> str:
@@ -219,11 +224,10 @@ class Roster:
                 former, slot = slot, Slot(record)
                 self.slots[registration.slot] = slot
                 if former is not None:
-                    # At the same address is the same process, with an engine that was started anew.
-                    former.gone = former.gone or former.record.registration.address == registration.address
-                    slot.former_until = (
-                        former.former_until if former.gone else max(former.former_until, former.lease_until)
-                    )
+                    slot.formers |= former.formers
+                    address = former.record.registration.address
+                    if not former.gone:
+                        slot.formers[address] = max(former.lease_until, slot.formers.get(address, former.lease_until))
             else:
                 _fill(slot.record, registration)
         self.changed()

@@ -13,6 +13,8 @@ from rlctl.coordinator.roster import ModelState
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.coordinator_pb2 import RegisterStageRequest
+from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 
@@ -85,6 +87,18 @@ async def test_what_is_cut_off_is_waited_for_though_another_process_fills_its_sl
             assert (await update(fleet, "two")).state == OPERATION_STATE_OK
             assert not former._stage.report().lease_held
         await former.stop()
+
+
+async def test_who_only_says_that_it_is_at_an_address_ends_no_lease_there(make_fleet: Callable) -> None:
+    async with make_fleet(lease_s=2.0, a=1, b=1) as fleet:
+        registration = StageRegistration()
+        registration.CopyFrom(fleet.stage("a").registration)
+        async with unreachable(fleet, "a"):
+            registration.boot_id = "another"
+            await fleet.stub.RegisterStage(RegisterStageRequest(registration=registration))
+            assert holds_lease(fleet, "a")
+            assert (await update(fleet, "two")).state == OPERATION_STATE_OK
+            assert not holds_lease(fleet, "a")
 
 
 @pytest.mark.parametrize("gracefully", [True, False])
