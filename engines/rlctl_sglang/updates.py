@@ -44,6 +44,7 @@ from rlctl.weights.loading import refuse_draft
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 from rlctl_sglang.facts import FLATTENED, Facts
+from rlctl_sglang.groups import DESTROY
 from rlctl_sglang.handing import Handed
 from rlctl_sglang.state import State
 
@@ -248,7 +249,7 @@ class Updates:
         self._state.refuse_without({group})
         # A group that SGLang fails to take apart is abandoned all the same: no name is used twice.
         self._state.groups.pop(group)
-        await self._control.tell("/destroy_weights_update_group", {"group_name": group}, call=call)
+        await self._control.tell(DESTROY, {"group_name": group}, call=call)
 
     async def _receive(self, update: OpenUpdate, group: str, bucket: Bucket, call: Call) -> None:
         body = {

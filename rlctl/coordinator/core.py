@@ -477,7 +477,7 @@ class Coordinator:
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
             await self.roster.change([slot], lambda record: setattr(record, "retired", True))
-            slot.gone = bool(request.boot_id)  # it says so itself
+            slot.gone = slot.gone or bool(request.boot_id)  # it says so itself
         if slot.commander is not None:
             await slot.commander.close()
         return rpc.DeregisterStageResponse(header=self.roster.header())

@@ -224,7 +224,8 @@ class Roster:
                 former, slot = slot, Slot(record)
                 self.slots[registration.slot] = slot
                 if former is not None:
-                    slot.formers |= former.formers
+                    now = self._clock.now()
+                    slot.formers |= {address: until for address, until in former.formers.items() if until > now}
                     address = former.record.registration.address
                     if not former.gone:
                         slot.formers[address] = max(former.lease_until, slot.formers.get(address, former.lease_until))

@@ -311,6 +311,13 @@ def test_checkpoints_that_are_not_there_are_missing() -> None:
     assert [problem.message for problem in missing(planned(BASIC), gpus=0, cores=1)] == ["there is no directory /m"]
 
 
+def test_a_gateway_is_told_where_its_models_tokenizer_lies() -> None:
+    """The coordinator does not know once a version has come over a group."""
+    (gateway,) = planned(model(REGULAR, "name: a\ngateway: 127.0.0.1:1")).gateways
+    arguments = gateway.arguments("c")
+    assert arguments[arguments.index("--tokenizer") + 1] == "/m"
+
+
 def test_a_router_that_is_not_installed_is_missing() -> None:
     made = planned(model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}"))
     (wrong, _) = missing(made, gpus=0, cores=1, routers=())

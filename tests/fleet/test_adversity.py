@@ -257,28 +257,31 @@ async def test_what_is_not_known_stays_unknown_when_the_journal_fails_too(fleet:
     assert operation.state == OPERATION_STATE_UNKNOWN
 
 
-async def test_the_first_version_is_published_once_the_journal_takes_it(
-    make_fleet: Fleets, checkpoint: Callable[[str], str], tmp_path: Path
-) -> None:
-    fleet = InProcessFleet(tmp_path / "late.db", [StageSpec("a", checkpoint("one"))])
+@asynccontextmanager
+async def unpublished(journal: Path, spec: StageSpec) -> AsyncIterator[InProcessFleet]:
+    """A stage that registers while the journal does not take its model's first version; in the end it does."""
+    fleet = InProcessFleet(journal, [spec])
     await fleet.start_coordinator()
     async with full_disk(fleet, "model"):
         fleet.server.coordinator.roster._journal = _Registering(fleet.server.coordinator._journal)
-        await fleet.start_stage(fleet.specs[0])
-        stale = common.STAGE_STATE_STALE
-        await eventually(lambda: [s.state for s in fleet.server.coordinator.roster.fleet().stages] == [stale])
+        await fleet.start_stage(spec)
+        yield fleet
     await fleet.until(lambda stages: stages[0].routable)
     await fleet.__aexit__(None, None, None)
 
 
-async def test_reports_that_cannot_be_taken_in_do_not_pile_up(
-    make_fleet: Fleets, checkpoint: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_the_first_version_is_published_once_the_journal_takes_it(
+    checkpoint: Callable[[str], str], tmp_path: Path
 ) -> None:
-    fleet = InProcessFleet(tmp_path / "late.db", [StageSpec("a", checkpoint("one"))])
-    await fleet.start_coordinator()
-    async with full_disk(fleet, "model"):
-        fleet.server.coordinator.roster._journal = _Registering(fleet.server.coordinator._journal)
-        await fleet.start_stage(fleet.specs[0])
+    async with unpublished(tmp_path / "late.db", StageSpec("a", checkpoint("one"))) as fleet:
+        stale = common.STAGE_STATE_STALE
+        await eventually(lambda: [s.state for s in fleet.server.coordinator.roster.fleet().stages] == [stale])
+
+
+async def test_reports_that_cannot_be_taken_in_do_not_pile_up(
+    checkpoint: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with unpublished(tmp_path / "late.db", StageSpec("a", checkpoint("one"))) as fleet:
         peers, roster = fleet.server.coordinator._peers, fleet.server.coordinator.roster
         await eventually(lambda: "could not be taken in" in caplog.text)
         slot = roster.slots["a"]
@@ -287,8 +290,6 @@ async def test_reports_that_cannot_be_taken_in_do_not_pile_up(
         assert len(peers._reports) > 20
         await eventually(lambda: caplog.text.count("could not be taken in") > 20)
         await eventually(lambda: len(peers._reports) == 1)
-    await fleet.until(lambda stages: stages[0].routable)
-    await fleet.__aexit__(None, None, None)
 
 
 class _Registering:
