@@ -120,15 +120,16 @@ class Finish:
             self._log_unfinished(run, again)
         finally:
             versions.close(self._session.model)
-        self._conclude(run)
+        self._conclude(run, typed(error))
         if run.operation.state == OPERATION_STATE_OK:
             run.operation.state = OPERATION_STATE_PARTIAL
             run.operation.error.CopyFrom(typed(error).detail())
 
-    def _conclude(self, run: Run) -> None:
+    def _conclude(self, run: Run, cause: RlctlError | None = None) -> None:
+        """``cause``: what broke it off, also for targets that could not even be told."""
         self._stamp(run)
         whole = len(self._present(run, self._session.done)) == len(self._session.frozen)
-        conclude(run.operation, update=True)
+        conclude(run.operation, update=True, cause=cause)
         if not whole or self._left_out() or any(r.HasField("warning") for r in run.operation.stage_results):
             # What became of the others may be unknown, but they are quarantined, and the version is published.
             run.operation.state = OPERATION_STATE_PARTIAL

@@ -329,13 +329,15 @@ class Operations:
         await self._journal.write([_put(run.record)])
 
 
-def conclude(operation: Operation, *, update: bool = False) -> None:
-    """Set the final state and error from the targets' results; a target without one is UNKNOWN."""
+def conclude(operation: Operation, *, update: bool = False, cause: RlctlError | None = None) -> None:
+    """Set the final state and error from the targets' results; a target without one is UNKNOWN. ``cause``: why there
+    may be such targets; without it that is a defect.
+    """
     answered = {result.slot for result in operation.stage_results}
     for name in operation.targets:
         if name not in answered:
-            missing = Reason.INTERNAL.error("no result was filed for this target").detail()
-            operation.stage_results.add(slot=name, outcome=OUTCOME_UNKNOWN, error=missing)
+            missing = cause or Reason.INTERNAL.error("no result was filed for this target")
+            operation.stage_results.add(slot=name, outcome=OUTCOME_UNKNOWN, error=missing.detail())
     operation.state = of_targets(operation.stage_results, update=update)
     error = explain_operation(operation, update=update)
     if error is not None:

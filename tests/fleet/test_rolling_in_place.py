@@ -219,6 +219,35 @@ async def test_between_two_batches_it_can_only_end_partial(three: InProcessFleet
     assert (await refusal(write(three, plan, "w1"))).reason is Reason.UPDATE_NOT_FOUND
 
 
+async def test_targets_that_could_not_be_told_of_the_end_say_what_was_in_the_way(three: InProcessFleet) -> None:
+    plan = await first_batch(three)
+    await join(three, plan)
+    await write(three, plan, "w1")
+    run = three.server.coordinator.operations.get(plan.update_id)
+    journal = three.server.coordinator._journal
+    write_through = journal.write
+
+    async def refuse(_: object) -> None:
+        raise Reason.JOURNAL_FAILED.error("no space is left")
+
+    async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "abort_update":  # to be quarantined for that, which the journal does not take either
+            raise Reason.ENGINE_FAILED.error("out of memory", outcome=OUTCOME_DIRTY)
+
+    fake_engine.FAULTS[three.specs[1].model_path, 0] = fail
+    journal.write = refuse  # type: ignore[method-assign]
+    try:
+        await commit_batch(three, plan, digest("w1"))
+        async with asyncio.timeout(10):
+            await run.ended.wait()
+    finally:
+        journal.write = write_through  # type: ignore[method-assign]
+    results = {result.slot: result for result in run.operation.stage_results}
+    assert [results[slot].outcome == OUTCOME_APPLIED for slot in "abc"] == [True, False, False]
+    assert [results[slot].error.reason for slot in "bc"] == ["JOURNAL_FAILED"] * 2
+    assert run.operation.state == OPERATION_STATE_PARTIAL
+
+
 async def test_the_coordinator_that_leaves_while_a_batch_is_committed_begins_no_other(three: InProcessFleet) -> None:
     plan = await begin(three, rollout=ONE, options=RETRACT)
     await send(three, plan)
