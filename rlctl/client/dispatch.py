@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Self
-
-import grpc.aio
+from typing import Self
 
 from rlctl.client import pairing
 from rlctl.client.connection import Connection
+from rlctl.client.line import LEFT_S, Line, Metadata
 from rlctl.client.view import FleetView
 from rlctl.errors import Reason, RlctlError
 from rlctl.merging import merge
 from rlctl.rollout.router import Picked, Router, Wanted, next_step, obstacles
-from rlctl.transport.channel import bearer, open_channel
-from rlctl.transport.status import from_grpc
+from rlctl.transport.channel import bearer
 from rlctl.v1.coordinator_pb2 import GetFleetRequest
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
-from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 log = logging.getLogger(__name__)
-
-Metadata = Sequence[tuple[str, str]]
 
 TELL_S = 1.0
 """Without a routable stage, what is waited for is logged after so long."""
@@ -35,74 +29,51 @@ TELL_S = 1.0
 WARN_S = 10.0
 """And so long after, as a warning: longer than most pauses, and a script that sets up no logging shows it."""
 
-LEFT_S = 5.0
-"""How long a call may go on over a channel that nobody needs any more: an abort that was sent last, say."""
-
 
 class Lines:
-    """What all callers of one fleet share: the view of it, and a channel to every stage that there is."""
+    """What all callers of one fleet share: the view of it, and a line to every stage that there is."""
 
     def __init__(self, connection: Connection) -> None:
         self.view = FleetView(connection)
         self.metadata = bearer(connection.token)
         self._connection = connection
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._used: Counter[str] = Counter()
+        self._lines: dict[str, Line] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def take(self, address: str) -> Any:
-        """The RolloutService at an address, whose channel is kept until :meth:`give_back` at least."""
-        self._used[address] += 1
-        if address not in self._channels:
+    def take(self, address: str) -> Line:
+        """The line to an address, kept for as long as it has users."""
+        line = self._lines.get(address)
+        if line is None:
             # Stages come back at other ports, or not at all: those that have gone make way for those that come.
             self._close_left()
-            self._channels[address] = open_channel(address)
-        return RolloutServiceStub(self._channels[address])
-
-    def give_back(self, address: str) -> None:
-        """One who took it needs it no more."""
-        self._used[address] -= 1
+            line = self._lines[address] = Line(address)
+        line.users += 1
+        return line
 
     def _close_left(self) -> None:
-        needed = {stage.registration.rollout_address for stage in self.view.stages} | set(+self._used)
-        for address in self._channels.keys() - needed:
-            del self._used[address]
-            task = asyncio.create_task(self._channels.pop(address).close(LEFT_S))
+        needed = {stage.registration.rollout_address for stage in self.view.stages}
+        for address in [a for a, line in self._lines.items() if a not in needed and not line.users]:
+            task = asyncio.create_task(self._lines.pop(address).close(LEFT_S))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def stream(
-        self, stub: Any, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
+        self, line: Line, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
     ) -> AsyncGenerator[GenerateResponse, None]:
         """What one stage generates, until ``deadline`` on the loop's clock; closing it ends it at the engine. Raises
         RlctlError: also when the coordinator says that the stage is gone, which its connection may not tell for long.
         """
-        slot = stage.registration.slot
-        left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        call = stub.GenerateStream(request, timeout=left, metadata=metadata)
-        gone = Reason.UNREACHABLE.error(f"{slot} is gone, says the coordinator")
-        lost: list[RlctlError] = []
-
-        def lose() -> None:
-            lost.append(gone)
-            call.cancel()
-
+        gone = Reason.UNREACHABLE.error(f"{stage.registration.slot} is gone, says the coordinator")
+        answers = line.ask(request, deadline, metadata)
         try:
-            with self.view.on_loss(stage, lose):
-                async for response in call:
+            with self.view.on_loss(stage, lambda: answers.fail(gone)):
+                async for response in answers:
                     yield response
-        except grpc.aio.AioRpcError as error:
-            raise (lost[0] if lost else from_grpc(error)) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not lost or (task is not None and task.cancelling()):
-                raise
-            raise gone from None
         finally:
-            call.cancel()
+            answers.leave()
 
     def on_behalf_of(self, token: str | None) -> Lines:
-        """The same view and channels with another caller's token."""
+        """The same view and lines with another caller's token."""
         other = copy.copy(self)
         other.metadata = bearer(token)
         return other
@@ -114,11 +85,9 @@ class Lines:
             await self._connection.call("GetFleet", GetFleetRequest(model=model), timeout_s)
 
     async def close(self) -> None:
-        """Stop watching, close the channels."""
+        """Stop watching, close the lines."""
         await self.view.close()
-        for channel in self._channels.values():
-            await channel.close()
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*(line.close() for line in self._lines.values()), *self._closing)
 
 
 class Attempt:
@@ -126,7 +95,7 @@ class Attempt:
 
     Attributes:
         stage: the one that generates.
-        stub: RolloutService of it.
+        line: the way to it.
         floor: the least version that was wanted when it was picked.
     """
 
@@ -134,10 +103,9 @@ class Attempt:
         """It is under way since it was picked."""
         self.stage = picked.stage
         self.floor = floor
-        self._addresses = [
-            stage.registration.rollout_address for stage in (picked.stage, picked.prefill) if stage is not None
-        ]
-        self.stub, self._prefill_stub = [*(lines.take(address) for address in self._addresses), None][:2]
+        taking = [stage for stage in (picked.stage, picked.prefill) if stage is not None]
+        self._taken = [lines.take(stage.registration.rollout_address) for stage in taking]
+        self.line = self._taken[0]
         self._picked = picked
         self._lines = lines
         self._router = router
@@ -149,23 +117,16 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         """It has ended there, however it did."""
-        for address in self._addresses:
-            self._lines.give_back(address)
+        for line in self._taken:
+            line.users -= 1
         self._router.end(self._picked)
 
     async def whole(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> GenerateResponse:
         """All that is generated. Raises RlctlError."""
         answer = GenerateResponse()
-        if self._picked.prefill is None:
-            try:
-                left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-                answer = await self.stub.Generate(request, timeout=left, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                raise from_grpc(error) from None
-        else:
-            async with aclosing(self.stream(request, deadline, metadata)) as parts:
-                async for part in parts:
-                    merge(answer, part)
+        async with aclosing(self.stream(request, deadline, metadata)) as parts:
+            async for part in parts:
+                merge(answer, part)
         self.answered()
         return answer
 
@@ -175,10 +136,10 @@ class Attempt:
         """What is generated, message by message; as :meth:`Lines.stream`."""
         prefill = self._picked.prefill
         if prefill is None:
-            return self._lines.stream(self.stub, self.stage, request, deadline, metadata)
+            return self._lines.stream(self.line, self.stage, request, deadline, metadata)
         asked = pairing.halves(request, prefill, self.stage)
-        both = ((self._prefill_stub, prefill), (self.stub, self.stage))
-        first, second = (self._lines.stream(stub, stage, asked, deadline, metadata) for stub, stage in both)
+        both = zip(reversed(self._taken), (prefill, self.stage), strict=True)
+        first, second = (self._lines.stream(line, stage, asked, deadline, metadata) for line, stage in both)
         return pairing.together(asked, first, second, lambda: self._meet(prefill))
 
     def _meet(self, stage: Stage) -> None:

@@ -10,10 +10,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
-import grpc.aio
-
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
 from rlctl.client.generation import GENERATE_S, Sampling, build_request
+from rlctl.client.line import Line
 from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unauthenticated, Unsupported
 from rlctl.rollout.admission import Admission, parse
 from rlctl.rollout.policies import policy as policy_of
@@ -21,7 +20,7 @@ from rlctl.rollout.progress import Progress, begin, check_continuable
 from rlctl.rollout.router import FAULTS, Router, Wanted
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.transport.channel import bearer
-from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, Sample
+from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
 STOP_S = 2.0
 """How long a sample that is stopped may take to end at its engine, which then says what else belongs to it."""
@@ -73,7 +72,7 @@ class _Job:
         metadata: what its calls carry.
         place: where it is to be generated.
         told: called with what comes.
-        running: stub and id of the request that runs now.
+        running: line and id of the request that runs now.
         stopped: the caller wants no more of it.
         waiting: ends what it waits for while nothing runs.
     """
@@ -86,7 +85,7 @@ class _Job:
         self.place = place
         self.told = told
         self.progress = Progress(sample)
-        self.running: tuple[Any, str] | None = None
+        self.running: tuple[Line, str] | None = None
         self.stopped = False
         self.waiting: asyncio.Timeout | None = None
 
@@ -370,7 +369,7 @@ class AsyncRollout:
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float
     ) -> RlctlError | None:
         """Take in what a stage generates; returns why it did not go on to an end, or None."""
-        job.running = attempt.stub, request.rid
+        job.running = attempt.line, request.rid
         try:
             async with contextlib.aclosing(attempt.stream(request, deadline, job.metadata)) as parts:
                 async for response in parts:
@@ -393,13 +392,13 @@ class AsyncRollout:
         for job in jobs:
             job.stopped = True
             if job.running is not None:
-                stub, rid = job.running
-                calls.append(stub.Abort(AbortRequest(rids=[rid]), timeout=STOP_S, metadata=job.metadata))
+                line, rid = job.running
+                calls.append(line.abort(rid, job.metadata, STOP_S))
             else:
                 job.stop_waiting()
-        for call in calls:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # its stage is gone: what is had is had
-                await call
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(ended, BaseException) and not isinstance(ended, RlctlError):
+                raise ended  # otherwise its stage is gone: what is had is had
 
     def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
         """Raise what is wrong with a request, and, unless they are to be returned, what cut samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import cast
 
 from google.protobuf.message import Message
@@ -15,9 +15,10 @@ from rlctl.errors import Reason
 from rlctl.merging import merge
 from rlctl.ports import Clock
 from rlctl.stage.core import Serving
+from rlctl.stage.multiplexed import Multiplexed
 from rlctl.stage.ongoing import Ongoing
 from rlctl.times import duration
-from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 
 
 class Generation:
@@ -30,6 +31,8 @@ class Generation:
         self._serving = serving
         self._clock = clock
         self._ongoing = Ongoing(serving, clock)
+        self._many: set[Multiplexed] = set()
+        self._closed = False
 
     async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
         """All samples of a prompt, whole."""
@@ -38,6 +41,25 @@ class Generation:
             async for part in parts:
                 merge(whole, part)
         return whole
+
+    async def many(self, requests: AsyncIterator[Message]) -> AsyncGenerator[GenerateManyResponse, None]:
+        """Many requests of one caller: what is new of each."""
+        together = Multiplexed(self.stream)
+        self._many.add(together)
+        if self._closed:
+            together.end()
+        try:
+            async with contextlib.aclosing(together.serve(requests)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._many.discard(together)
+
+    def close(self) -> None:
+        """The stage ends: streams of many requests end with the last of those that run."""
+        self._closed = True
+        for together in self._many:
+            together.end()
 
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
         """What is new, message by message. When the time is up the request is aborted at the engine."""

@@ -25,7 +25,7 @@ from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
 from rlctl.transport.addresses import join, split
 from rlctl.transport.admin import admin_methods
 from rlctl.transport.channel import bearer, open_channel
-from rlctl.transport.handlers import Streaming, Unary, generic_handler
+from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
@@ -115,6 +115,7 @@ class StageServer:
             [(service, generic_handler(service, methods))], token=config.token, insecure=config.insecure
         )
         self._rollout: GrpcServer | None = None
+        self._generation: Generation | None = None
 
     async def start(self) -> None:
         """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
@@ -142,11 +143,12 @@ class StageServer:
         await asyncio.to_thread(self._rollout_loop.stop)
 
     async def _start_rollout(self) -> str:
-        generation = Generation(lambda: self._engine, self._serving, SystemClock())
+        self._generation = generation = Generation(lambda: self._engine, self._serving, SystemClock())
         service = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
-        methods: dict[str, Unary | Streaming] = {
+        methods: dict[str, Unary | Streaming | Bidirectional] = {
             "Generate": generation.generate,
             "GenerateStream": generation.stream,
+            "GenerateMany": generation.many,
             "Abort": generation.abort,
         }
         handler = generic_handler(service, methods, cancellable=True)
@@ -154,7 +156,8 @@ class StageServer:
         return await self._rollout.start(self.config.rollout_listen)
 
     async def _stop_rollout(self) -> None:
-        if self._rollout is not None:
+        if self._rollout is not None and self._generation is not None:
+            self._generation.close()
             await self._rollout.stop()
 
     async def _start_engine(self) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import grpc.aio
 
+from rlctl.errors import Reason
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Above it gRPC itself refuses; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
 
 REFUSED_ABOVE_BYTES = 16 << 20
+
+BATCH_BYTES = 1 << 20
+"""Where many things go as one message, another one is begun from this size on."""
 
 # A peer that was stopped is noticed after ping_timeout, not after gRPC's 60 s; a peer that came back is found within
 # reconnect_backoff, not after minutes.
@@ -33,3 +38,11 @@ def open_channel(address: str) -> grpc.aio.Channel:
 def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
     """Call metadata that carries the token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def refuse_large(name: str, size: int) -> None:
+    """Raise MESSAGE_TOO_LARGE for a message, named by its type, of more bytes than servers take."""
+    if size > REFUSED_ABOVE_BYTES:
+        raise Reason.MESSAGE_TOO_LARGE.error(
+            f"{name} has {size} bytes; at most {REFUSED_ABOVE_BYTES} are taken", field=name
+        )

@@ -5,8 +5,9 @@ A method of the service without an implementation answers UNIMPLEMENTED with a t
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from rlctl import calls
 from rlctl.errors import Reason, RlctlError, typed
-from rlctl.transport.channel import REFUSED_ABOVE_BYTES
+from rlctl.transport.channel import refuse_large
 from rlctl.transport.status import abort
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ Unary = Callable[[Message, float | None], Awaitable[Message]]
 Streaming = Callable[[Message, float | None], AsyncIterator[Message]]
 """(request, seconds that the caller still waits) → answers. Closed when the caller leaves."""
 
-Bidirectional = Callable[[AsyncIterator[Message]], AsyncIterator[Message]]
+Bidirectional = Callable[[AsyncIterator[Message]], AsyncGenerator[Message, None]]
+"""(requests) → answers. Closed when the caller leaves."""
 
 
 def generic_handler(
@@ -92,10 +94,14 @@ def _bidirectional(
     async def stream(
         requests: AsyncIterator[Message], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Message]:
-        if implementation is None:
-            await abort(context, _unimplemented(method))
-        async for answer in implementation(requests):
-            yield answer
+        try:
+            if implementation is None:
+                raise _unimplemented(method)
+            async with contextlib.aclosing(implementation(requests)) as answers:
+                async for answer in answers:
+                    yield answer
+        except RlctlError as error:
+            await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(
         stream, request_deserializer=request_type.FromString, response_serializer=_serialise
@@ -105,11 +111,7 @@ def _bidirectional(
 def _parse(method: MethodDescriptor, request_type: type[Message], data: bytes, implementation: Any) -> Message:
     if implementation is None:
         raise _unimplemented(method)
-    if len(data) > REFUSED_ABOVE_BYTES:
-        raise Reason.MESSAGE_TOO_LARGE.error(
-            f"{request_type.DESCRIPTOR.name} has {len(data)} bytes; at most {REFUSED_ABOVE_BYTES} are taken",
-            field=request_type.DESCRIPTOR.name,
-        )
+    refuse_large(request_type.DESCRIPTOR.name, len(data))
     try:
         return request_type.FromString(data)
     except DecodeError as error:

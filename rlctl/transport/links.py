@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -133,10 +133,10 @@ class ServedLink:
 
 def serve_links(
     obey: Callable[[ServedLink], Any],
-) -> Callable[[AsyncIterator[Any]], AsyncIterator[Any]]:
+) -> Callable[[AsyncIterator[Any]], AsyncGenerator[Any, None]]:
     """A handler that lets ``obey`` (a coroutine function) have each link for as long as it stands."""
 
-    async def control(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def control(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         link = ServedLink(requests)
         obeying = asyncio.ensure_future(obey(link))
         obeying.add_done_callback(lambda _: link.end())

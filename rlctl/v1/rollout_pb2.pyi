@@ -594,6 +594,132 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class GenerateManyRequest(_message.Message):
+    """Requests that begin, and those that their caller has left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___NumberedRequest]:
+        """Begin."""
+
+    @_builtins.property
+    def leave(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of those that nobody waits for any more: aborted at the engine, nothing more is said of them."""
+
+    def __init__(
+        self,
+        *,
+        begin: _abc.Iterable[Global___NumberedRequest] | None = ...,
+        leave: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "leave", b"leave"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
+
+@_typing.final
+class NumberedRequest(_message.Message):
+    """One of many requests over a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The caller's name for it on this stream, above those of all that it began there before."""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """What is asked."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """When this is over it is aborted. Unset: never."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NumberedRequest: _TypeAlias = NumberedRequest  # noqa: Y015
+
+@_typing.final
+class GenerateManyResponse(_message.Message):
+    """What is new of requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___NumberedResponse]:
+        """In the order in which it came."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___NumberedResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyResponse: _TypeAlias = GenerateManyResponse  # noqa: Y015
+
+@_typing.final
+class NumberedResponse(_message.Message):
+    """What is new of one of many requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The request."""
+    ended: _builtins.bool
+    """Nothing more comes of it."""
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """What is new of it. Unset: nothing."""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.ErrorDetail:
+        """Why it ended without an answer."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        response: Global___GenerateResponse | None = ...,
+        ended: _builtins.bool = ...,
+        error: _common_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "error", b"error", "number", b"number", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NumberedResponse: _TypeAlias = NumberedResponse  # noqa: Y015
+
+@_typing.final
 class AbortRequest(_message.Message):
     """Ends requests."""
 

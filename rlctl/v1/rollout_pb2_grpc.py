@@ -45,6 +45,11 @@ class RolloutServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/rlctl.v1.RolloutService/GenerateMany',
+                request_serializer=rlctl_dot_v1_dot_rollout__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_rollout__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/rlctl.v1.RolloutService/Abort',
                 request_serializer=rlctl_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
@@ -85,6 +90,21 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Many requests of one caller over one stream, which outlives them; what is said at the same time goes as one message. For a
+        caller with many short answers: a call for each costs more than the answer (docs/benchmarks.md, rollout).
+
+        Effect: as Generate, for each request.
+        Idempotency: as Generate.
+        States: as Generate, for each request. A stage that ends takes no more, and ends the stream when its last request has ended.
+        Partial failure: a request that fails ends with its own error. A stream that breaks has delivered a valid prefix of each.
+        Retry: as GenerateStream, for each request.
+        Deadline: each request's timeout; the stream has none. A stream that its caller breaks off aborts its requests at the engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends requests early; they return what they have, finish reason "abort".
 
@@ -111,6 +131,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=rlctl_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=rlctl_dot_v1_dot_rollout__pb2.GenerateManyRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_rollout__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -173,6 +198,33 @@ class RolloutService(object):
             '/rlctl.v1.RolloutService/GenerateStream',
             rlctl_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             rlctl_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rlctl.v1.RolloutService/GenerateMany',
+            rlctl_dot_v1_dot_rollout__pb2.GenerateManyRequest.SerializeToString,
+            rlctl_dot_v1_dot_rollout__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

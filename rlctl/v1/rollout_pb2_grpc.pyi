@@ -54,6 +54,17 @@ class RolloutServiceStub:
     Deadline: the call's.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_rollout_pb2.GenerateManyRequest, _rollout_pb2.GenerateManyResponse]
+    """Many requests of one caller over one stream, which outlives them; what is said at the same time goes as one message. For a
+    caller with many short answers: a call for each costs more than the answer (docs/benchmarks.md, rollout).
+
+    Effect: as Generate, for each request.
+    Idempotency: as Generate.
+    States: as Generate, for each request. A stage that ends takes no more, and ends the stream when its last request has ended.
+    Partial failure: a request that fails ends with its own error. A stream that breaks has delivered a valid prefix of each.
+    Retry: as GenerateStream, for each request.
+    Deadline: each request's timeout; the stream has none. A stream that its caller breaks off aborts its requests at the engine.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
     """Ends requests early; they return what they have, finish reason "abort".
 
@@ -90,6 +101,17 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Retry: UNAVAILABLE before the first message; later ones go on from the tokens already had.
     Deadline: the call's.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_rollout_pb2.GenerateManyRequest, _rollout_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Many requests of one caller over one stream, which outlives them; what is said at the same time goes as one message. For a
+    caller with many short answers: a call for each costs more than the answer (docs/benchmarks.md, rollout).
+
+    Effect: as Generate, for each request.
+    Idempotency: as Generate.
+    States: as Generate, for each request. A stage that ends takes no more, and ends the stream when its last request has ended.
+    Partial failure: a request that fails ends with its own error. A stream that breaks has delivered a valid prefix of each.
+    Retry: as GenerateStream, for each request.
+    Deadline: each request's timeout; the stream has none. A stream that its caller breaks off aborts its requests at the engine.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests early; they return what they have, finish reason "abort".
@@ -136,6 +158,23 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Retry: UNAVAILABLE before the first message; later ones go on from the tokens already had.
         Deadline: the call's.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_rollout_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateManyResponse], _abc.AsyncIterator[_rollout_pb2.GenerateManyResponse]]:
+        """Many requests of one caller over one stream, which outlives them; what is said at the same time goes as one message. For a
+        caller with many short answers: a call for each costs more than the answer (docs/benchmarks.md, rollout).
+
+        Effect: as Generate, for each request.
+        Idempotency: as Generate.
+        States: as Generate, for each request. A stage that ends takes no more, and ends the stream when its last request has ended.
+        Partial failure: a request that fails ends with its own error. A stream that breaks has delivered a valid prefix of each.
+        Retry: as GenerateStream, for each request.
+        Deadline: each request's timeout; the stream has none. A stream that its caller breaks off aborts its requests at the engine.
         """
 
     @_abc_1.abstractmethod

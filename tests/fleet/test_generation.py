@@ -242,7 +242,7 @@ def test_merging_parts_gives_the_whole() -> None:
     assert whole.samples[0].versions[0].end == 2
 
 
-async def test_no_channel_is_kept_to_where_a_stage_no_longer_is(make_fleet: Callable) -> None:
+async def test_no_line_is_kept_to_where_a_stage_no_longer_is(make_fleet: Callable) -> None:
     async with make_fleet(a=1) as fleet, await aio.connect(fleet.server.address) as client:
         for _ in range(2):
             await client.generate("x", max_new_tokens=1)
@@ -250,16 +250,15 @@ async def test_no_channel_is_kept_to_where_a_stage_no_longer_is(make_fleet: Call
             await restart(fleet, "a")
         await client.generate("x", max_new_tokens=1)
         assert fleet.stages["a"].rollout_address != here
-        assert set(client._lines._channels) == {fleet.stages["a"].rollout_address}
+        assert set(client._lines._lines) == {fleet.stages["a"].rollout_address}
 
 
-async def test_a_channel_that_is_used_is_kept_wherever_its_stage_has_gone(client: AsyncFleet) -> None:
+async def test_a_line_that_is_used_is_kept_wherever_its_stage_has_gone(client: AsyncFleet) -> None:
     lines = client._lines
-    for number in (1, 2):
-        lines.take(f"127.0.0.1:{number}")
-    lines.give_back("127.0.0.1:1")
+    left, _used = (lines.take(f"127.0.0.1:{number}") for number in (1, 2))
+    left.users -= 1
     lines.take("127.0.0.1:3")
-    assert set(lines._channels) == {"127.0.0.1:2", "127.0.0.1:3"}
+    assert set(lines._lines) == {"127.0.0.1:2", "127.0.0.1:3"}
 
 
 async def test_a_fleet_may_be_closed_while_a_stream_is_open(
