@@ -118,7 +118,7 @@ class AsyncFleet(AsyncAdmin):
     async def stages(self, timeout_s: float = CONNECT_S) -> list[Stage]:
         """The stages as the coordinator last told them, by slot. Raises DEADLINE_EXCEEDED."""
         await self._told(timeout_s)
-        return self._lines.view.stages
+        return list(self._lines.view.stages)
 
     async def _told(self, timeout_s: float) -> None:
         try:

@@ -79,10 +79,8 @@ class Lines:
         return other
 
     async def check_model(self, model: str, timeout_s: float) -> None:
-        """Raise MODEL_NOT_FOUND for a model that the fleet does not have."""
-        if self.view.lacks(model):
-            # The view may lag behind; the coordinator says whether that is so.
-            await self._connection.call("GetFleet", GetFleetRequest(model=model), timeout_s)
+        """Ask the coordinator, and raise MODEL_NOT_FOUND for a model that the fleet does not have."""
+        await self._connection.call("GetFleet", GetFleetRequest(model=model), timeout_s)
 
     async def close(self) -> None:
         """Stop watching, close the lines."""
@@ -174,9 +172,10 @@ class Dispatch:
         view, loop = self.lines.view, asyncio.get_running_loop()
         wanted, begun = wanting(), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
-            wanted = wanting()
             view.check()
-            await self.lines.check_model(wanted.model, remaining)
+            if view.lacks(wanted.model):
+                # The view may lag behind; the coordinator says whether that is so.
+                await self.lines.check_model(wanted.model, remaining)
             picked = self.router.pick(view.stages, wanted, now)
             if picked is not None:
                 self._told = None
@@ -187,6 +186,7 @@ class Dispatch:
             except TimeoutError:
                 if loop.time() - now >= TELL_S:
                     self._tell(obstacles(view.stages, wanted), loop.time() - begun)
+            wanted = wanting()
         whose = f"of {wanted.model} " if wanted.model else ""
         named = obstacles(view.stages, wanted)
         why = f": {named}" if named else ""

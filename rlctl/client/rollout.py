@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
@@ -159,7 +159,7 @@ class AsyncRollout:
         """:meth:`generate` for every prompt, side by side; the samples of each, in the prompts' order."""
         timeout_s = asking.get("timeout_s", GENERATE_S)
         jobs = self._jobs(prompts, asking)
-        samples = await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs))
+        samples = await self._run_all(jobs, timeout_s)
         self._refuse_failed(samples)
         n = len(samples) // max(len(prompts), 1)
         return [samples[start : start + n] for start in range(0, len(samples), n or 1)]
@@ -172,7 +172,7 @@ class AsyncRollout:
         Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot go on from their tokens.
         """
         jobs = [self._again(sample, min_version) for sample in samples if not sample.finished]
-        done = iter(await asyncio.gather(*(self._run(job, _deadline(timeout_s), timeout_s) for job in jobs)))
+        done = iter(await self._run_all(jobs, timeout_s))
         results = [sample if sample.finished else next(done) for sample in samples]
         self._refuse_failed(results)
         return results
@@ -280,7 +280,7 @@ class AsyncRollout:
         }
         jobs: list[_Job] = []
         for number, prompt in enumerate(prompts):
-            request, group = build_request(prompt, settings, **fields), uuid.uuid4().hex
+            request, group = build_request(prompt, settings, **fields), secrets.token_hex(16)
             if self._resume == "continue":
                 check_continuable(request.sampling_params)
             samples = (begin(request, prompt=number, index=i, group=group, session_id=session) for i in range(n))
@@ -293,11 +293,20 @@ class AsyncRollout:
         request.min_version_seq = max(request.min_version_seq, min_version)
         return _Job(dataclasses.replace(sample, request=request, error=None), self._lines.metadata)
 
+    async def _run_all(self, jobs: Sequence[_Job], timeout_s: float) -> list[RolloutSample]:
+        deadline = _deadline(timeout_s)
+        if len(jobs) == 1:  # which needs no task of its own
+            return [await self._run(jobs[0], deadline, timeout_s)]
+        return await asyncio.gather(*(self._run(job, deadline, timeout_s) for job in jobs))
+
     async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:
         """The sample as it ended, why it was cut inside."""
         error: RlctlError | None = None
+        placed = False
         try:
-            async with asyncio.timeout(0 if job.stopped else None) as job.waiting, self._place(deadline, timeout_s):
+            async with asyncio.timeout(0 if job.stopped else None) as job.waiting:
+                if self._places is not None or not self._lines.view.is_known:
+                    placed = await self._place(deadline, timeout_s)
                 error = await self._attempts(job, deadline, timeout_s)
         except RlctlError as failure:
             error = failure
@@ -306,29 +315,25 @@ class AsyncRollout:
                 raise
         finally:
             job.waiting = None
+            if placed and self._places is not None:
+                self._places.release()
             if job.sample.own_session:
                 self._router.finish(job.sample.session_id)
         return job.progress.result(self.latest, error)
 
-    @contextlib.asynccontextmanager
-    async def _place(self, deadline: float, timeout_s: float) -> AsyncIterator[None]:
-        """One of the places that ``max_inflight_samples`` leaves, once the fleet is known."""
-        taken = False
+    async def _place(self, deadline: float, timeout_s: float) -> bool:
+        """Wait until the fleet is known, and for one of the places that ``max_inflight_samples`` leaves, if it does;
+        whether one is taken.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 await self._lines.view.known()
-                if self._places is not None:
-                    taken = await self._places.acquire()
+                return self._places is not None and await self._places.acquire()
         except TimeoutError:
             what = "the coordinator told nothing of the fleet"
             if self.latest:
                 what = f"there was no place among max_inflight_samples={self._most}"
             raise Reason.DEADLINE_EXCEEDED.error(f"{what} within {timeout_s:g} s") from None
-        try:
-            yield
-        finally:
-            if taken and self._places is not None:
-                self._places.release()
 
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
         """Try until the sample has ended, or may not be tried again; returns why."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rlctl.client.connection import Connection, closed
@@ -25,6 +25,8 @@ class FleetView:
         self._connection = connection
         self._request = request or WatchFleetRequest()
         self._stages: dict[str, Stage] = {}
+        self.stages: Sequence[Stage] = ()
+        """Every stage, in slot order; another sequence after each news."""
         self._models: dict[str, Model] | None = None
         self._changed = asyncio.Event()
         self.news = 0
@@ -35,11 +37,6 @@ class FleetView:
         self._closed = False
         self._watching: asyncio.Task[None] | None = None
         self._on_loss: dict[str, dict[object, tuple[int, Callable[[], object]]]] = {}
-
-    @property
-    def stages(self) -> list[Stage]:
-        """Every stage, in slot order."""
-        return [stage for _, stage in sorted(self._stages.items())]
 
     @property
     def models(self) -> list[Model]:
@@ -53,6 +50,11 @@ class FleetView:
     def routable(self, slot: str) -> bool:
         """Whether a stage was routable when the coordinator last told of it."""
         return slot in self._stages and self._stages[slot].routable
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the coordinator has told of the fleet."""
+        return self._models is not None
 
     def lacks(self, model: str) -> bool:
         """Whether the coordinator has told of its models, and this was not among them."""
@@ -135,6 +137,7 @@ class FleetView:
             for incarnation, call in list(self._on_loss.get(stage.registration.slot, {}).values()):
                 if stage.incarnation != incarnation or stage.state == STAGE_STATE_UNREACHABLE:
                     call()
+        self.stages = tuple(stage for _, stage in sorted(self._stages.items()))
         self.revision = event.fleet.revision
         self.news += 1
         self._changed.set()

@@ -9,7 +9,7 @@ would forget it: such samples are not continued but refused. A stop string that 
 from __future__ import annotations
 
 import hashlib
-import uuid
+import secrets
 from collections.abc import Sequence
 
 from rlctl.errors import Reason, RlctlError
@@ -86,7 +86,7 @@ class Progress:
         request = GenerateRequest()
         request.CopyFrom(self._request)
         if self._tried or not request.rid:
-            request.rid = uuid.uuid4().hex
+            request.rid = secrets.token_hex(16)
         self._tried = True
         request.min_version_seq = min_version_seq
         if self._base:
@@ -185,7 +185,7 @@ def begin(
     mine.sampling_params.n = 1
     if mine.sampling_params.HasField("seed"):
         mine.sampling_params.seed = derived_seed(request.sampling_params.seed, prompt, index)
-    mine.session_id = session_id or uuid.uuid4().hex
+    mine.session_id = session_id or secrets.token_hex(16)
     prompt_ids = list(request.input_ids.ids)
     return RolloutSample(mine, Sample(), prompt_ids, (), mine.session_id, not session_id, group, index)
 

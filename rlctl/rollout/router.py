@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.rollout.candidates import Candidate, Candidates
 from rlctl.rollout.health import Health
 from rlctl.rollout.pairs import decodes, fit, prefills
 from rlctl.rollout.policies import LeastConnections, Policy
-from rlctl.v1.common_pb2 import (
-    STAGE_STATE_DIRTY,
-    STAGE_STATE_DRAINING,
-    STAGE_STATE_JOINING,
-    STAGE_STATE_RETIRED,
-    STAGE_STATE_UNREACHABLE,
-)
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY
 from rlctl.v1.fleet_pb2 import Stage
 
 REFUSALS = (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD)
@@ -35,11 +30,8 @@ FAULTS = (
 )
 """The stage is broken or ends, or the way to it does: another one is asked, so and so often."""
 
-_AWAY = (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE, STAGE_STATE_DRAINING, STAGE_STATE_RETIRED)
 
-
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a request needs of a stage.
 
     Attributes:
@@ -57,8 +49,7 @@ class Wanted:
     session: str = ""
 
 
-@dataclass(frozen=True)
-class Picked:
+class Picked(NamedTuple):
     """Where a request goes.
 
     Attributes:
@@ -90,41 +81,55 @@ class Router:
         self._policy = policy
         self._prefill_policy = prefill or LeastConnections()
         self._health = health or Health()
+        self._stages: Sequence[Stage] = ()
+        self._models: dict[str, Candidates] = {}
         self.load: Counter[str] = Counter()
         """Requests in flight by slot."""
 
     def pick(self, stages: Sequence[Stage], wanted: Wanted, now: float) -> Picked | None:
-        """A stage for the request, or a pair, in flight from now on until :meth:`end`; None: none can take it now."""
-        ours = [stage for stage in stages if _is_wanted(stage, wanted)]
-        able = [stage for stage in ours if self._may_take(stage, wanted, now)]
-        ways = {stage.registration.slot: (stage, givers) for stage, givers in _ways(able, wanted.slot)}
-        if not ways:
+        """A stage for the request, or a pair, in flight from now on until :meth:`end`; None: none can take it now.
+
+        ``stages`` is looked at anew only when it is another list: it must not be changed.
+        """
+        if stages is not self._stages:
+            self._stages, self._models = stages, {}
+        ours = self._models.get(wanted.model)
+        if ours is None:
+            ours = self._models[wanted.model] = Candidates(stages, wanted.model)
+        able = [each for each in ours.all if self._may_take(each, wanted.floor, now)]
+        givers: Sequence[Candidate] = ()
+        if ours.paired:
+            ways = _ways(able, wanted.slot)
+            able = [each for each, _ in ways]
+        elif wanted.slot:
+            able = [each for each in able if each.slot == wanted.slot]
+        if not able:
             return None
-        leaders = [stage for stage, _ in ways.values()]
-        stage = self._choose(self._policy, leaders, [s for s in ours if not prefills(s)], wanted, now)
-        givers = ways[stage.registration.slot][1]
+        chosen = self._choose(self._policy, able, ours.members, wanted, now)
+        if ours.paired:
+            givers = next(fitting for each, fitting in ways if each is chosen)
         prefill = None
         if givers:
-            prefill = self._choose(self._prefill_policy, givers, [s for s in ours if prefills(s)], wanted, now)
-        picked = Picked(stage, now, prefill)
-        for slot in picked.slots:
-            self._health.trying(slot, now)
-            self.load[slot] += 1
-        return picked
+            prefill = self._choose(self._prefill_policy, givers, ours.prefill_members, wanted, now)
+        for each in (chosen, prefill):
+            if each is not None:
+                self._health.trying(each.slot, now)
+                self.load[each.slot] += 1
+        return Picked(chosen.stage, now, None if prefill is None else prefill.stage)
 
     def _choose(
-        self, policy: Policy, able: Sequence[Stage], ours: Sequence[Stage], wanted: Wanted, now: float
-    ) -> Stage:
-        holders = [stage for stage in able if wanted.adapter in {held.name for held in stage.report.adapters}]
-        candidates = {stage.registration.slot: stage for stage in holders or able}
-        members = [stage.registration.slot for stage in ours if stage.enabled and stage.state not in _AWAY]
-        return candidates[policy.pick(sorted(candidates), members or list(candidates), wanted.session, self.load, now)]
+        self, policy: Policy, able: Sequence[Candidate], members: Sequence[str], wanted: Wanted, now: float
+    ) -> Candidate:
+        if wanted.adapter:
+            able = [each for each in able if wanted.adapter in each.adapters] or able
+        slots = [each.slot for each in able]
+        return able[slots.index(policy.pick(slots, members or slots, wanted.session, self.load, now))]
 
-    def _may_take(self, stage: Stage, wanted: Wanted, now: float) -> bool:
+    def _may_take(self, candidate: Candidate, floor: int, now: float) -> bool:
         return (
-            stage.routable
-            and stage.report.weight_version.sequence >= wanted.floor
-            and self._health.usable(stage.registration.slot, stage.incarnation, stage.report.revision, now)
+            candidate.routable
+            and candidate.sequence >= floor
+            and self._health.usable(candidate.slot, candidate.incarnation, candidate.revision, now)
         )
 
     def again_s(self, now: float) -> float:
@@ -192,21 +197,21 @@ def _is_wanted(stage: Stage, wanted: Wanted) -> bool:
     return wanted.slot in ("", stage.registration.slot) or prefills(stage) or decodes(stage)
 
 
-def _ways(able: Sequence[Stage], slot: str) -> list[tuple[Stage, list[Stage]]]:
+def _ways(able: Sequence[Candidate], slot: str) -> list[tuple[Candidate, list[Candidate]]]:
     """Stages that may generate a request, each with the prefill stages one of which may compute its prompt (none: it
     does so itself). ``slot``: with this one only, in either part.
     """
-    givers = [stage for stage in able if prefills(stage)]
-    named = [stage for stage in givers if stage.registration.slot == slot]
-    found: list[tuple[Stage, list[Stage]]] = []
-    for stage in able:
-        own = slot in ("", stage.registration.slot)
-        if decodes(stage):
-            fitting = [giver for giver in named or givers if fit(giver, stage)]
+    givers = [each for each in able if each.prefills]
+    named = [each for each in givers if each.slot == slot]
+    found: list[tuple[Candidate, list[Candidate]]] = []
+    for each in able:
+        own = slot in ("", each.slot)
+        if each.decodes:
+            fitting = [giver for giver in named or givers if fit(giver.stage, each.stage)]
             if fitting and (own or named):
-                found.append((stage, fitting))
-        elif own and not prefills(stage):
-            found.append((stage, []))
+                found.append((each, fitting))
+        elif own and not each.prefills:
+            found.append((each, []))
     return found
 
 
