@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Self
 
 from rlctl.client import pairing
 from rlctl.client.connection import Connection
-from rlctl.client.line import LEFT_S, Line, Metadata
+from rlctl.client.line import LEFT_S, Answers, Line, Metadata, Parts
 from rlctl.client.view import FleetView
 from rlctl.errors import Reason, RlctlError
 from rlctl.merging import merge
@@ -57,20 +57,19 @@ class Lines:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def stream(
+    def stream(
         self, line: Line, stage: Stage, request: GenerateRequest, deadline: float, metadata: Metadata
-    ) -> AsyncGenerator[GenerateResponse, None]:
-        """What one stage generates, until ``deadline`` on the loop's clock; closing it ends it at the engine. Raises
-        RlctlError: also when the coordinator says that the stage is gone, which its connection may not tell for long.
+    ) -> Answers:
+        """What one stage generates, until ``deadline`` on the loop's clock. Ends also when the coordinator says that
+        the stage is gone, which its connection may not tell for long.
         """
-        gone = Reason.UNREACHABLE.error(f"{stage.registration.slot} is gone, says the coordinator")
         answers = line.ask(request, deadline, metadata)
-        try:
-            with self.view.on_loss(stage, lambda: answers.fail(gone)):
-                async for response in answers:
-                    yield response
-        finally:
-            answers.leave()
+
+        def lose() -> None:
+            answers.fail(Reason.UNREACHABLE.error(f"{stage.registration.slot} is gone, says the coordinator"))
+
+        answers.on_end = self.view.on_loss(stage, lose)
+        return answers
 
     def on_behalf_of(self, token: str | None) -> Lines:
         """The same view and lines with another caller's token."""
@@ -128,9 +127,7 @@ class Attempt:
         self.answered()
         return answer
 
-    def stream(
-        self, request: GenerateRequest, deadline: float, metadata: Metadata
-    ) -> AsyncGenerator[GenerateResponse, None]:
+    def stream(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Parts:
         """What is generated, message by message; as :meth:`Lines.stream`."""
         prefill = self._picked.prefill
         if prefill is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol, Self
 
 import grpc.aio
 
@@ -29,6 +29,19 @@ Metadata = Sequence[tuple[str, str]]
 
 LEFT_S = 5.0
 """How long a line that nobody needs any more may take to tell the stage who has left."""
+
+
+class Parts(Protocol):
+    """What comes of a request, one after the other; raises RlctlError. Closing it aborts what still runs."""
+
+    def __aiter__(self) -> AsyncIterator[GenerateResponse]:
+        """Itself."""
+
+    async def __anext__(self) -> GenerateResponse:
+        """What is new."""
+
+    async def aclose(self) -> None:
+        """Want no more of it."""
 
 
 class Line:
@@ -67,7 +80,11 @@ class Line:
 
 
 class Answers:
-    """What comes of one request: an iterator, which raises RlctlError. To be left in the end, however it ended."""
+    """What comes of one request over a line. To be closed, however it ended.
+
+    Attributes:
+        on_end: called once nothing more is waited for.
+    """
 
     def __init__(self, stream: _Stream, number: int, deadline: float) -> None:
         self._stream = stream
@@ -76,6 +93,7 @@ class Answers:
         self._waiting: asyncio.Future[None] | None = None
         self._ended = False
         self._error: RlctlError | None = None
+        self.on_end: Callable[[], None] | None = None
         self._timer = asyncio.get_running_loop().call_at(deadline, self._time_up)
 
     def __aiter__(self) -> Self:
@@ -103,11 +121,12 @@ class Answers:
 
     def fail(self, error: RlctlError) -> None:
         """Nothing more comes, for this reason; what is here already does."""
-        self.leave()
-        self._end(error)
+        if not self._ended:
+            self._stream.leave(self._number)
+            self._end(error)
         self._wake()
 
-    def leave(self) -> None:
+    async def aclose(self) -> None:
         """Want no more of it: the stage aborts what still runs."""
         if not self._ended:
             self._stream.leave(self._number)
@@ -120,6 +139,8 @@ class Answers:
         self._ended, self._error = True, error
         self._timer.cancel()
         self._stream.forget(self._number)
+        if self.on_end is not None:
+            self.on_end()
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from rlctl.client.line import Parts
 from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import MOST_ROOM
 from rlctl.v1.fleet_pb2 import Stage
@@ -47,7 +48,7 @@ class _Prompt:
         self.head = GenerateResponse()
         self.aborted: FinishReason | None = None
 
-    async def read(self, parts: AsyncGenerator[GenerateResponse, None]) -> None:
+    async def read(self, parts: Parts) -> None:
         """Take all of it in. Raises what the stage fails with."""
         async with aclosing(parts):
             async for part in parts:
@@ -61,8 +62,8 @@ class _Prompt:
 
 async def together(
     request: GenerateRequest,
-    prefill: AsyncGenerator[GenerateResponse, None],
-    decode: AsyncGenerator[GenerateResponse, None],
+    prefill: Parts,
+    decode: Parts,
     met_at_prefill: Callable[[], None],
 ) -> AsyncGenerator[GenerateResponse, None]:
     """What both generate. A prompt that was aborted ends as its samples would. Raises the failure of either;
@@ -106,7 +107,7 @@ async def together(
         await decode.aclose()
 
 
-async def _first(parts: AsyncGenerator[GenerateResponse, None]) -> GenerateResponse | None:
+async def _first(parts: Parts) -> GenerateResponse | None:
     return await anext(parts, None)
 
 

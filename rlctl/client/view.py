@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from rlctl.client.connection import Connection, closed
 from rlctl.errors import RlctlError, Unauthenticated
@@ -85,19 +84,20 @@ class FleetView:
             await self.changed()
             self.check()
 
-    @contextmanager
-    def on_loss(self, stage: Stage, call: Callable[[], object]) -> Iterator[None]:
-        """Call it when, within the block, the stage's process is gone as far as the coordinator can tell.
+    def on_loss(self, stage: Stage, call: Callable[[], object]) -> Callable[[], None]:
+        """Call it when the stage's process is gone as far as the coordinator can tell, until what this returns is
+        called.
 
         A connection to a machine that is gone says nothing for as long as a keepalive takes.
         """
         key = object()
         watched = self._on_loss.setdefault(stage.registration.slot, {})
         watched[key] = (stage.incarnation, call)
-        try:
-            yield
-        finally:
-            del watched[key]
+
+        def forget() -> None:
+            watched.pop(key, None)
+
+        return forget
 
     async def close(self) -> None:
         """Stop watching; whoever waits for news is woken."""

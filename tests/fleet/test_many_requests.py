@@ -40,7 +40,7 @@ async def all_of(line: Line, request: r.GenerateRequest, within_s: float = 20.0)
     try:
         return [part async for part in answers]
     finally:
-        answers.leave()
+        await answers.aclose()
 
 
 async def why(line: Line, request: r.GenerateRequest, within_s: float = 20.0) -> RlctlError:
@@ -103,7 +103,7 @@ async def test_who_leaves_ends_at_the_engine_and_the_others_go_on(fleet: InProce
     await anext(leaving)
     staying = line.ask(asked(FOREVER, rid="stays"), float("inf"), ())
     await anext(staying)
-    leaving.leave()
+    await leaving.aclose()
     await eventually(lambda: set(engine._running) == {"stays"})
     await anext(staying)
     async with asyncio.timeout(5):
