@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlctl.v1 import common_pb2
 
@@ -69,6 +69,10 @@ class RlctlError(Exception):
         self.next_step = next_step or reason.next_step
         self.metadata = dict(metadata or {})
         self.outcome = outcome
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that it comes out of another process, a Ray actor say, as what it is, however a subclass is made."""
+        return type(self).__new__, (type(self), self.message), self.__dict__
 
     def __str__(self) -> str:
         where = f" [{self.field}]" if self.field else ""

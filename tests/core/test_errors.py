@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import grpc
 import grpc.aio
 import pytest
 
 from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
+from rlctl.rollout.sample import RolloutFailed
 from rlctl.transport import status
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, ErrorDetail
 from rlctl.v1.results_pb2 import Operation
@@ -28,6 +31,23 @@ async def over_the_wire(error: RlctlError) -> RlctlError:
         context.code, grpc.aio.Metadata(), grpc.aio.Metadata(*context.metadata), details=context.details
     )
     return status.from_grpc(failed)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Reason.FIELD_CONFLICT.error(
+            "the cause", field="a.b", next_step="then", metadata={"k": "v"}, outcome=OUTCOME_UNKNOWN
+        ),
+        OperationFailed(Operation(operation_id="o", error=Reason.FIELD_CONFLICT.error("the cause").detail())),
+        RolloutFailed(Reason.FIELD_CONFLICT.error("the cause"), []),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_survives_another_process(error: RlctlError) -> None:
+    """As Ray's actors and multiprocessing hand it over."""
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
 
 
 @pytest.mark.parametrize("reason", list(Reason), ids=lambda r: r.name)

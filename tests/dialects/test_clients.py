@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def fetched(client: str) -> Path:
     return path
 
 
-async def run(*command: str, clients: Path, **environment: str) -> list[Any]:
+async def run(*command: str, clients: Path | str, **environment: str) -> list[Any]:
     script = await asyncio.create_subprocess_exec(
         *command,
         env={**os.environ, "PYTHONPATH": str(clients), **environment},
@@ -70,23 +71,40 @@ async def test_vllms_example(
     assert all(len(step["texts"]) == 2 for step in steps)
 
 
+async def test_verls_trainer_side(torch_fleet: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    """verl 0.9.1 under its patch: FSDP workers that train, its checkpoint manager, its client of agent loops."""
+    client, imports, scripts = fetched("verl==0.9.1"), fetched("verl-imports"), INTEGRATIONS / "verl"
+    shutil.copytree(client / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    await apply_patch(scripts / "verl-0.9.1.patch", directory=tmp_path)
+    steps = await run(
+        *(sys.executable, str(scripts / "trainer.py"), f"--model={tiny[1]}", f"--coordinator={torch_fleet.address}"),
+        clients=f"{tmp_path}{os.pathsep}{imports}{os.pathsep}{scripts}",
+        VERL_USE_EXTERNAL_MODULES="on_cpu",
+        VERL_ENGINE_DEVICE="cuda",
+        RAY_USAGE_STATS_ENABLED="0",
+    )
+    assert len({step["model_digest"] for step in steps}) == 2
+    assert [(step["tokens"], step["steps"]) for step in steps] == [([16] * 4, [0] * 4), ([16] * 4, [1] * 4)]
+    assert all("checkpoint_engine/pause_s" in step["metrics"] for step in steps)
+
+
 PATCHES = sorted(INTEGRATIONS.glob("*/*.patch"))
+
+
+async def apply_patch(patch: Path, *arguments: str, directory: Path) -> str:
+    command = ("git", "apply", *arguments, str(patch))
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(directory.parent)}
+    git = await asyncio.create_subprocess_exec(*command, cwd=directory, env=environment, stdout=asyncio.subprocess.PIPE)
+    output, _ = await git.communicate()
+    assert git.returncode == 0, patch
+    return output.decode()
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 async def test_a_patch_is_small_and_applies_where_the_client_is_there(patch: Path) -> None:
-    async def apply(*arguments: str, directory: Path) -> str:
-        command = ("git", "apply", *arguments, str(patch))
-        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(directory.parent)}
-        git = await asyncio.create_subprocess_exec(
-            *command, cwd=directory, env=environment, stdout=asyncio.subprocess.PIPE
-        )
-        output, _ = await git.communicate()
-        assert git.returncode == 0, patch
-        return output.decode()
-
-    counted = [line.split()[:2] for line in (await apply("--numstat", directory=ROOT)).splitlines()]
+    listed = await apply_patch(patch, "--numstat", directory=ROOT)
+    counted = [line.split()[:2] for line in listed.splitlines()]
     assert 0 < sum(int(number) for numbers in counted for number in numbers) <= 60
     client = ROOT / ".clients" / patch.stem.replace("-", "==", 1)
     if client.exists():
-        await apply("--check", directory=client)
+        await apply_patch(patch, "--check", directory=client)
