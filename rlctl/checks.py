@@ -427,6 +427,11 @@ def _enabled(request: coordinator_pb2.SetStageEnabledRequest) -> None:
     _required(request.slots, "slots")
 
 
+@_rule(coordinator_pb2.SetHealingRequest)
+def _healing(request: coordinator_pb2.SetHealingRequest) -> None:
+    _required(request.model, "model")
+
+
 @_rule(coordinator_pb2.ReserveRequestIdRequest)
 def _reserve(request: coordinator_pb2.ReserveRequestIdRequest) -> None:
     _name(request.key, "key", MOST_KEY)

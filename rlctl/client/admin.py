@@ -241,6 +241,12 @@ class AsyncAdmin:
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
 
+    async def set_healing(self, model: str, *, by_hand: bool) -> Fleet:
+        """Have the coordinator heal a model's stages, or only when somebody asks; until it is started again."""
+        request = coordinator_pb2.SetHealingRequest(model=model, by_hand=by_hand)
+        fleet: Fleet = await self.connection.call("SetHealing", request, READ_S)
+        return fleet
+
 
 def _tags(tags: Sequence[str]) -> Any:
     return [number(common_pb2.MemoryTag.DESCRIPTOR, tag, "tags") for tag in tags]

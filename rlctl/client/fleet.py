@@ -143,6 +143,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     abort_update = _blocking(AsyncFleet.abort_update)
     heal = _blocking(AsyncFleet.heal)
     set_enabled = _blocking(AsyncFleet.set_enabled)
+    set_healing = _blocking(AsyncFleet.set_healing)
 
     def engine(self, slot: str) -> Engine:
         """One engine, under the names of SGLang's own API. Raises STAGE_NOT_FOUND."""

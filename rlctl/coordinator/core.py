@@ -508,6 +508,13 @@ class Coordinator:
                 await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()
 
+    async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
+        """Set who heals a model's stages."""
+        check(request)
+        if not request.header.validate_only:
+            self.updates.set_healing(request.model, by_hand=request.by_hand)
+        return self.roster.fleet()
+
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:
         """Bring stages to the published version."""
         check(request)

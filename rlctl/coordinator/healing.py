@@ -103,9 +103,19 @@ class Healer:
         self._operations = operations
         self._journal = journal
         self._clock = clock
-        self._by_hand = frozenset(by_hand)
+        self._by_hand = set(by_hand)
         self._running: dict[str, _Running] = {}
         self._looking: dict[Slot, asyncio.Task[None]] = {}
+
+    def policy(self, model: str, *, by_hand: bool) -> None:
+        """Heal the model's stages by itself from now on, beginning with those that wait for it, or not any more."""
+        if by_hand:
+            self._by_hand.add(model)
+            return
+        self._by_hand.discard(model)
+        for slot in list(self._roster.slots.values()):
+            if slot.model == model:
+                self.look(slot)
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot."""

@@ -93,6 +93,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "CancelOperation": coordinator.cancel_operation,
         "GetFleet": coordinator.get_fleet,
         "SetStageEnabled": coordinator.set_stage_enabled,
+        "SetHealing": coordinator.set_healing,
         "ConfirmFleet": coordinator.confirm_fleet,
         "HealStage": coordinator.heal_stage,
     }

@@ -303,6 +303,10 @@ class Updates:
         """Bring stages to the published version from a known source."""
         return await self._healer.heal(request, timeout_s)
 
+    def set_healing(self, model: str, *, by_hand: bool) -> None:
+        """Who heals a model's stages from now on."""
+        self._healer.policy(model, by_hand=by_hand)
+
     def look_after(self, slot: Slot) -> None:
         """See whether a stage has something of an update that nobody owns, or needs a heal and can get one."""
         self._orphans.look([slot])

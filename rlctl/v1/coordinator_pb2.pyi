@@ -418,6 +418,38 @@ class ConfirmFleetResponse(_message.Message):
 Global___ConfirmFleetResponse: _TypeAlias = ConfirmFleetResponse  # noqa: Y015
 
 @_typing.final
+class SetHealingRequest(_message.Message):
+    """Who heals."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    BY_HAND_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Of which model. Required."""
+    by_hand: _builtins.bool
+    """Only when somebody asks, with HealStage."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id, timeout."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        model: _builtins.str = ...,
+        by_hand: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_hand", b"by_hand", "header", b"header", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetHealingRequest: _TypeAlias = SetHealingRequest  # noqa: Y015
+
+@_typing.final
 class SetStageEnabledRequest(_message.Message):
     """Operator's flag."""
 

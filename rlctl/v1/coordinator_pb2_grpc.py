@@ -232,6 +232,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
                 _registered_method=True)
+        self.SetHealing = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/SetHealing',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+                _registered_method=True)
         self.HealStage = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/HealStage',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.HealStageRequest.SerializeToString,
@@ -787,6 +792,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetHealing(self, request, context):
+        """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
+
+        Effect: from now on, until the coordinator ends: who starts it again says it again (`--heal-by-hand`). Heals that run go on.
+        Idempotency: yes.
+        States: every one; the model need not be there yet.
+        Partial failure: none.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def HealStage(self, request, context):
         """Brings stages to the published version from a known source, without the trainer.
 
@@ -992,6 +1011,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
             'SetStageEnabled': grpc.unary_unary_rpc_method_handler(
                     servicer.SetStageEnabled,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
+            ),
+            'SetHealing': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetHealing,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
             ),
             'HealStage': grpc.unary_unary_rpc_method_handler(
@@ -2029,6 +2053,33 @@ class CoordinatorService(object):
             target,
             '/rlctl.v1.CoordinatorService/SetStageEnabled',
             rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.SerializeToString,
+            rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetHealing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/SetHealing',
+            rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.SerializeToString,
             rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
             options,
             channel_credentials,

@@ -430,6 +430,16 @@ class CoordinatorServiceStub:
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
+    SetHealing: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]
+    """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
+
+    Effect: from now on, until the coordinator ends: who starts it again says it again (`--heal-by-hand`). Heals that run go on.
+    Idempotency: yes.
+    States: every one; the model need not be there yet.
+    Partial failure: none.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
     HealStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HealStageRequest, _results_pb2.Operation]
     """Brings stages to the published version from a known source, without the trainer.
 
@@ -836,6 +846,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Idempotency: yes.
     States: every one.
     Partial failure: none: unknown slots refuse the whole request.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
+    SetHealing: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
+    """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
+
+    Effect: from now on, until the coordinator ends: who starts it again says it again (`--heal-by-hand`). Heals that run go on.
+    Idempotency: yes.
+    States: every one; the model need not be there yet.
+    Partial failure: none.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
@@ -1470,6 +1490,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotency: yes.
         States: every one.
         Partial failure: none: unknown slots refuse the whole request.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def SetHealing(
+        self,
+        request: _coordinator_pb2.SetHealingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
+        """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
+
+        Effect: from now on, until the coordinator ends: who starts it again says it again (`--heal-by-hand`). Heals that run go on.
+        Idempotency: yes.
+        States: every one; the model need not be there yet.
+        Partial failure: none.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """

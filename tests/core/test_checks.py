@@ -107,6 +107,7 @@ BAD: list[tuple[Message, str, str]] = [
     (update_pb2.BeginWeightUpdateRequest(model="m"), "FIELD_REQUIRED", "version"),
     (update_pb2.CommitWeightUpdateRequest(), "FIELD_REQUIRED", "update_id"),
     (coordinator_pb2.SetStageEnabledRequest(), "FIELD_REQUIRED", "slots"),
+    (coordinator_pb2.SetHealingRequest(), "FIELD_REQUIRED", "model"),
 ]
 
 
