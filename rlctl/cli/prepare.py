@@ -68,6 +68,9 @@ class Prepared:
             ),
             launcher=topology.launcher,
             cluster=topology.cluster,
+            group=topology.placement_group,
+            bundles=topology.bundles,
+            share=topology.bundle_share,
             interface=topology.interface,
             per_node=topology.num_gpus_per_node,
             reserved=self.plan.placeholders,
@@ -124,7 +127,8 @@ def prepare(file: Path | None, given: Flags) -> Prepared:
 
         bind = address_on(topology.interface)
     prepared = Prepared(make_plan(topology, gpus=gpu_count(), bind=bind), problems, running)
-    plan = make_plan(topology, gpus=gpu_count(), running=prepared.present, bind=bind)
+    kept_free = prepared.deployed.reserved if prepared.deployed is not None else ()
+    plan = make_plan(topology, gpus=gpu_count(), running=prepared.present, kept_free=kept_free, bind=bind)
     return dataclasses.replace(prepared, plan=plan)
 
 
@@ -135,7 +139,11 @@ def _as_it_is(topology: Topology, running: state.FleetState | None) -> dict[str,
     if running is not None and listen == running.endpoint:
         listen = present.get("listen", listen)  # port 0, which became this one
     insecure = present.get("insecure") if topology.insecure is None else topology.insecure
-    return {"listen": listen, "insecure": insecure, "cluster": topology.cluster or present.get("cluster", "")}
+    kept: dict[str, Any] = {"cluster": topology.cluster or present.get("cluster", "")}
+    if present.get("group") and not topology.placement_group:
+        kept |= {"placement_group": present["group"], "bundles": tuple(present["bundles"]),
+                 "bundle_share": present["share"]}  # fmt: skip
+    return {"listen": listen, "insecure": insecure, **kept}
 
 
 def token(settings: Settings, plan: Plan) -> str | None:

@@ -124,10 +124,10 @@ class _Supervisor:
         if refused := wanted.refusal(self._wanted):
             request.failed(refused)
             return
-        self._wanted, self._asking = wanted, request
+        self._asking = request
         try:
-            self._fleet.limits = wanted.limits
-            self._fleet.want(wanted.engines, wanted.reserved, wanted.gateways)
+            self._fleet.want(wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand)
+            self._wanted, self._fleet.limits = wanted, wanted.limits
             self._fleet.settle()
         except RlctlError as error:
             self._say(f"Warning: {error}")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from rlctl.cli.options import Command
-from rlctl.cli.types import pairs
+from rlctl.cli.types import NUMBERS, pairs
 from rlctl.topology.flags import Flags
 from rlctl.topology.schema import DEVICES, LAUNCHERS, POLICIES
 
@@ -110,6 +110,16 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
         click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes.  [default: local]"),
         click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or that here]"),
+        click.option(
+            "--placement-group", metavar="NAME", help="Name or id of a placement group there, which engines go into.",
+        ),
+        click.option(
+            "--bundles", type=NUMBERS, default=(), metavar="0,1,4-7",
+            help="Its bundles that may be used, in this order.  [default: all, by node]",
+        ),
+        click.option(
+            "--bundle-share", type=click.FloatRange(0.01, 1), help="How much of its bundle a rank takes.  [default: 1]",
+        ),
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE",
             help="Setting of every engine, below the file's.  [repeatable]",

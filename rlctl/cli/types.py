@@ -19,6 +19,7 @@ else:  # generic only in the newest releases
     ParamType = click.ParamType
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_NUMBERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
 
 
@@ -39,6 +40,28 @@ class DurationType(ParamType):
 
 
 DURATION = DurationType()
+
+
+class NumbersType(ParamType):
+    """Whole numbers in an order, such as 0,1,4-7. Converts to a tuple of them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        found: list[int] = []
+        for part in str(value).split(","):
+            match = _NUMBERS.fullmatch(part.strip())
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if first > last:
+                self.fail(f"{value!r} is not numbers such as 0,1,4-7", param, ctx)
+            found += range(first, last + 1)
+        return tuple(found)
+
+
+NUMBERS = NumbersType()
 
 
 class EnumType(ParamType):

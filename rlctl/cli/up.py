@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlctl import process
 from rlctl.cli import state
 from rlctl.cli.options import pass_settings
 from rlctl.cli.output import View, show
@@ -39,6 +40,7 @@ _READY = "Ready."
 @options
 @click.option("-d", "--detach", is_flag=True, help="Leave a supervisor running and return when the fleet is ready.")
 @click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
+@click.option("--end-with-parent", is_flag=True, hidden=True, help="End when standard input ends.")
 @pass_settings
 def up(
     settings: Settings,
@@ -46,6 +48,7 @@ def up(
     file: Path | None,
     detach: bool,
     deployment: Path | None,
+    end_with_parent: bool,
     **given: Any,
 ) -> None:
     """Start a fleet on this machine from a topology file, or from flags: a coordinator, and every engine's processes.
@@ -59,6 +62,8 @@ def up(
     from rlctl.cli.supervisor import supervise, taken
     from rlctl.launch.deployment import Deployment
 
+    if end_with_parent:
+        process.end_with_parent()
     if deployment is not None:
         wanted = Deployment.of(json.loads(deployment.read_text()))
         supervise(settings, wanted, lambda ready: _announce(settings, ready))

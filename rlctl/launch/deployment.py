@@ -17,8 +17,10 @@ _FIXED = {
     "insecure": "fleet.auth.insecure",
     "launcher": "fleet.launcher",
     "cluster": "fleet.ray.address",
+    "group": "fleet.ray.placement_group",
+    "bundles": "fleet.ray.bundles",
+    "share": "fleet.ray.bundle_share",
     "interface": "fleet.network.interface",
-    "heal_by_hand": "models[].healing",
     "per_node": "fleet.num_gpus_per_node",
 }
 """What cannot change in a fleet that is up, by the key that says it: who heeds it is told once, at its start."""
@@ -37,6 +39,9 @@ class Deployment:
         limits: how long what may take.
         launcher: "local" or "ray".
         cluster: address of the Ray cluster, or "".
+        group: name or id of a placement group there that engines go into, or "".
+        bundles: those of it that may be used, in the order of the plan's places; (): all.
+        share: how much of its bundle a rank takes.
         interface: interface or network that servers on other nodes bind to, or "".
         per_node: ranks of an engine that go on one node.
         reserved: room that placeholders keep free.
@@ -52,6 +57,9 @@ class Deployment:
     limits: Limits = field(default_factory=Limits)
     launcher: str = "local"
     cluster: str = ""
+    group: str = ""
+    bundles: tuple[int, ...] = ()
+    share: float = 1.0
     interface: str = ""
     per_node: int = 8
     reserved: tuple[Reservation, ...] = ()
@@ -65,15 +73,16 @@ class Deployment:
         from rlctl.launch.ray_launcher import RayLauncher  # loads ray
 
         return RayLauncher(
-            logs, listen=self.listen, address=self.cluster, per_node=self.per_node, interface=self.interface,
-            token=token, insecure=self.insecure,
+            logs, listen=self.listen, address=self.cluster, group=self.group, bundles=self.bundles, share=self.share,
+            per_node=self.per_node, interface=self.interface, token=token, insecure=self.insecure,
         )  # fmt: skip
 
     def fixed(self, running: Deployment) -> list[tuple[str, str]]:
         """(key, why) for everything that is wanted otherwise, and cannot change in a fleet that runs."""
         keys = dict(_FIXED)
         if self.launcher == running.launcher == "local":
-            del keys["cluster"], keys["interface"], keys["per_node"]  # engines say what it means for them
+            for name in ("cluster", "interface", "per_node"):
+                del keys[name]  # engines say what it means for them
         return [
             (key, f"it cannot change in a fleet that is up, where it is {getattr(running, name)!r}")
             for name, key in keys.items()
@@ -100,8 +109,11 @@ class Deployment:
     def of(cls, data: Mapping[str, Any]) -> Deployment:
         """From :attr:`data`."""
         engines = tuple(EngineSpec.of(spec) for spec in data["engines"])
-        reserved = tuple(Reservation(**place) for place in data.get("reserved", ()))
+        reserved = tuple(
+            Reservation(**{**place, "places": tuple(place.get("places", ()))}) for place in data.get("reserved", ())
+        )
         gateways = tuple(GatewaySpec(**gateway) for gateway in data.get("gateways", ()))
         limits, by_hand = Limits(**data["limits"]), tuple(data.get("heal_by_hand", ()))
-        read = {"engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways}
+        read = {"engines": engines, "limits": limits, "reserved": reserved, "gateways": gateways,
+                "bundles": tuple(data.get("bundles", ()))}  # fmt: skip
         return cls(**{**data, **read, "heal_by_hand": by_hand})

@@ -77,7 +77,7 @@ class EngineRun:
         phase: where it is.
         processes: those that were started and not seen to have ended.
         error: why it failed last, or None.
-        replaced: it is stopped so that another one may take its slot.
+        by_hand: the coordinator heals it only when somebody asks.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineRun:
     ) -> None:
         """``by_hand``: the coordinator heals it only when somebody asks."""
         self.spec = spec
-        self._by_hand = by_hand
+        self.by_hand = by_hand
         self.phase = Phase.WAITING
         self.processes: list[Launched] = []
         self.error: RlctlError | None = None
@@ -149,6 +149,12 @@ class EngineRun:
         if self.phase is Phase.FAILED and not self._reap() and time.monotonic() >= self._again_at:
             self._say(f"{self.spec.slot}: starting again (attempt {self.failures + 1})")
             self.start()
+
+    def healed_by(self, *, hand: bool) -> None:
+        """Who heals it now; one that waited for a heal by hand waits for the coordinator's."""
+        if self.by_hand and not hand and self.phase is Phase.STALE:
+            self._enter(Phase.HEALING)
+        self.by_hand = hand
 
     def forgive(self) -> None:
         """Forget its failures: it is tried again at once."""
@@ -237,7 +243,7 @@ class EngineRun:
         """What a stale engine waits for that another start would not bring, or ""."""
         if stage is None or stage.state != STAGE_STATE_STALE or time.monotonic() - self._since <= STALE_S:
             return ""
-        if self._by_hand:
+        if self.by_hand:
             return f"a heal by hand: rlctl heal {self.spec.slot}"
         return f"the trainer's next update ({stage.not_routable})" if stage.unhealable else ""
 

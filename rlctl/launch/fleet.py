@@ -71,7 +71,9 @@ class LaunchedFleet:
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
         ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal.
         """
-        self._by_hand = tuple(heal_by_hand)
+        self._by_hand = frozenset(heal_by_hand)
+        self._told_by_hand = self._by_hand
+        """What the coordinator goes by."""
         self.engines = _placed(engines)
         self.address = ""
         self.runs: dict[str, EngineRun] = {}
@@ -118,9 +120,9 @@ class LaunchedFleet:
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._launcher.make_room(self.engines, self._reserved)
             self._start_coordinator(self._listen)
             self._say(f"coordinator at {self.address}")
-            self._launcher.reserve(self._reserved)
             self.settle()
         except BaseException as error:
             self._tell_of_interrupt(error)
@@ -181,14 +183,19 @@ class LaunchedFleet:
         engines: Sequence[EngineSpec],
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
+        heal_by_hand: Sequence[str] = (),
     ) -> None:
         """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone.
 
-        Raises PLACE_UNAVAILABLE where there is no room for what is to be kept free.
+        Raises what the launcher refuses with; then nothing has changed.
         """
-        self._launcher.reserve(reserved)
-        self.engines = _placed(engines)
+        placed = _placed(engines)
+        self._launcher.make_room(placed, reserved)
+        self.engines = placed
         self.gateways.wanted = tuple(gateways)
+        self._by_hand = frozenset(heal_by_hand)
+        for present in self.runs.values():
+            present.healed_by(hand=present.spec.model in self._by_hand)
         for spec in self.engines:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
@@ -201,7 +208,7 @@ class LaunchedFleet:
         engines = self.runs.keys() == wanted.keys() and all(
             run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
         )
-        return engines and self.gateways.settled
+        return engines and self.gateways.settled and self._told_by_hand == self._by_hand
 
     @property
     def all_ended(self) -> bool:
@@ -229,6 +236,7 @@ class LaunchedFleet:
         ``restart``: engines that have failed are started again when their back-off is over.
         """
         wanted = {spec.slot: spec for spec in self.engines}
+        self._tell_policies()
         stages = self._stages()
         for slot, run in list(self.runs.items()):
             spec = wanted.get(slot)
@@ -291,9 +299,17 @@ class LaunchedFleet:
 
     def _start_coordinator(self, listen: str) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.directory / "journal.db")]
-        arguments += [part for model in self._by_hand for part in ("--heal-by-hand", model)]
+        arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
         self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
+        self._told_by_hand = self._by_hand
+
+    def _tell_policies(self) -> None:
+        """Who heals what, where the coordinator was told otherwise."""
+        for model in sorted(self._told_by_hand ^ self._by_hand):
+            by_hand = model in self._by_hand
+            if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
+                self._told_by_hand ^= {model}
 
     def _refuse_failed(self) -> None:
         if self.coordinator is not None and self.coordinator.returncode is not None:

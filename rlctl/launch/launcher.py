@@ -61,8 +61,10 @@ class Launcher(Protocol):
         All processes of an engine have ended before one of them is launched again.
         """
 
-    def reserve(self, places: Sequence[Reservation]) -> None:
-        """Keep room that nothing is started in; what is not named any more is given back. Raises PLACE_UNAVAILABLE."""
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
+        """Before engines are started: keep room for placeholders, in which nothing is; what is not named any more is
+        given back. Raises PLACE_UNAVAILABLE; FIELD_INVALID where the engines cannot be put where they are to be.
+        """
 
     def close(self) -> None:
         """Give back what is held; every process has ended."""

@@ -47,7 +47,7 @@ class LocalLauncher:
         self._cores.update(dict.fromkeys(bound, process))
         return process
 
-    def reserve(self, places: Sequence[Reservation]) -> None:
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
         """Nothing: the plan leaves them out, and nobody else gives out GPUs of this machine."""
 
     def close(self) -> None:

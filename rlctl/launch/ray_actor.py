@@ -33,6 +33,7 @@ class Server:
         interface: interface or network to bind to; "": the address under which Ray knows the node.
         log: its log, on the node.
         module: what is run in place of ``rlctl``.
+        gpus: that it has beside those of its actor, which other bundles hold for it.
     """
 
     spec: EngineSpec
@@ -44,6 +45,15 @@ class Server:
     interface: str
     log: Path
     module: str = "rlctl"
+    gpus: tuple[str, ...] = ()
+
+
+class BundleActor:
+    """Holds a bundle for a rank that has no process of its own: a server with ranks of its own is in their first."""
+
+    def gpus(self) -> tuple[str, ...]:
+        """GPUs of the bundle, as its node numbers them."""
+        return _own_gpus()
 
 
 class ServerActor:
@@ -55,7 +65,8 @@ class ServerActor:
         name = server.spec.process(server.rank)
         arguments = [*rank_arguments(self._here(server), server.rank, server.coordinator, server.followers),
                      *server.flags]  # fmt: skip
-        self._process = Process(name, arguments, server.log, server.environment, server.module)
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join((*_own_gpus(), *server.gpus))} if server.gpus else {}
+        self._process = Process(name, arguments, server.log, {**server.environment, **seen}, server.module)
 
     @staticmethod
     def _here(server: Server) -> EngineSpec:
@@ -82,3 +93,8 @@ class ServerActor:
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
+
+
+def _own_gpus() -> tuple[str, ...]:
+    """GPUs that Ray has given this actor."""
+    return tuple(map(str, ray.get_gpu_ids()))

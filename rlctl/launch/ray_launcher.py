@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ except ImportError:
     ) from None
 
 from rlctl.launch.ray_actor import Server, ServerActor
+from rlctl.launch.ray_given import GivenGroup
 from rlctl.launch.ray_places import Placement, Places
 
 CONNECT_S = 5.0
@@ -153,9 +155,9 @@ class RayProcess:
         if not self._places.stands(self._placement):
             return False
         server, placement = self._server, self._placement
-        part = server.rank * server.spec.ranks_each // placement.ranks
+        part = placement.at(server.rank)
         self._node = self._places.address(placement.nodes[part])
-        takes = self._takes()
+        takes = placement.takes
         self._actor = (
             ray.remote(ServerActor)
             .options(
@@ -163,19 +165,13 @@ class RayProcess:
                 num_gpus=takes.get("GPU", 0),
                 max_restarts=0,
                 max_concurrency=CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, part),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, placement.bundles[part]),
             )
-            .remote(server)
+            .remote(replace(server, gpus=placement.further_gpus(server.rank)))
         )
         self._announced = self._actor.announced.remote()
         self._ended = self._actor.ended.remote()
         return True
-
-    def _takes(self) -> Mapping[str, float]:
-        """Its share of the bundle: that of the ranks that it has."""
-        placement = self._placement
-        share = self._server.spec.ranks_each / placement.ranks
-        return {name: amount * share for name, amount in placement.need.items()}
 
     def _over(self, code: int, error: RlctlError) -> None:
         if self._returncode is not None:
@@ -191,6 +187,13 @@ class RayProcess:
 
     def _lost(self, error: ray.exceptions.RayError) -> RlctlError:
         """What Ray says of an actor that is gone, in a line."""
+        if "placement group was removed" in str(error):
+            return self._where(
+                Reason.PLACE_UNAVAILABLE.error(
+                    f"{self.name} was ended with its placement group on {self._node}: whoever made that has removed it",
+                    field="fleet.ray.placement_group",
+                )
+            )
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = next((line for line in lines if "node has died" in line), lines[-1] if lines else type(error).__name__)
         return self._where(Reason.ENGINE_FAILED.error(f"{self.name} was lost with its actor on {self._node}: {said}"))
@@ -205,6 +208,9 @@ class RayLauncher:
         *,
         listen: str,
         address: str = "",
+        group: str = "",
+        bundles: Sequence[int] = (),
+        share: float = 1.0,
         per_node: int = 8,
         interface: str = "",
         token: str | None = None,
@@ -213,7 +219,9 @@ class RayLauncher:
     ) -> None:
         """Connect. ``directory``: of the logs, on every node. ``listen``: where the coordinator listens.
 
-        ``per_node``: ranks of an engine that go on one node.
+        ``per_node``: ranks of an engine that go on one node. ``group``: name or id of a placement group to put the
+        engines into, "": they get groups of their own; ``bundles``: those of it that may be used, in the order of the
+        plan's places, all if none; ``share``: how much of its bundle a rank takes.
 
         ``address``: of the cluster; "": RAY_ADDRESS, or the one that runs here. Raises UNREACHABLE: there is none;
         FIELD_INVALID: its nodes cannot reach the coordinator.
@@ -225,7 +233,7 @@ class RayLauncher:
         self._module = module
         _connect(address or os.environ.get("RAY_ADDRESS", ""))
         _refuse_out_of_reach(listen)
-        self._places = Places(per_node)
+        self._places = GivenGroup(per_node, group, bundles, share) if group else Places(per_node)
 
     def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> RayProcess:
         """Start the server of a rank as soon as there is room for its engine."""
@@ -237,9 +245,12 @@ class RayLauncher:
         )
         return RayProcess(server, self._places)
 
-    def reserve(self, places: Sequence[Reservation]) -> None:
-        """Hold a placement group for each. Raises PLACE_UNAVAILABLE."""
-        self._places.reserve(places)
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
+        """Hold a placement group for each placeholder, or see that everything fits into the one that is given.
+
+        Raises PLACE_UNAVAILABLE, FIELD_INVALID.
+        """
+        self._places.make_room(engines, places)
 
     def close(self) -> None:
         """Leave the cluster; what is held there is given back."""

@@ -43,7 +43,10 @@ class Placement:
         spec: the engine.
         parts: on how many nodes.
         group: Ray's placement group; None until there is room.
-        nodes: ids, by part.
+        bundles: of the group: one for each part, or one for each rank.
+        nodes: where they are, ids.
+        share: how much of a bundle a rank takes that has one to itself; 0: a bundle has a whole part.
+        gpus: of bundles of ranks without a process of their own, by bundle.
         users: processes that have not ended.
         ready: the group stands.
     """
@@ -51,7 +54,10 @@ class Placement:
     spec: EngineSpec
     parts: int
     group: Any = None
+    bundles: Sequence[int] = ()
     nodes: Sequence[str] = ()
+    share: float = 0.0
+    gpus: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     users: int = 0
     ready: bool = False
     since: float = field(default_factory=time.monotonic)
@@ -68,9 +74,28 @@ class Placement:
             return {"CPU": 1.0}  # its GPUs are others' business
         return need(self.spec.device, self.ranks, self.spec.cpus_per_rank)
 
+    @property
+    def takes(self) -> dict[str, float]:
+        """What the actor of one of its processes takes of its bundle."""
+        if self.share:
+            one = need(self.spec.device, 1, self.spec.cpus_per_rank)
+            return {name: amount * self.share for name, amount in one.items()}
+        share = self.spec.ranks_each / self.ranks
+        return {name: amount * share for name, amount in self.need.items()}
+
+    def at(self, rank: int) -> int:
+        """Where the bundle of a process is among its bundles."""
+        return rank * self.spec.ranks_each * len(self.bundles) // self.spec.ranks
+
+    def further_gpus(self, rank: int) -> tuple[str, ...]:
+        """GPUs of a process beside that of its own bundle."""
+        first = self.at(rank)
+        further = self.bundles[first + 1 : first + self.spec.ranks_each] if self.share else ()
+        return tuple(gpu for bundle in further for gpu in self.gpus.get(bundle, ()))
+
 
 class Places:
-    """All groups of a fleet."""
+    """All groups of a fleet, made by it: one for each engine, one for each placeholder."""
 
     def __init__(self, per_node: int) -> None:
         """``per_node``: ranks of an engine that go on one node."""
@@ -92,8 +117,11 @@ class Places:
         placement.users -= 1
         if placement.users == 0:
             del self._placements[placement.spec.slot]
-            if placement.group is not None:
-                remove_placement_group(placement.group)
+            self._give_back(placement)
+
+    def _give_back(self, placement: Placement) -> None:
+        if placement.group is not None:
+            remove_placement_group(placement.group)
 
     def stands(self, placement: Placement) -> bool:
         """Whether it can be used; takes a step towards it. Raises PLACE_UNAVAILABLE when there is no room."""
@@ -106,6 +134,7 @@ class Places:
             chosen = choose(nodes, placement.need, placement.parts, placement.spec.model)
             if chosen is not None:
                 placement.nodes = chosen
+                placement.bundles = range(placement.parts)
                 placement.group = placement_group(
                     [placement.need] * placement.parts,
                     strategy="PACK" if placement.parts == 1 else "STRICT_SPREAD",
@@ -121,8 +150,9 @@ class Places:
             )
         return placement.ready
 
-    def reserve(self, places: Sequence[Reservation]) -> None:
-        """Hold these and no others. Raises PLACE_UNAVAILABLE when there is no room."""
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
+        """Hold these places and no others. Raises PLACE_UNAVAILABLE when there is no room."""
+        del engines  # each finds its room when it is started
         for gone in self._reserved.keys() - set(places):
             remove_placement_group(self._reserved.pop(gone))
         for place in places:
@@ -142,10 +172,9 @@ class Places:
 
     def close(self) -> None:
         """Give everything back."""
-        self.reserve(())
+        Places.make_room(self, (), ())
         for placement in self._placements.values():
-            if placement.group is not None:
-                remove_placement_group(placement.group)
+            self._give_back(placement)
         self._placements.clear()
 
     def address(self, node: str) -> str:

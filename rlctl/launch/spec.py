@@ -151,11 +151,13 @@ class Reservation:
         name: what its slots would begin with.
         ranks: how many GPUs; on a CPU, ranks.
         device: "cpu" or "cuda".
+        places: those of the plan that it is. Where it is, not what it is.
     """
 
     name: str
     ranks: int
     device: str
+    places: tuple[int, ...] = field(default=(), compare=False)
 
 
 def rank_arguments(spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> list[str]:

@@ -35,6 +35,9 @@ class Flags:
         launcher: ``--launcher``.
         gateways: ``--gateways``.
         address: ``--address``, of a Ray cluster.
+        placement_group: ``--placement-group``, on that cluster.
+        bundles: ``--bundles``, of that group.
+        bundle_share: ``--bundle-share``.
         insecure: ``--insecure``.
     """
 
@@ -56,6 +59,9 @@ class Flags:
     launcher: str | None = None
     gateways: str | None = None
     address: str | None = None
+    placement_group: str | None = None
+    bundles: Sequence[int] = ()
+    bundle_share: float | None = None
     insecure: bool = False
 
 

@@ -44,13 +44,16 @@ def _key(key: Key) -> dict[str, Any]:
             described = _section(key.of)
         case "list":
             described = {"type": "array", "minItems": 1, "items": _section(key.of)}
+        case "integers":
+            described = {"type": "array", "items": {"type": "integer"}}
         case kind:
             described = dict(_TYPES[kind])
     if key.choices:
         described["enum"] = list(key.choices)
+    bounded = described["items"] if key.kind == "integers" else described
     if key.least is not None:
-        described["minimum"] = key.least
-    if key.kind == "integer":
-        described["maximum"] = MOST
+        bounded["minimum"] = key.least
+    if key.kind in ("integer", "integers"):
+        bounded["maximum"] = MOST
     default = f" Default: {key.default}." if key.default else ""
     return {"description": f"{key.meaning}{default}", **described}

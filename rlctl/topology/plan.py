@@ -8,7 +8,7 @@ that runs already, unchanged, keeps its GPUs whatever comes before it in the fil
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,6 +136,12 @@ class Plan:
         )
 
     @property
+    def places(self) -> int:
+        """How many GPUs, of all nodes numbered through, it reaches over."""
+        taken = [place for engine in self.engines for place in engine.spec.gpus]
+        return max([*taken, *(place for free in self.placeholders for place in free.places)], default=-1) + 1
+
+    @property
     def nodes(self) -> int:
         """How many nodes it takes."""
         places = [rank.node for engine in self.engines for rank in engine.ranks]
@@ -160,10 +166,18 @@ class Plan:
         }
 
 
-def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | None = None, bind: str = "") -> Plan:
+def plan(
+    topology: Topology,
+    *,
+    gpus: int,
+    running: Mapping[str, EngineSpec] | None = None,
+    kept_free: Sequence[Reservation] = (),
+    bind: str = "",
+) -> Plan:
     """The plan.
 
-    ``gpus``: of this machine, for device "auto"; ``running``: what runs, by slot; ``bind``: address on the interface.
+    ``gpus``: of this machine, for device "auto"; ``running``: what runs, by slot; ``kept_free``: what placeholders
+    have; ``bind``: address on the interface.
     """
     places = _Places(topology.num_gpus_per_node)
     drafts = [
@@ -177,16 +191,24 @@ def plan(topology: Topology, *, gpus: int, running: Mapping[str, EngineSpec] | N
         present = (running or {}).get(spec.slot)
         if present is not None and not spec.differs(present) and present.gpus and places.keep(present.gpus):
             kept[spec.slot] = present.gpus
+    # Whoever trains in a placeholder goes on there, whatever grows before it.
+    sizes = {slot_stem(model, group): group.num_gpus for model in topology.models for group in model.groups
+             if group.worker_type == "placeholder"}  # fmt: skip
+    free = {
+        place.name: [each for each in place.places[: sizes.get(place.name, 0)] if places.keep((each,))]
+        for place in kept_free
+    }
     reserved = {}
     placeholders = []
     specs: dict[str, EngineSpec] = {}
     for model in topology.models:
         for group in model.groups:
             if group.worker_type == "placeholder" and group.num_gpus:
-                reserved[slot_stem(model, group)] = tuple(
-                    places.cell(place) for _ in range(group.num_gpus) for place in places.take(1)
-                )
-                placeholders.append(Reservation(slot_stem(model, group), group.num_gpus, _device(group, gpus)))
+                name = slot_stem(model, group)
+                held = free.get(name, [])
+                held += [place for _ in range(group.num_gpus - len(held)) for place in places.take(1)]
+                reserved[name] = tuple(map(places.cell, held))
+                placeholders.append(Reservation(name, group.num_gpus, _device(group, gpus), tuple(held)))
             for other, mine, spec in drafts:
                 if other is model and mine is group and not spec.attached:
                     specs[spec.slot] = replace(spec, gpus=kept.get(spec.slot) or places.take(spec.ranks))

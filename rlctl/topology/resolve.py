@@ -55,6 +55,7 @@ class _Resolver:
         launcher = flags.launcher or fleet.get("launcher", "local")
         if flags.address and launcher != "ray":
             self._problems.add(0, "--address", "it is a Ray cluster's, and needs --launcher ray", source=COMMAND_LINE)
+        self._given_group(ray, launcher)
         if launcher == "ray" and "advertise" in network.lines:
             self._complain(network, "advertise", "launcher ray has several nodes, and each has its own address")
         self._context.an_address(fleet, "listen")
@@ -68,6 +69,9 @@ class _Resolver:
             name=name,
             launcher=launcher,
             cluster=flags.address or ray.get("address", ""),
+            placement_group=flags.placement_group or ray.get("placement_group", ""),
+            bundles=tuple(flags.bundles) or ray.get("bundles", ()),
+            bundle_share=ray.get("bundle_share", 1.0) if flags.bundle_share is None else flags.bundle_share,
             listen=flags.listen or fleet.get("listen", ""),
             num_gpus=self._total(models),
             num_gpus_per_node=self._context.per_node,
@@ -82,6 +86,34 @@ class _Resolver:
             drain_timeout_s=fleet.get("drain_timeout_s", 60.0),
             models=tuple(models),
         )
+
+    def _given_group(self, ray: Section, launcher: str) -> None:
+        """A placement group that somebody else has made."""
+        flags = self._context.flags
+        given = {
+            "--placement-group": flags.placement_group,
+            "--bundles": flags.bundles,
+            "--bundle-share": flags.bundle_share,
+        }
+        for flag, value in given.items():
+            if value and launcher != "ray":
+                self._problems.add(0, flag, "it is of a Ray cluster, and needs --launcher ray", source=COMMAND_LINE)
+            elif value and not (flags.placement_group or ray.get("placement_group")):
+                self._problems.add(0, flag, "it needs --placement-group, whose they are", source=COMMAND_LINE)
+        for key in ("bundles", "bundle_share"):
+            if key in ray.lines and not (flags.placement_group or ray.get("placement_group")):
+                self._complain(ray, key, "it needs placement_group, whose they are")
+        if ray.get("bundle_share", 1.0) > 1:
+            self._complain(ray, "bundle_share", f"it must be 1 at most, not {ray.get('bundle_share'):g}")
+        bundles = flags.bundles or ray.get("bundles", ())
+        twice = sorted(bundle for bundle, count in Counter(bundles).items() if count > 1)
+        message = f"bundle {', '.join(map(str, twice))} is there twice"
+        if twice and flags.bundles:
+            self._problems.add(0, "--bundles", message, source=COMMAND_LINE)
+        elif twice:
+            self._complain(ray, "bundles", message)
+        elif not bundles and "bundles" in ray.lines and ray.get("bundles") is not None:
+            self._complain(ray, "bundles", "it must have one bundle or more")
 
     # Models.
 

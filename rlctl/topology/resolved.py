@@ -94,6 +94,9 @@ class Topology:
         name: of the fleet on this machine.
         launcher: "local" or "ray".
         cluster: address of the Ray cluster, or "".
+        placement_group: name or id of the one there that engines go into, or "".
+        bundles: those of it that may be used; (): all.
+        bundle_share: how much of its bundle a rank takes.
         listen: where the coordinator listens; "" where nothing says so.
         num_gpus: of all groups, placeholders included.
         num_gpus_per_node: of a node.
@@ -113,6 +116,9 @@ class Topology:
     name: str
     launcher: str
     cluster: str
+    placement_group: str
+    bundles: tuple[int, ...]
+    bundle_share: float
     listen: str
     num_gpus: int
     num_gpus_per_node: int

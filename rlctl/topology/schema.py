@@ -26,6 +26,7 @@ _WORDS = {
     "number": "a number",
     "boolean": "true or false",
     "strings": "a list of texts",
+    "integers": "a list of whole numbers",
     "settings": "settings (NAME: VALUE)",
     "section": "keys and values",
     "list": "a list",
@@ -38,7 +39,8 @@ class Key:
 
     Attributes:
         name: as it is written.
-        kind: "string", "integer", "number", "boolean", "strings", "settings" (free names), "section" or "list".
+        kind: "string", "integer", "number", "boolean", "strings", "integers", "settings" (free names), "section" or
+            "list".
         meaning: a sentence.
         default: what holds without it, in words; "" for nothing.
         required: it must be there.
@@ -64,7 +66,7 @@ class Key:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         words = _WORDS[self.kind]
-        most = f" and {MOST} at most" if self.kind == "integer" else ""
+        most = f" and {MOST} at most" if self.kind in ("integer", "integers") else ""
         return words if self.least is None else f"{words}, {self.least:g} or more{most}"
 
 
@@ -120,6 +122,12 @@ FLEET = (
     Key("launcher", "string", "What starts the processes.", "local", choices=LAUNCHERS),
     Key("ray", "section", "Of launcher ray.", of=(
         Key("address", "string", "Address of the cluster, HOST:PORT.", "RAY_ADDRESS, or the cluster that runs here"),
+        Key("placement_group", "string", "Name or id of a placement group that somebody else has made, to be used.",
+            "one for each engine is made"),
+        Key("bundles", "integers", "Its bundles that may be used, in the order of the plan's GPUs.", "all, by node",
+            least=0),
+        Key("bundle_share", "number", "How much of its bundle a rank takes, 1 at most; slime's engines take 0.2.", "1",
+            least=0.01),
     )),
     Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
     Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
@@ -223,11 +231,13 @@ def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
         case "strings" if isinstance(value, list):
             if all(isinstance(item.value, str) for item in value):
                 return tuple(str(item.value) for item in value)
+        case "integers" if isinstance(value, list):
+            if all(_whole(key, item.value) for item in value):
+                return tuple(item.value for item in value)
         case "boolean" if isinstance(value, bool):
             return value
-        case "integer" if isinstance(value, int) and not isinstance(value, bool):
-            if (key.least or 0) <= value <= MOST:
-                return value
+        case "integer" if _whole(key, value):
+            return value
         case "number" if isinstance(value, int | float) and not isinstance(value, bool):
             if key.least is not None and key.least <= value < float("inf"):
                 return float(value)
@@ -238,6 +248,10 @@ def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
             return None
     problems.add(node.line, path, f"it must be {key.expected}, not {_shown(node)}")
     return None
+
+
+def _whole(key: Key, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (key.least or 0) <= value <= MOST
 
 
 def _settings(given: dict[str, Node], path: str, problems: Problems) -> dict[str, Node]:

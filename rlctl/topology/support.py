@@ -65,6 +65,12 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
         for engine in plan.engines
         if engine.spec.engine == "sglang" and engine.spec.worker_type in PAIRED and engine.spec.device == "cpu"
     ]  # fmt: skip
+    if topology.bundles and plan.places > len(topology.bundles):
+        short = (
+            f"{len(topology.bundles)} bundles may be used, and the plan has places for {plan.places} (no engine is "
+            f"over the end of a node of {topology.num_gpus_per_node})"
+        )
+        found.append(Problem(topology.source, 0, "fleet.ray.bundles", short))
     if topology.launcher != "local":
         return found
     for model in topology.models:

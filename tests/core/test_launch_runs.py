@@ -65,7 +65,7 @@ class Children:
         self.all.append(Child(spec.process(rank), rank_arguments(spec, rank, coordinator, followers)))
         return self.all[-1]
 
-    def reserve(self, places: Sequence[Reservation]) -> None:
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
         pass
 
     def close(self) -> None:

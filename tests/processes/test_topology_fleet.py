@@ -144,11 +144,27 @@ def test_a_model_that_is_healed_by_hand_has_its_stale_engine_up_and_out_until_so
         assert (again.returncode, json.loads(again.stdout)["engines"]["actor-1"]) == (0, "stale"), again.stderr
         assert rlctl_command("heal", "actor-1", "--endpoint", first["endpoint"]).returncode == 0
         when(fleet, lambda now: now["actor-1"].routable)
-    until(lambda: known("fakes").engines["actor-1"] == "ready", "the supervisor has not seen the heal")
-    data["models"][0]["healing"] = "automatic"
-    file.write_text(json.dumps(data))
-    changed = rlctl_command("up", str(file), "-o", "json")
-    assert "models[].healing: it cannot change in a fleet that is up" in changed.stderr
+        until(lambda: known("fakes").engines["actor-1"] == "ready", "the supervisor has not seen the heal")
+        # The other way, for the fleet that runs: what waits is healed, and what was ready is not touched.
+        before = known("fakes").processes
+        os.kill(before["actor-1"], signal.SIGKILL)
+        until(lambda: known("fakes").engines["actor-1"] == "stale", "it does not wait")
+        data["models"][0]["healing"] = "automatic"
+        file.write_text(json.dumps(data))
+        changed = rlctl_command("up", str(file), "-o", "json")
+        assert (changed.returncode, json.loads(changed.stdout)["engines"]["actor-1"]) == (0, "ready"), changed.stderr
+        assert {name: known("fakes").processes[name] for name in ("coordinator", "actor-0")} == {
+            name: before[name] for name in ("coordinator", "actor-0")
+        }
+        # And back, which a coordinator that is started again goes by too.
+        data["models"][0]["healing"] = "by_hand"
+        file.write_text(json.dumps(data))
+        assert rlctl_command("up", str(file), "-o", "json").returncode == 0
+        os.kill(before["coordinator"], signal.SIGKILL)
+        until(lambda: known("fakes").processes["coordinator"] != before["coordinator"], "no new coordinator")
+        when(fleet, lambda now: sum(stage.routable for stage in now.values()) == 2)
+        os.kill(known("fakes").processes["actor-1"], signal.SIGKILL)
+        until(lambda: known("fakes").engines["actor-1"] == "stale", "it was healed")
 
 
 def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[..., Path]) -> None:
