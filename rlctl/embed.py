@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
+import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +16,7 @@ from rlctl.client import aio
 from rlctl.client.fleet import Fleet
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.engine import recognise
+from rlctl.launch.engine_run import REMIND_S
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import Process, stop_all
 from rlctl.launch.spec import LOAD_S, EngineSpec
@@ -21,6 +24,8 @@ from rlctl.loops import LoopThread
 from rlctl.transport.auth import load_token
 
 READY_S = 10.0
+LOOK_S = 0.05
+log = logging.getLogger(__name__)
 
 
 def embedded(
@@ -35,7 +40,7 @@ def embedded(
     heal_by_hand: Collection[str] = (),
 ) -> EmbeddedFleet:
     """Start a coordinator on threads of this process and take charge of stages. Returns when each of them may serve, or
-    after 10 s: one may have to be healed first.
+    after 10 s: one may have to be healed first. Attaching is logged ("rlctl.embed"), as a warning where it takes long.
 
     Args:
         stages: addresses (``host:port``) of stage servers that run without a coordinator (``rlctl stage``), and URLs
@@ -71,7 +76,7 @@ def embedded(
         children: list[Process] = []
         resources.callback(lambda: stop_all(children))
         children.extend(launcher.launch(spec, 0, "") for spec in engines)
-        attached = [child.announced(LOAD_S)["address"] for child in children]
+        attached = [_announced(child)["address"] for child in children]
         loop.call(_adopt(server, [*attached, *(stage for stage in stages if stage not in urls)]))
         client_loop = LoopThread("rlctl client")
         try:
@@ -90,6 +95,23 @@ async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) ->
     ]
 
 
+def _announced(child: Process) -> dict[str, str]:
+    """What a stage server says once it is attached; people are told that it goes on, and what its log says."""
+    log.info("%s: attaching; its log is %s", child.name, child.log)
+    began, remind_s = time.monotonic(), REMIND_S
+    while not child.serves and child.returncode is None and (since_s := time.monotonic() - began) < LOAD_S:
+        if since_s >= remind_s:
+            remind_s *= 2
+            said = child.said()
+            log.warning(
+                "%s: still attaching after %.0f s%s", child.name, since_s, f"; its log says: {said}" if said else ""
+            )
+        time.sleep(LOOK_S)
+    facts = child.announced(LOOK_S)
+    log.info("%s: attached at %s", child.name, facts["address"])
+    return facts
+
+
 async def _start(config: CoordinatorConfig) -> CoordinatorServer:
     server = CoordinatorServer(config)
     await server.start()
@@ -104,9 +126,13 @@ async def _adopt(server: CoordinatorServer, addresses: Sequence[str]) -> None:
         versions = [roster.models[slot.model].record.latest.sequence for slot in slots]
         return all(versions) and not any(slot.not_routable() for slot in slots)
 
-    with suppress(TimeoutError):
+    try:
         async with asyncio.timeout(READY_S):
             await roster.until(ready)
+    except TimeoutError:
+        for slot in slots:
+            if why := slot.not_routable():
+                log.warning("%s may not serve yet: %s", slot.name, why)
 
 
 class EmbeddedFleet(Fleet):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rlctl.errors import Reason, RlctlError, from_detail
@@ -96,8 +97,14 @@ def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorD
     detail = ErrorDetail()
     detail.CopyFrom(first.error)
     if len(results) > 1:
-        detail.message = f"rank {first.coordinates.rank}: {detail.message}"
+        detail.message = of_rank(first.coordinates.rank, detail.message)
     return detail
+
+
+def of_rank(rank: int, message: str) -> str:
+    """What a rank says, with its number, once."""
+    named = f"rank {rank}"
+    return message if re.match(rf"{named}\b", message) else f"{named}: {message}"
 
 
 def evidence_of(results: Sequence[RankResult]) -> common_pb2.Evidence.ValueType:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from rlctl.errors import Reason
-from rlctl.v1.common_pb2 import MemoryTag
+from rlctl.v1.common_pb2 import (
+    VERIFICATION_LEVEL_EXPECTED,
+    VERIFICATION_LEVEL_NONE,
+    VERIFICATION_LEVEL_PROBE,
+    VERIFICATION_LEVEL_RECEIVED,
+    VERIFICATION_LEVEL_REPLICA,
+    MemoryTag,
+    VerificationLevel,
+)
 from rlctl.v1.verbs_pb2 import ServerInfo
 from rlctl.version import __version__
 
@@ -36,6 +44,20 @@ def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iter
     there = set(routes)
     absent = {verb: [route for route in paths if route not in there] for verb, paths in needed.items()}
     return {verb: f"{product} has no {', '.join(paths)}" for verb, paths in absent.items() if paths}
+
+
+def without_levels(levels: Collection[VerificationLevel.ValueType], *, answers_for_ranks: bool) -> dict[str, str]:
+    """Why a server's updates cannot be verified at the levels that are not among these."""
+    reasons = {
+        VERIFICATION_LEVEL_NONE: "its ranks' digests or a probe must prove an update"
+        + (": the server gives one answer for all ranks, which proves nothing of each" if answers_for_ranks else ""),
+        VERIFICATION_LEVEL_PROBE: "this server computes no log probabilities for rlctl",
+        VERIFICATION_LEVEL_RECEIVED: "nothing of rlctl's runs where this server takes weights in",
+        VERIFICATION_LEVEL_REPLICA: "what this server holds cannot be read",
+        VERIFICATION_LEVEL_EXPECTED: "what this server holds cannot be read",
+    }
+    named = {level: VerificationLevel.Name(level).removeprefix("VERIFICATION_LEVEL_").lower() for level in reasons}
+    return {f"verify={named[level]}": why for level, why in reasons.items() if level not in levels}
 
 
 def check_tags(product: str, tags: Sequence[MemoryTag.ValueType], known: Iterable[MemoryTag.ValueType]) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
-from rlctl_servers.telling import server_info, without_code
+from rlctl_servers.telling import server_info, without_code, without_levels
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason
@@ -175,6 +175,7 @@ class Facts:
         unsupported = dict(self.unsupported)
         if not readable:
             unsupported["SendWeights"] = "what this server holds cannot be read, so it cannot be sent"
+        unsupported |= without_levels(verification, answers_for_ranks=self.ranks > 1)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,

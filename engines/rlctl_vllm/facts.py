@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
-from rlctl_servers.telling import server_info, without_code
+from rlctl_servers.telling import server_info, without_code, without_levels
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
@@ -166,6 +166,7 @@ class Facts:
             verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
             actions.append(CHECK_ACTION_PROBE)
             unsupported.pop("CheckWeights", None)
+        unsupported |= without_levels(verification, answers_for_ranks=self.world_size > 1 and not self.ranks)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,

@@ -29,8 +29,9 @@ def down(settings: Settings, name: str) -> None:
     running = state.read(name)
     if running is None:
         there = ", ".join(state.names())
-        raise click.ClickException(
-            f"no fleet {name!r} is up on this machine; " + (f"--name may be one of: {there}" if there else "none is")
+        raise click.BadParameter(
+            f"no fleet {name!r} is up on this machine; " + (f"it may be one of: {there}" if there else "none is"),
+            param_hint="--name",
         )
     if not running.alive:
         state.remove(name)

@@ -18,7 +18,7 @@ from rlctl.launch.devices import gpu_count
 from rlctl.launch.engine_run import Limits
 from rlctl.launch.spec import EngineSpec
 from rlctl.topology import support
-from rlctl.topology.diff import Change, difference
+from rlctl.topology.diff import REMOVE, Change, difference
 from rlctl.topology.flags import Flags
 from rlctl.topology.load import loaded
 from rlctl.topology.plan import Plan
@@ -46,6 +46,11 @@ class Prepared:
     def deployed(self) -> Deployment | None:
         """What runs, where a fleet of that name is up and ready."""
         return Deployment.of(self.running.deployment) if self.running is not None and self.running.deployment else None
+
+    @property
+    def endpoint(self) -> str:
+        """Where the coordinator of the fleet that is up answers, or ""; the plan may say port 0."""
+        return self.running.endpoint if self.running is not None else ""
 
     @property
     def present(self) -> dict[str, EngineSpec]:
@@ -164,13 +169,17 @@ def warn(settings: Settings, problems: Problems) -> None:
             settings.say(str(problem))
 
 
-def plan_tables(plan: Plan, changes: Sequence[Change], obstacles: Sequence[Problem], *, wide: bool) -> list[Table]:
+def plan_tables(
+    prepared: Prepared, changes: Sequence[Change], obstacles: Sequence[Problem], *, wide: bool
+) -> list[Table]:
     """The plan for people. ``changes``: against a fleet that runs; none: there is none."""
+    plan, running = prepared.plan, prepared.running
     topology = plan.topology
+    here = {model: _bound(url) for model, url in running.gateways.items()} if running is not None else {}
     about = facts(
         [
             ("Fleet", topology.name),
-            ("Coordinator", topology.listen),
+            ("Coordinator", prepared.endpoint or topology.listen),
             ("Launcher", topology.launcher),
             ("Interface", topology.interface),
             ("GPUs", f"{topology.num_gpus} on {plan.nodes} node{'s' if plan.nodes > 1 else ''} of "
@@ -182,7 +191,8 @@ def plan_tables(plan: Plan, changes: Sequence[Change], obstacles: Sequence[Probl
         [
             [
                 model.name, "yes" if model.update_weights else "no", str(model.engines), str(model.ranks),
-                str(model.world_size or ""), " ".join(filter(None, (model.router, model.router_policy))), model.gateway,
+                str(model.world_size or ""), " ".join(filter(None, (model.router, model.router_policy))),
+                here.get(model.name, model.gateway) if model.gateway else "",
                 model.model_path,
             ]
             for model in plan.models
@@ -202,9 +212,13 @@ def plan_tables(plan: Plan, changes: Sequence[Change], obstacles: Sequence[Probl
                 str(engine.rank_offset or ""), " ".join(f"{key}={value}" for key, value in spec.options.items()),
             ]
         )  # fmt: skip
-    rows += [[c.slot, c.action, *[""] * 9] for c in changes if c.action == "remove"]
+    for change in changes:
+        if change.action == REMOVE:
+            gone = prepared.present[change.slot]
+            rows.append([gone.slot, change.action, "", gone.model, gone.worker_type, gone.engine, *[""] * 5])
     rows += [
-        [name, "", "", "", "placeholder", "", "", "", _places(cells), "", ""] for name, cells in plan.reserved.items()
+        [name, "", "", plan.model_of[name], "placeholder", "", "", "", _places(cells), "", ""]
+        for name, cells in plan.reserved.items()
     ]
     engines = Table(
         ("SLOT", "CHANGE", "WHY", "MODEL", "TYPE", "ENGINE", "TP", "DEVICE", "NODE:GPU", "OFFSET", "OPTIONS"),
@@ -237,6 +251,11 @@ def _places(cells: Sequence[tuple[int, int]]) -> str:
     return ",".join(f"{node}:{first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
 
 
+def _bound(url: str) -> str:
+    """HOST:PORT of a URL."""
+    return url.partition("://")[2]
+
+
 def _absolute(path: str) -> str:
     """A directory that is there, absolute; anything else as it was written."""
     found = Path(path).expanduser()
@@ -250,11 +269,12 @@ def plan_view(prepared: Prepared) -> View:
     data = {
         **prepared.plan.data,
         "changes": [{"slot": c.slot, "action": c.action, "fields": list(c.fields)} for c in changes],
+        "endpoint": prepared.endpoint,
         "warnings": [problem.data for problem in prepared.problems.in_order()],
         "obstacles": [problem.data for problem in obstacles],
     }
     return View(
         data,
-        lambda wide: plan_tables(prepared.plan, changes, obstacles, wide=wide),
+        lambda wide: plan_tables(prepared, changes, obstacles, wide=wide),
         lambda: [spec.slot for spec in prepared.plan.specs],
     )

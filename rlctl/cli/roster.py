@@ -25,7 +25,6 @@ _STAGES_WIDE = (
 )
 _MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
 _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
-_MIXTURE = "its weights are a mixture; the trainer's next full update or `rlctl heal` clears it"
 
 
 def stages_view(stages: Sequence[Stage]) -> View:
@@ -107,10 +106,10 @@ def models_table(fleet: Fleet, wide: bool) -> Table:
 
 def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
-    if stage.routable or stage.not_routable == _state(stage):
+    if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
         # What the operator has said must be seen whatever the state: it holds when the state is over.
         said = [text.error(stage.quarantine), "" if stage.enabled else "disabled"]
-        return "; ".join(filter(None, said)) or (_MIXTURE if stage.state == STAGE_STATE_DIRTY else "")
+        return "; ".join(filter(None, said)) or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
     return stage.not_routable
 
 

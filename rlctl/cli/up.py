@@ -196,8 +196,13 @@ def _state_view(ready: FleetState) -> View:
         ("PROCESS", "PID", "STATE", "LOG"),
         [
             # Below the directory that "State" names: whole paths would be broken in the middle.
-            [name, str(pid), ready.engines.get(name, ""), f"logs/{name}.log"]
+            [name, str(pid), _phase(ready, name), f"logs/{name}.log"]
             for name, pid in ready.processes.items()
         ],
     )
     return View(asdict(ready), lambda _: [about, processes], lambda: [ready.endpoint])
+
+
+def _phase(ready: FleetState, process: str) -> str:
+    """Where the engine of a process is in its life, a follower's too; "" for what is none."""
+    return ready.engines.get(process) or ready.engines.get(process.rpartition(".")[0], "")

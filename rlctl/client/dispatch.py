@@ -159,8 +159,8 @@ class Dispatch:
 
     async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
         """A stage that may take the request, waited for until ``deadline`` on the loop's clock; ``timeout_s`` is named
-        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as
-        :meth:`rlctl.client.view.FleetView.check`.
+        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE,
+        FIELD_REQUIRED where no model is named and there are several, and as :meth:`rlctl.client.view.FleetView.check`.
         """
         picked, floor = await self._pick(wanting, deadline, timeout_s)
         return Attempt(picked, floor, self.lines, self.router)
@@ -170,6 +170,7 @@ class Dispatch:
         wanted, begun = wanting(), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
             view.check()
+            view.refuse_any(wanted.model)
             if view.lacks(wanted.model):
                 # The view may lag behind; the coordinator says whether that is so.
                 await self.lines.check_model(wanted.model, remaining)

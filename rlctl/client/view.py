@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rlctl.client.connection import Connection, closed
-from rlctl.errors import RlctlError, Unauthenticated
+from rlctl.errors import Reason, RlctlError, Unauthenticated
 from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.coordinator_pb2 import WatchFleetRequest
 from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, FleetEvent, Model, Stage
@@ -58,6 +58,12 @@ class FleetView:
     def lacks(self, model: str) -> bool:
         """Whether the coordinator has told of its models, and this was not among them."""
         return bool(model) and self._models is not None and model not in self._models
+
+    def refuse_any(self, model: str) -> None:
+        """Raise FIELD_REQUIRED where no model is named and there are several: their weights are not the same."""
+        if not model and len(self._models or ()) > 1:
+            there = ", ".join(known.name for known in self.models)
+            raise Reason.FIELD_REQUIRED.error(f"which model? There are: {there}", field="model")
 
     async def changed(self) -> None:
         """Wait for news."""

@@ -48,6 +48,10 @@ REST = 5
 would otherwise take half of the coordinator's time."""
 
 
+_MIXTURE = "its weights are a mixture; a full update or a heal clears it"
+"""Of a DIRTY stage of which nobody knows the cause any more."""
+
+
 @dataclass(eq=False)
 class Slot:
     """One slot and what fills it.
@@ -138,6 +142,8 @@ class Slot:
         state = self.state
         if state != common_pb2.STAGE_STATE_READY:
             name = StageState.Name(state).removeprefix("STAGE_STATE_")
+            if state == common_pb2.STAGE_STATE_DIRTY:
+                name += f": {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
             return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
         if not self.record.enabled:
             return "disabled"

@@ -254,7 +254,7 @@ class Stage:
         status.alive = False
         status.reason = status.reason or error.message
         if self._obstacle is None:
-            self._obstacle = Reason.RANK_LOST.error(f"rank {rank}: {error.message}")
+            self._obstacle = Reason.RANK_LOST.error(outcomes.of_rank(rank, error.message))
         self._changed()
 
     # What it says about itself.

@@ -136,6 +136,12 @@ class Plan:
         )
 
     @property
+    def model_of(self) -> Mapping[str, str]:
+        """Of which model a placeholder is, by what it would be called."""
+        models = self.topology.models
+        return {slot_stem(model, group): model.name for model in models for group in model.groups}
+
+    @property
     def places(self) -> int:
         """How many GPUs, of all nodes numbered through, it reaches over."""
         taken = [place for engine in self.engines for place in engine.spec.gpus]

@@ -140,7 +140,7 @@ class Capabilities(_message.Message):
 
     @_builtins.property
     def unsupported(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Why a verb of the contract is missing, by verb name."""
+        """Why a verb of the contract is missing, by verb name; and a level of verification, by verify=LEVEL."""
 
     @_builtins.property
     def adapter_transports(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Transport.ValueType]:

@@ -270,8 +270,8 @@ def test_the_version_names_the_contract(cli: Cli) -> None:
 
 def test_a_dirty_stage_has_what_clears_it_beside_it_where_no_cause_is_known() -> None:
     """After the coordinator was started anew, say, that no stage is quarantined by."""
-    dirty = Stage(state=STAGE_STATE_DIRTY, not_routable="DIRTY", enabled=True)
-    assert "full update" in why_not(dirty)
+    dirty = Stage(state=STAGE_STATE_DIRTY, not_routable="DIRTY: its weights are a mixture", enabled=True)
+    assert why_not(dirty) == "its weights are a mixture"
     dirty.quarantine.CopyFrom(Reason.GROUP_FAILED.error("it broke").detail())
     assert why_not(dirty) == "GROUP_FAILED: it broke"
     assert why_not(Stage(state=STAGE_STATE_PAUSED, not_routable="PAUSED", enabled=True)) == ""

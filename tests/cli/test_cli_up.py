@@ -53,9 +53,9 @@ def test_a_dry_run_says_what_would_be_started(cli: Cli, up: list[str], tmp_path:
 
 def test_taking_down_what_is_not_up_fails_with_a_clear_message(cli: Cli) -> None:
     ran = cli("down", "--name", "lab")
-    assert ran.code == 1
+    assert ran.code == 2, "a name that does not exist"
     assert "no fleet 'lab' is up on this machine" in ran.err
-    assert cli("down", "-o", "json").error["exit_code"] == 1
+    assert cli("down", "-o", "json").error["exit_code"] == 2
 
 
 def test_the_journal_of_an_earlier_fleet_is_kept_aside(tmp_path: Path) -> None:

@@ -163,3 +163,9 @@ def test_an_operations_error_counts_and_names_the_stages() -> None:
     assert detail is not None
     assert detail.message == "2 of 3 stages did not confirm; s2: cause 2"
     assert detail.metadata["stages"] == "s1,s2"
+
+
+def test_what_a_rank_says_has_its_number_once() -> None:
+    assert outcomes.of_rank(1, "it broke") == "rank 1: it broke"
+    assert outcomes.of_rank(1, "rank 1 lost the connection") == "rank 1 lost the connection"
+    assert outcomes.of_rank(1, "rank 12 is gone") == "rank 1: rank 12 is gone"

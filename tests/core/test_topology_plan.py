@@ -184,6 +184,30 @@ def test_placeholders_reserve_their_places() -> None:
     assert made.engines[0].spec.gpus == (2,)
 
 
+def test_a_placeholder_stays_where_it_is_whatever_grows_before_it() -> None:
+    """Whoever trains there would have an engine on its GPUs."""
+    kept_free = "- {worker_type: placeholder, num_gpus: 2}"
+    before = planned(model(REGULAR.replace("4", "1") + kept_free))
+    assert before.reserved == {"actor-placeholder": ((0, 1), (0, 2))}
+    grown = plan(
+        good(model(REGULAR.replace("4", "3") + kept_free.replace("2", "3"))), gpus=0, running=running(before),
+        kept_free=before.placeholders,
+    )  # fmt: skip
+    assert [engine.spec.gpus for engine in grown.engines] == [(0,), (3,), (4,)]
+    assert grown.reserved == {"actor-placeholder": ((0, 1), (0, 2), (0, 5))}
+    without = plan(good(model(REGULAR)), gpus=0, running=running(grown), kept_free=grown.placeholders)
+    assert [engine.spec.gpus for engine in without.engines] == [(0,), (3,), (4,), (1,)]
+
+
+def test_bundles_that_are_too_few_for_the_plan_are_missing() -> None:
+    ray = "fleet: {launcher: ray, ray: {placement_group: g, bundles: [0, 1, 2]}}\n"
+    assert (
+        "3 bundles may be used, and the plan has places for 4"
+        in missing(planned(ray + model(REGULAR)), gpus=0, cores=1)[0].message
+    )
+    assert missing(planned(ray + model(REGULAR.replace("4", "3"))), gpus=0, cores=1) == []
+
+
 def test_pipeline_ranks_follow_the_tensor_parallel_ones() -> None:
     made = planned(model(of(4, 4, "overrides: {pp_size: 2}")))
     (engine,) = made.engines

@@ -273,6 +273,26 @@ WRONG: dict[str, tuple[str, str]] = {
     "stages that do not add up": (model(REGULAR + "  stages: [{name: a, num_gpus: 3}]"), "they have 3 GPUs"),
     "a model name that is no name": (model(REGULAR, "name: a/b"), "'a/b' must be letters"),
     "a network that is none": ("fleet: {network: {interface: 10.0.0.0/99}}\n" + model(REGULAR), "is no network"),
+    "bundles of no group": (
+        "fleet: {launcher: ray, ray: {bundles: [1]}}\n" + model(REGULAR),
+        "it needs placement_group",
+    ),
+    "a bundle twice": (
+        "fleet:\n  launcher: ray\n  ray: {placement_group: g, bundles: [3, 1, 3]}\n" + model(REGULAR),
+        "f.yaml:3: fleet.ray.bundles: bundle 3 is there twice",
+    ),
+    "no bundles": (
+        "fleet: {launcher: ray, ray: {placement_group: g, bundles: []}}\n" + model(REGULAR),
+        "it must have one bundle or more",
+    ),
+    "a bundle that is no number": (
+        "fleet: {launcher: ray, ray: {placement_group: g, bundles: [0, -1]}}\n" + model(REGULAR),
+        "fleet.ray.bundles: it must be a list of whole numbers, 0 or more",
+    ),
+    "more than a bundle": (
+        "fleet: {launcher: ray, ray: {placement_group: g, bundle_share: 1.5}}\n" + model(REGULAR),
+        "bundle_share: it must be 1 at most, not 1.5",
+    ),
     "a list for a section": ("fleet: [1]\n" + model(REGULAR), "fleet: it must be keys and values, not a list"),
 }
 
@@ -409,3 +429,13 @@ def test_whether_a_fleet_is_insecure_is_said_or_not() -> None:
     assert good(model(REGULAR)).insecure is None
     assert good("fleet: {auth: {insecure: false}}\n" + model(REGULAR)).insecure is False
     assert good("fleet: {auth: {insecure: false}}\n" + model(REGULAR), replace(HF, insecure=True)).insecure
+
+
+def test_a_placement_group_is_of_a_ray_cluster() -> None:
+    flags = Flags(hf_checkpoint="/m", placement_group="g", bundles=(0, 1), bundle_share=0.5)
+    assert [str(error) for error in load(model(REGULAR), flags)[1].errors] == [
+        f"command line: {flag}: it is of a Ray cluster, and needs --launcher ray"
+        for flag in ("--placement-group", "--bundles", "--bundle-share")
+    ]
+    topology = good(model(REGULAR), Flags(**{**vars(flags), "launcher": "ray"}))
+    assert (topology.placement_group, topology.bundles, topology.bundle_share) == ("g", (0, 1), 0.5)

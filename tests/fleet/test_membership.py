@@ -12,8 +12,9 @@ import grpc.aio
 import pytest
 from updating import abort, begin, refusal
 
+from rlctl.client import aio
 from rlctl.control.commander import Commander
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import InvalidRequest, Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.transport.status import from_grpc
@@ -98,6 +99,11 @@ async def test_a_stage_with_another_checkpoint_is_stale(
 async def test_a_frozen_model_refuses_updates(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
     await fleet.start_stage(StageSpec("ref-0", checkpoint("ref"), model="ref", frozen=True))
     await fleet.until(lambda stages: len(stages) == 3 and all(stage.routable for stage in stages))
+    async with await aio.connect(fleet.server.address) as client:
+        with pytest.raises(InvalidRequest, match=r"which model\? There are: actor, ref"):
+            await client.generate("x", max_new_tokens=1)
+        named = await client.generate("x", model="ref", max_new_tokens=1)
+        assert named.slot == "ref-0"
     target = common.RequestHeader(target=common.Target(model="ref"))
     request = v.UpdateWeightsFromDiskRequest(header=target, model_path=checkpoint("two"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:

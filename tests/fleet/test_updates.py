@@ -92,6 +92,8 @@ async def test_weights_that_differ_from_what_was_sent_are_never_published(fleet:
     assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
     refused = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
     assert {r.error.reason for r in refused.stage_results} == {"WEIGHTS_DIRTY"}
+    stage = fleet.stage("a")
+    assert stage.not_routable == f"DIRTY: {stage.quarantine.message}" != "DIRTY: "
     again = await begin(fleet, "step-2")
     await join(fleet, again)
     await write(fleet, again, "w2")
