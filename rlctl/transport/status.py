@@ -17,6 +17,9 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_VALUE = 500
 """Characters of one metadata value in a status: trailers have little room. Results carry them whole."""
 
+MAX_MESSAGE = 1500
+"""Bytes of its message, which stands there twice, once with three for each that is not ASCII."""
+
 # Keys of ErrorInfo.metadata that carry the parts of an ErrorDetail.
 _FIELD, _NEXT_STEP = "field", "next_step"
 
@@ -29,12 +32,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) 
     metadata = {key: value[:MAX_VALUE] for key, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=metadata)
     if error.field:
-        info.metadata[_FIELD] = error.field
+        info.metadata[_FIELD] = error.field[:MAX_VALUE]
     if error.next_step:
         info.metadata[_NEXT_STEP] = error.next_step
     packed = any_pb2.Any()
     packed.Pack(info)
-    message = str(error)
+    message = str(error).encode(errors="replace")[:MAX_MESSAGE].decode(errors="ignore")
     status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=message, details=[packed])
     await context.abort(grpc.StatusCode[error.status], message, ((DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort returns never")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import urllib.parse
 
 import grpc
 import grpc.aio
@@ -130,3 +131,21 @@ def test_reasons_have_a_meaning_and_no_two_share_one() -> None:
     meanings = [reason.meaning for reason in Reason]
     assert all(meanings)
     assert len(set(meanings)) == len(meanings)
+
+
+@pytest.mark.parametrize("sign", ["x", "é", "😀"])
+async def test_what_is_said_fits_into_trailers_however_large_the_request_was(sign: str) -> None:
+    context = _Context()
+    with pytest.raises(InterruptedError):
+        await status.abort(context, Reason.FIELD_INVALID.error(f"{100_000 * sign} is none", field="f"))
+    trailers = sum(len(key) + len(value) for key, value in context.metadata)
+    assert len(urllib.parse.quote(context.details)) + trailers * 4 / 3 < 8000
+    told = await over_the_wire(Reason.FIELD_INVALID.error(100_000 * sign, field="f"))
+    assert (told.reason, told.field) == (Reason.FIELD_INVALID, "f")
+    assert len(told.message) > 300
+
+
+def test_a_message_is_no_larger_than_one_can_read() -> None:
+    error = Reason.FIELD_INVALID.error(f"'{100_000 * 'x'}' must be one of a, b")
+    assert len(error.message) < 2100
+    assert error.message.endswith("must be one of a, b")
