@@ -227,6 +227,18 @@ async def test_a_version_that_is_named_afterwards_is_the_same_version(fleet: InP
     assert refused.reason is Reason.UPDATE_NOT_FOUND
 
 
+async def test_the_name_of_an_update_that_failed_is_given_to_no_other_version(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    fault(fleet, 1, 2, "update_weights_from_distributed", Reason.GROUP_FAILED.error("gone"))
+    assert (await write(fleet, "w2")).state != OPERATION_STATE_OK
+    await eventually(lambda: DIRTY in states(fleet))
+    named = await end(fleet, version="step-3")
+    assert (named.state, named.error.reason) == (OPERATION_STATE_FAILED, "WEIGHTS_DIRTY")
+    assert version_of(fleet) == ("initial", 1)
+
+
 async def test_a_call_that_comes_long_after_the_others_is_an_operation_of_its_own(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
