@@ -42,10 +42,13 @@ async def _health(call: Call) -> Reply:
 
 
 async def _info(call: Call) -> Reply:
-    """What the router asks of a worker when it is added."""
+    """What the router asks of a worker when it is added. Of a path that is no directory it looks for the tokenizer on
+    the network.
+    """
     models = await call.generation.fleet.models()
     name = models[0].name if len(models) == 1 else call.generation.settings.model
-    return Reply({"model_path": name, "served_model_name": name, "is_generation": True, "status": "ready"})
+    path = await call.generation.tokenizers.directory(name)
+    return Reply({"model_path": path, "served_model_name": name, "is_generation": True, "status": "ready"})
 
 
 _ROUTES = (
