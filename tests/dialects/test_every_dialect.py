@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlctl.gateway import bodies, dialects
+from rlctl import http_callers
+from rlctl.gateway import dialects
 from rlctl.ports import new_uuid7
 from rlctl.testing.fleet import InProcessFleet
 
@@ -89,7 +90,7 @@ async def test_a_key_outlives_the_coordinator(fleet: InProcessFleet, open_gatewa
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     load: Callable[..., Any] = dialects.load
     monkeypatch.setattr(dialects, "load", lambda *args: dataclasses.replace(load(*args), body_bytes=1000))
-    monkeypatch.setattr(bodies, "READ_S", 0.1)
+    monkeypatch.setattr(http_callers, "READ_S", 0.1)
 
 
 @EACH

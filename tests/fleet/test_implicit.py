@@ -388,6 +388,37 @@ async def test_a_write_that_failed_ends_its_update_and_the_next_one_starts_anew(
     assert states(fleet) == [READY, READY]
 
 
+async def test_what_two_trainers_send_is_not_put_together(fleet: InProcessFleet) -> None:
+    for name in ("one", "two"):
+        await form(fleet, name)
+    await pause(fleet)
+    await write(fleet, "w1", group_name="one", weight_version="first")
+    refused = await refusal(write(fleet, "w2", "w1", group_name="two", weight_version="second"))
+    assert (refused.reason, refused.field) == (Reason.UPDATE_IN_PROGRESS, "buckets[0].names[1]")
+    assert "w1" in refused.message
+    assert "'one'" in refused.message
+    assert (await write(fleet, "w1", "w2", group_name="one")).state == OPERATION_STATE_OK, "its own may come again"
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("first", 2)
+    assert taken(fleet) == [["w1", "w1,w2"]] * 3
+    assert (await write(fleet, "w1", group_name="two", weight_version="second")).state == OPERATION_STATE_OK
+
+
+async def test_a_write_over_a_group_that_nobody_is_in_ends_nobodys_update(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    failed = await write(fleet, "w2", group_name="late")
+    assert {result.error.reason for result in failed.stage_results} == {"GROUP_NOT_FOUND"}
+    await form(fleet, "late")
+    for name, group_name in (("w2", "late"), ("w3", "slime-pp_0")):
+        assert (await write(fleet, name, group_name=group_name)).state == OPERATION_STATE_OK
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert taken(fleet) == [["w2", "w3"]] * 3, "since the group was formed"
+    [update] = await operations(fleet, "WeightUpdate")
+    assert update.state == OPERATION_STATE_OK
+
+
 async def test_an_update_that_cannot_be_published_keeps_generation_from_going_on(fleet: InProcessFleet) -> None:
     await form(fleet)
     await pause(fleet)
