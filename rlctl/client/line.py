@@ -13,7 +13,7 @@ import grpc.aio
 from rlctl.client.connection import closed
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.times import duration
-from rlctl.transport.channel import BATCH_BYTES, open_channel, refuse_large
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, open_channel, refuse_large
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.rollout_pb2 import (
@@ -216,10 +216,12 @@ class _Stream:
         failure = Reason.UNREACHABLE.error("the stage has ended", outcome=OUTCOME_UNKNOWN)
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                for part in message.parts:
+                for taken, part in enumerate(message.parts, start=1):
                     answers = self._answers.get(part.number)
                     if answers is not None:
                         answers.take(part)
+                    if taken % AT_ONCE == 0:
+                        await asyncio.sleep(0)
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error)
         except asyncio.CancelledError:

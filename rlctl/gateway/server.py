@@ -124,7 +124,9 @@ class GatewayServer:
             middlewares=[http_callers.answering, self._outermost], client_max_size=self.dialect.body_bytes
         )
         there: set[tuple[str, str]] = set()
-        for route in (*self.dialect.routes, *(routed(self.dialect.routes) if self.config.router is not None else ())):
+        router = self.config.router
+        behind = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)
+        for route in (*self.dialect.routes, *behind):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
                 if (method, route.path) not in there:

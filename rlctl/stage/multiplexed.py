@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError, typed
 from rlctl.times import seconds
-from rlctl.transport.channel import BATCH_BYTES, refuse_large
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, refuse_large
 from rlctl.v1.rollout_pb2 import (
     GenerateManyRequest,
     GenerateManyResponse,
@@ -75,8 +75,10 @@ class Multiplexed:
     async def _take(self, requests: AsyncIterator[Message]) -> None:
         async for message in requests:
             message = cast(GenerateManyRequest, message)
-            for numbered in message.begin:
+            for taken, numbered in enumerate(message.begin, start=1):
                 self._begin(numbered)
+                if taken % AT_ONCE == 0:
+                    await asyncio.sleep(0)
             for number in message.leave:
                 if number in self._running:
                     self._running[number].cancel()

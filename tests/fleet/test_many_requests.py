@@ -10,12 +10,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from rlctl.client.line import Line
+from rlctl.client.line import Answers, Line, _Stream
 from rlctl.errors import Reason, RlctlError
 from rlctl.stage.multiplexed import UNSENT, Multiplexed
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
-from rlctl.transport.channel import BATCH_BYTES, REFUSED_ABOVE_BYTES, bearer, open_channel
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, REFUSED_ABOVE_BYTES, bearer, open_channel
 from rlctl.transport.server import GRACE_S
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import rollout_pb2 as r
@@ -233,3 +233,59 @@ async def test_callers_that_do_not_read_make_their_requests_wait() -> None:
         parts += len((await anext(messages)).parts)
     assert made == 80
     await messages.aclose()
+
+
+# Neither side waits until the other has taken in everything, without a network.
+
+
+async def test_a_stage_answers_the_first_while_it_takes_in_the_rest() -> None:
+    async def short(request: r.GenerateRequest, _: float | None) -> AsyncGenerator[r.GenerateResponse, None]:
+        yield r.GenerateResponse(rid=request.rid, samples=[r.Sample(text="t")])
+
+    async def once() -> AsyncIterator[Any]:
+        numbers = range(1, 4 * AT_ONCE + 1)
+        begin = [r.NumberedRequest(number=number, request=r.GenerateRequest()) for number in numbers]
+        yield r.GenerateManyRequest(begin=begin)
+
+    messages = [message async for message in Multiplexed(short).serve(once())]
+    assert len(messages) > 1
+    assert [part.number for message in messages for part in message.parts if part.ended] == [*range(1, 4 * AT_ONCE + 1)]
+
+
+async def test_a_caller_goes_on_after_the_first_answers_while_it_takes_in_the_rest() -> None:
+    class Call:
+        """Answers everything of the first message with one."""
+
+        def __init__(self) -> None:
+            self.written: list[r.GenerateManyRequest] = []
+            self.first = asyncio.Event()
+            self.answered = False
+
+        async def write(self, message: r.GenerateManyRequest) -> None:
+            self.written.append(message)
+            self.first.set()
+
+        async def done_writing(self) -> None:
+            pass
+
+        async def read(self) -> Any:
+            if self.answered:
+                await asyncio.Event().wait()
+            await self.first.wait()
+            self.answered = True
+            numbers = [numbered.number for numbered in self.written[0].begin]
+            return r.GenerateManyResponse(parts=[r.NumberedResponse(number=n, ended=True) for n in numbers])
+
+    async def one_after_the_other(answers: Answers) -> None:
+        assert [part async for part in answers] == []
+        stream.begin(asked(), float("inf"))
+
+    call = Call()
+    stream = _Stream(call)
+    waiting = [one_after_the_other(stream.begin(asked(), float("inf"))) for _ in range(4 * AT_ONCE)]
+    await asyncio.gather(*waiting)
+    await eventually(lambda: sum(len(message.begin) for message in call.written) == 8 * AT_ONCE)
+    assert len(call.written[0].begin) == 4 * AT_ONCE
+    assert len(call.written[1].begin) < 4 * AT_ONCE
+    stream.finish()
+    await stream.closed()
