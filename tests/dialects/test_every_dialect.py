@@ -14,6 +14,7 @@ from rlctl import http_callers
 from rlctl.gateway import dialects
 from rlctl.ports import new_uuid7
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
 
 PAUSES = {
     "sglang": "/pause_generation",
@@ -49,6 +50,23 @@ async def test_a_repeat_under_a_key_is_the_first_call_at_whichever_gateway(
     pauses = fleet.server.coordinator.operations.newest_first("PauseGeneration", 0)
     assert len(pauses) == 1, "the second call paused nobody"
     assert not any(stage.report.paused for stage in fleet.server.coordinator.roster.fleet().stages)
+
+
+@EACH
+async def test_probes_are_told_whether_an_engine_lives(fleet: InProcessFleet, open_gateway: Any, name: str) -> None:
+    async with open_gateway(fleet.server.address, name) as http:
+
+        async def probed(path: str) -> int:
+            async with http.get(path) as response:
+                return response.status
+
+        async with http.post(PAUSES[name], json={}) as response:
+            assert response.status == 200
+        assert [await probed(path) for path in ("/health", "/engines/a/health")] == [200, 200], "paused is healthy"
+        for stage in [*fleet.stages]:
+            await fleet.stages.pop(stage).stop()
+        await eventually(lambda: not fleet.server.coordinator.roster.fleet().stages)
+        assert await probed("/health") == 503
 
 
 async def go_on(http: aiohttp.ClientSession, name: str) -> None:
