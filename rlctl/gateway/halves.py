@@ -21,16 +21,23 @@ from rlctl.gateway.generation.running import ANY, PREFILL
 MEET_S = 1.0
 """For the prefill half to come, which says where the prompt is to be computed; after that any stage may do it."""
 KEPT_S = 60.0
-"""Halves that have ended are remembered, for one that comes late."""
+"""A half whose other one has not come is remembered for so long, and waits no longer."""
 _FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 class _Request:
-    """One request: which stage is to compute its prompt, once that is known, and whether it has been answered."""
+    """One request: which stage is to compute its prompt, once that is known, and whether it has been answered.
 
-    def __init__(self) -> None:
+    Attributes:
+        begun: its decode half has come.
+        forgetting: will forget it, if it is to be forgotten before both halves have come.
+    """
+
+    def __init__(self, forgetting: asyncio.TimerHandle) -> None:
         self.prefill: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered = asyncio.Event()
+        self.begun = False
+        self.forgetting = forgetting
 
 
 class Halves:
@@ -46,6 +53,8 @@ class Halves:
             request = self._of(room)
             if not request.prefill.done():
                 request.prefill.set_result(call.path[PREFILL])
+            if request.begun:
+                self._forget(room)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(request.answered.wait(), call.generation.settings.timeout_s)
         return Reply({})
@@ -59,6 +68,9 @@ class Halves:
                 return await handler(call)
             call.replace_body(body)
             request = self._of(room)
+            request.begun = True
+            if request.prefill.done():
+                self._forget(room)
             try:
                 await asyncio.wait([request.prefill], timeout=MEET_S)
                 if request.prefill.done() and request.prefill.result() != ANY:
@@ -71,9 +83,17 @@ class Halves:
 
     def _of(self, room: int) -> _Request:
         if room not in self._requests:
-            self._requests[room] = _Request()
-            asyncio.get_running_loop().call_later(KEPT_S, self._requests.pop, room, None)
+            self._requests[room] = _Request(asyncio.get_running_loop().call_later(KEPT_S, self._forget, room))
         return self._requests[room]
+
+    def _forget(self, room: int) -> None:
+        """Both halves have it, or the other one does not come."""
+        request = self._requests.pop(room, None)
+        if request is None:
+            return
+        request.forgetting.cancel()
+        if not request.begun:
+            request.answered.set()
 
 
 async def _taken(call: Call) -> tuple[int | None, bytes]:

@@ -26,6 +26,9 @@ _FIELD, _NEXT_STEP = "field", "next_step"
 _NOT_GRPC = "Received http2 header with status"
 """How gRPC begins to say that a web server or a proxy has answered."""
 
+_ENDED = "Internal error from Core"
+"""What Python's gRPC says where a call had been ended, for whatever reason, when it was written to."""
+
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) -> NoReturn:
     """End a call with the error."""
@@ -68,6 +71,8 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
     match code:
         case grpc.StatusCode.UNAVAILABLE:
             return Reason.UNREACHABLE.error(details, outcome=OUTCOME_UNKNOWN)
+        case grpc.StatusCode.INTERNAL if details == _ENDED:
+            return Reason.UNREACHABLE.error("the call was ended, before it was told why", outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Reason.DEADLINE_EXCEEDED.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.CANCELLED:

@@ -88,6 +88,15 @@ def test_a_web_server_is_not_taken_for_a_coordinator_of_another_version() -> Non
     assert error.outcome != OUTCOME_UNKNOWN, "it would be tried again until the time is up"
 
 
+def test_a_call_that_ended_while_it_was_written_to_is_no_defect() -> None:
+    """Python's gRPC has not heard the status then and says one of its own."""
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Internal error from Core"
+    )
+    error = status.from_grpc(failed)
+    assert (error.reason, error.outcome) == (Reason.UNREACHABLE, OUTCOME_UNKNOWN)
+
+
 async def test_the_status_code_is_the_exceptions() -> None:
     for reason in Reason:
         context = _Context()
