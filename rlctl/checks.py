@@ -28,6 +28,7 @@ BACKENDS = ("gloo", "nccl")
 MOST_ADAPTER_NAME = 256
 MOST_WATCH_ID = 128
 MOST_KEY = 256
+MOST_LABEL = 256
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 _ON_OPEN_UPDATE = (
@@ -61,6 +62,10 @@ def check(request: Message) -> None:
             request_id(header.request_id, "header.request_id")
         if header.validate_only and isinstance(request, _ON_OPEN_UPDATE):
             raise _invalid("what is done to an open update cannot be tried without doing it", "header.validate_only")
+    for field in ("version", "weight_version", "target_version"):
+        label = getattr(request, field, "")
+        if label and isinstance(label, str):  # every sample and every list of stages tells it
+            _name(label, field, MOST_LABEL)
     rule = _RULES.get(type(request))
     if rule is not None:
         rule(request)
@@ -204,6 +209,10 @@ def _modules(names: Sequence[str]) -> None:
 def _init_group(request: verbs_pb2.InitWeightsUpdateGroupRequest) -> None:
     _required(request.group_name, "group_name")
     _required(request.master_address, "master_address")
+    try:
+        request.master_address.encode("idna")  # as the resolver does
+    except UnicodeError:
+        raise _invalid(f"{request.master_address!r} is no host's name", "master_address") from None
     if not 0 < request.master_port < 65536:
         raise _invalid(f"master_port is {request.master_port}; it must be 1 to 65535", "master_port")
     if request.backend not in BACKENDS:

@@ -35,6 +35,10 @@ DOMAIN = "rlctl"
 """ErrorInfo.domain of every error of this project."""
 
 
+MOST_SAID = 2000
+"""Characters of a message."""
+
+
 class RlctlError(Exception):
     """A refusal or failure with a typed reason.
 
@@ -430,12 +434,17 @@ class Reason(enum.Enum):
         """The exception for this reason, ready to raise."""
         return self.exception(
             self,
-            message or self.meaning,
+            _bounded(message or self.meaning),
             field=field,
             next_step=next_step,
             metadata=metadata,
             outcome=outcome,
         )
+
+
+def _bounded(message: str) -> str:
+    """What a message repeats of a request may be as large as that."""
+    return message if len(message) <= MOST_SAID else f"{message[: MOST_SAID // 2]} … {message[-MOST_SAID // 2 :]}"
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:

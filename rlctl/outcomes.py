@@ -37,6 +37,9 @@ _EVIDENCE_WEAKEST_FIRST = (
     common_pb2.EVIDENCE_VERIFIED,
 )
 
+_FOLLOWED = {Reason.CANCELLED.name, Reason.GROUP_NOT_FOUND.name}
+"""Of those who fail because another one did: told to stop, or to leave the group in which that one is missed."""
+
 _KNOWN = frozenset(Outcome.values()) - {common_pb2.OUTCOME_UNSPECIFIED}
 
 
@@ -87,13 +90,13 @@ def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankRes
 
 
 def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorDetail | None:
-    """Error of the first rank that explains a stage's outcome; those that merely followed (CANCELLED) come last."""
+    """Error of the first rank that explains a stage's outcome; those that merely followed come last."""
     if outcome == OUTCOME_APPLIED:
         return None
     blamed = [r for r in results if r.outcome != OUTCOME_APPLIED and r.error.reason]
     if not blamed:
         return Reason.INTERNAL.error("ranks ended without saying why").detail()
-    first = min(blamed, key=lambda r: (r.outcome != outcome, r.error.reason == Reason.CANCELLED.name))
+    first = min(blamed, key=lambda r: (r.outcome != outcome, r.error.reason in _FOLLOWED))
     detail = ErrorDetail()
     detail.CopyFrom(first.error)
     if len(results) > 1:
@@ -131,19 +134,11 @@ def of_targets(results: Sequence[StageResult], *, update: bool = False) -> Opera
 
 
 def explain_operation(operation: results_pb2.Operation, *, update: bool = False) -> ErrorDetail | None:
-    """Why an operation did not end OK: how many targets did not confirm, and the first one's cause; those that merely
-    followed (CANCELLED) come last.
-    """
+    """Why an operation did not end OK: how many targets did not confirm, and the cause of who is to blame."""
     failed = [r for r in operation.stage_results if not acknowledged(r, update=update)]
     if not failed:
         return None
-    order = [OUTCOME_UNKNOWN, OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED]
-
-    def blame_order(result: StageResult) -> tuple[int, bool]:
-        place = order.index(result.outcome) if result.outcome in order else -1
-        return place, result.error.reason == Reason.CANCELLED.name
-
-    first = min(failed, key=blame_order)
+    first = to_blame(failed)
     detail = ErrorDetail()
     detail.CopyFrom(first.error)
     if len(operation.stage_results) > 1:
@@ -154,6 +149,17 @@ def explain_operation(operation: results_pb2.Operation, *, update: bool = False)
         detail.message = f"{first.slot}: {detail.message}"
     detail.metadata["stages"] = ",".join(r.slot for r in failed)
     return detail
+
+
+def to_blame(failed: Sequence[StageResult]) -> StageResult:
+    """Of targets that did not confirm the first that did worst; those that merely followed come last."""
+    order = [OUTCOME_UNKNOWN, OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED]
+
+    def place(result: StageResult) -> tuple[int, bool]:
+        at = order.index(result.outcome) if result.outcome in order else -1
+        return at, result.error.reason in _FOLLOWED
+
+    return min(failed, key=place)
 
 
 def blame(result: StageResult) -> RlctlError:

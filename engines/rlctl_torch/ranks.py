@@ -12,7 +12,7 @@ import ctypes
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -113,12 +113,17 @@ class Council:
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[Exchange]:
         """The exchange of the weights package over these ranks."""
+        yield LocalExchange() if self._gloo is None else _CouncilExchange(self._gloo)
+
+
+class _CouncilExchange(GroupExchange):
+    """The exchange over an engine's own ranks: when it fails, and not when a group of others does, a rank is lost."""
+
+    def _wait(self, works: Sequence[Any]) -> None:
         try:
-            yield LocalExchange() if self._gloo is None else GroupExchange(self._gloo)
+            super()._wait(works)
         except RlctlError as error:
-            if error.reason is Reason.GROUP_FAILED:
-                raise _lost(self.rank, error.message) from error
-            raise
+            raise _lost(self.rank, error.message) from error
 
 
 class Aside(Council):

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 
 
-async def post_all(url: str, body: dict[str, Any], count: int, at_once: int) -> list[float]:
+async def post_all(url: str, body: Mapping[str, Any], count: int, at_once: int) -> list[float]:
     """POST ``count`` times, ``at_once`` at any time; how long each took, seconds."""
-    data = json.dumps(body).encode()
+    data = json.dumps(dict(body)).encode()
     headers = {"Content-Type": "application/json"}
     took: list[float] = []
     left = iter(range(count))
@@ -49,10 +49,16 @@ def server(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
+def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """What a server says of itself once it serves."""
+    assert process.stdout is not None
+    facts: dict[str, Any] = json.loads(process.stdout.readline())
+    return facts
+
+
 def announced(process: subprocess.Popen[bytes]) -> str:
     """The address that a server says it has."""
-    assert process.stdout is not None
-    return str(json.loads(process.stdout.readline())["address"])
+    return str(told(process)["address"])
 
 
 def cpu_s(pid: int) -> float:

@@ -62,6 +62,7 @@ from rlctl.cli.types import DURATION
     help="Run this Rust gateway in front, its workers the stages that serve.",
 )
 @click.option("--router-listen", default="127.0.0.1:0", show_default=True, help="Where it listens.")
+@click.option("--router-pairs", is_flag=True, help="The model has prefill and decode engines: it picks one of each.")
 @click.option("--router-policy", default="cache_aware", show_default=True, help="Its policy.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the port.")
 @click.option(
@@ -87,6 +88,7 @@ def gateway(
     slime_paths: tuple[str, ...],
     router_backend: str,
     router_listen: str,
+    router_pairs: bool,
     router_policy: str,
     workers: int,
     admin_api_key_file: str,
@@ -128,7 +130,7 @@ def gateway(
         if router_backend:
             refuse_insecure(router_listen, token=token, insecure=insecure)
             host, port = split(router_listen, "router_listen")
-            router = SglangRouter(policy=router_policy, host=host, port=port)
+            router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs)
 
         config = GatewayConfig(
             coordinator=coordinator,

@@ -13,7 +13,7 @@ import grpc.aio
 from rlctl.client.connection import closed
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.times import duration
-from rlctl.transport.channel import BATCH_BYTES, open_channel, refuse_large
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, open_channel, refuse_large
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.rollout_pb2 import (
@@ -26,6 +26,9 @@ from rlctl.v1.rollout_pb2 import (
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 Metadata = Sequence[tuple[str, str]]
+
+KEPT = 16
+"""Streams of other tokens that stay open though nothing runs on them."""
 
 LEFT_S = 5.0
 """How long a line that nobody needs any more may take to tell the stage who has left."""
@@ -59,10 +62,18 @@ class Line:
 
     def ask(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Answers:
         """Send a request; what comes of it until ``deadline`` on the loop's clock. Raises MESSAGE_TOO_LARGE."""
-        stream = self._streams.get(metadata)
+        stream = self._streams.pop(metadata, None)
         if stream is None or stream.over:
-            stream = self._streams[metadata] = _Stream(self._stub.GenerateMany(metadata=metadata))
+            self._make_way()
+            stream = _Stream(self._stub.GenerateMany(metadata=metadata))
+        self._streams[metadata] = stream  # after those that were used before it
         return stream.begin(request, deadline)
+
+    def _make_way(self) -> None:
+        """Callers come and go, and each has a token: those that were used longest ago end."""
+        idle = [metadata for metadata, stream in self._streams.items() if stream.idle]
+        for metadata in idle[: max(len(idle) - KEPT, 0)]:
+            self._streams.pop(metadata).finish()
 
     async def abort(self, rid: str, metadata: Metadata, timeout_s: float) -> None:
         """End a request at the engine; it comes back with what it has. Raises RlctlError."""
@@ -164,6 +175,11 @@ class _Stream:
         self._news = asyncio.Event()
         self._reading, self._writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())
 
+    @property
+    def idle(self) -> bool:
+        """Nobody waits for anything on it."""
+        return not self._answers
+
     def begin(self, request: GenerateRequest, deadline: float) -> Answers:
         size = request.ByteSize()
         refuse_large(request.DESCRIPTOR.name, size)
@@ -216,10 +232,12 @@ class _Stream:
         failure = Reason.UNREACHABLE.error("the stage has ended", outcome=OUTCOME_UNKNOWN)
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                for part in message.parts:
+                for taken, part in enumerate(message.parts, start=1):
                     answers = self._answers.get(part.number)
                     if answers is not None:
                         answers.take(part)
+                    if taken % AT_ONCE == 0:
+                        await asyncio.sleep(0)
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error)
         except asyncio.CancelledError:

@@ -56,10 +56,12 @@ class Place:
     Attributes:
         slot: at this stage, "": at any.
         only: and nowhere else; otherwise it is preferred as long as it can be routed to.
+        prefill: of a pair, the stage that is to compute the prompt, if it can.
     """
 
     slot: str = ""
     only: bool = True
+    prefill: str = ""
 
 
 ANYWHERE = Place()
@@ -368,7 +370,7 @@ class AsyncRollout:
         slot = job.place.slot
         if slot and not job.place.only and not self._lines.view.routable(slot):
             slot = ""
-        return Wanted(self.model, adapter=request.adapter, slot=slot, floor=floor, session=job.sample.session_id)
+        return Wanted(self.model, request.adapter, slot, floor, job.sample.session_id, job.place.prefill)
 
     async def _stream(
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float

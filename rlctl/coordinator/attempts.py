@@ -164,11 +164,15 @@ class Attempts:
                 targets = session.reached_by(request)
                 await self._together(targets, run, group_names).run(request, timeout_s, aside=session.staged)
             finally:
-                opened.received += run.operation.stage_results
-                if not all(acknowledged(r, update=True) for r in run.operation.stage_results):
-                    opened.broken = True
-                    if group_names:
-                        self._book.broke(session.model.record.name)
+                results = run.operation.stage_results
+                # A client that names no update may mean another one's: it harms none that has begun.
+                stray = session.record.request.implicit and opened.received and _in_no_group(results)
+                if not stray:
+                    opened.received += results
+                    if not all(acknowledged(r, update=True) for r in results):
+                        opened.broken = True
+                        if group_names:
+                            self._book.broke(session.model.record.name)
 
     def _together(self, targets: Sequence[Slot], run: Run, group_names: Sequence[str]) -> Together:
         """What targets do for an operation; a cancellation makes them leave."""
@@ -247,6 +251,13 @@ class Attempts:
             )
         if session.record.plan.attempt > session.record.request.retries:
             raise Reason.RETRIES_EXHAUSTED.error(f"it was begun with retries = {session.record.request.retries}")
+
+
+def _in_no_group(results: Sequence[StageResult]) -> bool:
+    """Whether a write came over a group that no target is in: no source waits there, and nobody took anything in."""
+    return bool(results) and all(
+        result.outcome == OUTCOME_REJECTED and result.error.reason == Reason.GROUP_NOT_FOUND.name for result in results
+    )
 
 
 def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:

@@ -65,7 +65,7 @@ class FromDisk:
             apply=request.apply,
             rollout=RolloutStrategy(max_unavailable=request.max_unavailable),
             options=request.options,
-            trainer=Trainer(name="disk"),
+            trainer=self._nobody("disk", model),
         )
 
         def vet(session: Session) -> None:
@@ -76,11 +76,14 @@ class FromDisk:
         content = functools.partial(self._read, request=request)
         return await self._updates.begin_whole(begin, timeout_s, request, content, vet=vet)
 
+    def _nobody(self, name: str, model: str) -> Trainer:
+        """Whoever has something read from disk is no trainer that another one could have taken over from."""
+        return Trainer(name=name, incarnation=self._roster.model(model).record.trainer_incarnation)
+
     async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
         """A whole adapter update in one call: every stage of the model reads it from disk."""
         model = self._planner.only_model(request.header.target)
         version = request.version or f"disk-{self._clock.new_id()[:8]}"
-        incarnation = self._roster.model(model).record.trainer_incarnation
         begin = BeginWeightUpdateRequest(
             header=request.header,
             model=model,
@@ -89,7 +92,7 @@ class FromDisk:
             kind=UPDATE_KIND_ADAPTER,
             adapter=request.name,
             options=UpdateOptions(abort_all_requests=request.abort_requests),
-            trainer=Trainer(name="adapters", incarnation=incarnation),
+            trainer=self._nobody("adapters", model),
         )
         adapter = Adapter(name=request.name, version=version, path=request.path, pinned=request.pinned)
 

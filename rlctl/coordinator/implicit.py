@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import Message
 
@@ -30,7 +30,7 @@ from rlctl.coordinator.relabelling import relabel
 from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.updates import Updates
 from rlctl.errors import Reason, from_detail
-from rlctl.outcomes import acknowledged, blame
+from rlctl.outcomes import acknowledged, blame, to_blame
 from rlctl.ports import Clock, Journal
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
@@ -53,6 +53,7 @@ from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
     ResumeMemoryRequest,
+    TensorBucket,
     UnloadAdapterRequest,
     UpdateKind,
     UpdateOptions,
@@ -71,6 +72,41 @@ STORE_S = 60.0
 ASK_S = 10.0
 
 OWNER = "a client that names no update"
+
+
+class _Came:
+    """What came of an update over groups so far: their buckets, which are numbered, and each tensor's group."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[str] = Counter()
+        self._groups: dict[str, str] = {}
+
+    def refuse_other_source(self, request: Write) -> None:
+        """Raise UPDATE_IN_PROGRESS for a tensor that came over another group: the weights would be two trainers'."""
+        for number, bucket, group in _buckets(request):
+            for place, name in enumerate(bucket.names):
+                if self._groups.get(name, group) != group:
+                    raise Reason.UPDATE_IN_PROGRESS.error(
+                        f"{name} came over group {self._groups[name]!r} in the open update; whose is {group!r}?",
+                        field=f"buckets[{number}].names[{place}]",
+                    )
+
+    def number(self, request: Write) -> set[str]:
+        """Number the buckets of every group on from those that came before; returns the tensors that are new."""
+        added = set()
+        for _, bucket, group in _buckets(request):
+            bucket.sequence = self._buckets[group]
+            self._buckets[group] += 1
+            added |= {name for name in bucket.names if name not in self._groups}
+            self._groups |= dict.fromkeys(bucket.names, group)
+        return added
+
+    def forget(self, request: Write, added: set[str]) -> None:
+        """A write came over groups that nobody is in: those that get their names begin anew."""
+        for _, _, group in _buckets(request):
+            self._buckets.pop(group, None)
+        for name in added:
+            self._groups.pop(name, None)
 
 
 class Implicit:
@@ -104,8 +140,8 @@ class Implicit:
         self._gathering = Gathering(self.joining)
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By model: one update of it is opened at a time."""
-        self._sequences: dict[str, Counter[str]] = {}
-        """Buckets that came so far, by update and group."""
+        self._came: dict[str, _Came] = {}
+        """What came so far, by update."""
 
     @staticmethod
     def takes(request: Message) -> bool:
@@ -199,10 +235,8 @@ class Implicit:
     ) -> OpenUpdate:
         self._complete(begin)
         opened = await self._updates.begin_implicit(begin, timeout_s, request=asked)
-        self._sequences = {
-            update: counted for update, counted in self._sequences.items() if self._updates.is_open(update)
-        }
-        self._sequences[opened.session.update_id] = Counter()
+        self._came = {update: came for update, came in self._came.items() if self._updates.is_open(update)}
+        self._came[opened.session.update_id] = _Came()
         return opened
 
     def _complete(self, begin: BeginWeightUpdateRequest) -> None:
@@ -245,7 +279,7 @@ class Implicit:
         begin.header.request_id = request.header.request_id
         self._complete(begin)
         body = type(request).FromString(request.SerializeToString())
-        _number(body, Counter())
+        _Came().number(body)
 
         async def content(opened: OpenUpdate) -> None:
             body.header.fence.update_id = opened.session.update_id
@@ -273,7 +307,7 @@ class Implicit:
 
     def _takes_writes(self, opened: OpenUpdate) -> bool:
         """Whether further writes may become part of it: it is not decided, and not the whole of a single one."""
-        return opened.session.update_id in self._sequences and not opened.decided.is_set()
+        return opened.session.update_id in self._came and not opened.decided.is_set()
 
     def _refuse(self, opened: OpenUpdate, request: Write) -> None:
         """A write that does not fit into the update that is open."""
@@ -297,10 +331,11 @@ class Implicit:
 
     async def _into(self, opened: OpenUpdate, request: Write, timeout_s: float) -> Run:
         """A write as a part of the open update, which it keeps alive."""
-        session = opened.session
+        session, came = opened.session, self._came[opened.session.update_id]
         body = type(request).FromString(request.SerializeToString())
         body.header.fence.update_id = session.update_id
-        _number(body, self._sequences[session.update_id])
+        came.refuse_other_source(body)
+        added = came.number(body)
         if request.weight_version:
             session.record.plan.version.label = request.weight_version
         options = session.record.request.options
@@ -313,10 +348,12 @@ class Implicit:
             finally:
                 opened.renew(self._clock.now())
                 failed = [result for result in run.operation.stage_results if not acknowledged(result, update=True)]
-                if failed or opened.broken:
+                if opened.broken:
                     # Nobody who names it could retry it; the next write opens another one.
-                    opened.decide(verdict=blame(failed[0]) if failed else Reason.GROUP_FAILED.error())
+                    opened.decide(verdict=blame(to_blame(failed)) if failed else Reason.GROUP_FAILED.error())
                     await opened.run.ended.wait()
+                elif failed:
+                    came.forget(body, added)
 
         return await self._operations.start(
             request,
@@ -429,13 +466,11 @@ def _by_path(begin: BeginWeightUpdateRequest, request: Write) -> None:
         begin.host_ids[:] = sorted({segment.node for segment in request.segments})
 
 
-def _number(request: Write, counted: Counter[str]) -> None:
-    """Number the buckets of every group on from those that came before."""
+def _buckets(request: Write) -> Iterator[tuple[int, TensorBucket, str]]:
+    """Every bucket's place, itself and its group; what comes from memory has none."""
     if isinstance(request, UpdateWeightsFromDistributedRequest):
-        for bucket in request.buckets:
-            group = bucket.group_name or request.group_name
-            bucket.sequence = counted[group]
-            counted[group] += 1
+        for number, bucket in enumerate(request.buckets):
+            yield number, bucket, bucket.group_name or request.group_name
 
 
 def _names(request: Write) -> set[str]:

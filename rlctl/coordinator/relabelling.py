@@ -21,6 +21,7 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
+    STAGE_STATE_DIRTY,
     Target,
     WeightVersion,
 )
@@ -47,7 +48,10 @@ async def relabel(
     operations: Operations,
     journal: Journal,
 ) -> Run:
-    """Call the published version of a model by ``request.version`` from now on."""
+    """Call the published version of a model by ``request.version`` from now on.
+
+    The operation fails with WEIGHTS_DIRTY where an update has left a mixture, with WEIGHTS_STALE if nobody holds it.
+    """
     targets, excluded = roster.select(Target(model=model))
 
     state = roster.models[model]
@@ -58,6 +62,12 @@ async def relabel(
                 raise in_progress(state)
             before = state.record.latest
             holders = [slot for slot in targets if slot.report is not None and slot.report.weight_version == before]
+            mixed = [slot.name for slot in targets if slot.state == STAGE_STATE_DIRTY]
+            # What was to be called so is an update that has failed, and not the version before it.
+            if mixed:
+                raise Reason.WEIGHTS_DIRTY.error(f"{mixed[0]} holds a mixture", field="version")
+            if not holders:
+                raise Reason.WEIGHTS_STALE.error(f"nobody holds version {before.label!r}", field="version")
             record = ModelRecord()
             record.CopyFrom(state.record)
             record.latest.label = request.version

@@ -1,60 +1,17 @@
-"""Bodies of requests: read within bounds, parsed once, their fields checked by type."""
+"""Bodies of requests: parsed once, their fields checked by type."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, TypeVar, overload
 
 import orjson
-from aiohttp import web
 
 from rlctl.errors import Reason
 
-READ_S = 30.0
-"""A body that takes longer between two pieces belongs to a caller that is gone or does us harm."""
-
-SLOWEST_BYTES_S = 16 << 10
-"""Beside that, a body comes at this pace at least."""
-
 _MISSING: Any = object()
 T = TypeVar("T")
-
-
-async def read(request: web.Request, most: int) -> bytes:
-    """The whole body. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED (408) for a slow one, FIELD_INVALID for one that is
-    not compressed, or cut into chunks, as its headers say.
-    """
-    if (request.content_length or 0) > most:
-        raise _too_large(request.content_length or 0, most)
-    parts: list[bytes] = []
-    size = 0
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    try:
-        while True:
-            allowed = READ_S + size / SLOWEST_BYTES_S
-            async with asyncio.timeout_at(began + allowed):
-                part = await request.content.readany()
-            if not part:
-                return b"".join(parts)
-            parts.append(part)
-            size += len(part)
-            if size > most:
-                raise _too_large(size, most)
-    except TimeoutError:
-        failure = Reason.DEADLINE_EXCEEDED.error(
-            f"{size} bytes of the body came within {loop.time() - began:.0f} s", field="body"
-        )
-        failure.http_status = 408
-        raise failure from None
-    except web.RequestPayloadError as error:
-        raise Reason.FIELD_INVALID.error(f"the body is not coded as its headers say: {error}", field="body") from None
-
-
-def _too_large(size: int, most: int) -> Exception:
-    return Reason.MESSAGE_TOO_LARGE.error(f"the body has {size} bytes or more; {most} are taken", field="body")
 
 
 def parse(data: bytes) -> Any:

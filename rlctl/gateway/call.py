@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rlctl import http_callers
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway import bodies, identity
@@ -64,7 +65,7 @@ class Call:
     async def body(self) -> bytes:
         """The body as it came. Raises MESSAGE_TOO_LARGE, DEADLINE_EXCEEDED."""
         if self._data is None:
-            self._data = await bodies.read(self._request, self._most)
+            self._data = await http_callers.body(self._request, self._most)
         return self._data
 
     def replace_body(self, data: bytes) -> None:

@@ -11,10 +11,10 @@ from urllib.parse import quote, unquote
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason
 from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Route
+from rlctl.gateway.dialect import Reply, Route
 from rlctl.gateway.generation.running import ANY, SLOT
 from rlctl.gateway.table import ENGINE
-from rlctl.v1.common_pb2 import STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
+from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
@@ -81,6 +81,16 @@ async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
     """Those whose address was asked. ``openly``: of somebody who needs no token. Raises STAGE_NOT_FOUND."""
     stages = await _stages(call, call.generation.fleet if openly else call.fleet)
     return [_named(stages, slot, SLOT) for slot in slots_of(call)] or stages
+
+
+async def health(call: Call) -> Reply:
+    """200 if the engine lives, paused or asleep too; at the root if one does. Nothing is generated for it. Raises
+    NO_ROUTABLE_STAGE, STAGE_NOT_FOUND.
+    """
+    for stage in await asked(call, openly=True):
+        if stage.state != STAGE_STATE_JOINING and not stage.quarantine.reason:
+            return Reply(b"")
+    raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
 
 
 async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:

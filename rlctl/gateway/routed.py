@@ -4,13 +4,14 @@ The router knows nothing of versions, so it is not let at engines: what it sends
 SDK and the stage's own gate like every other request. The slot is what the router has picked, by its prefix trees say;
 it is kept to as long as that stage serves, and another one is taken where it does not. While nobody serves, the list
 has one worker that names no stage: requests then wait here, where an empty list would have the router refuse them.
+Of prefill and decode stages it picks both, each from a list of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rlctl.client.aio import AsyncFleet
@@ -19,9 +20,13 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.generation.routes import routes
-from rlctl.gateway.generation.running import ANY, PREFERRED, SLOT
-from rlctl.gateway.sglang_router import START_S, SglangRouter
+from rlctl.gateway.generation.running import ANY, PREFERRED, PREFILL, SLOT
+from rlctl.gateway.halves import Halves
+from rlctl.gateway.sglang_router import DECODE, REGULAR, START_S, SglangRouter
+from rlctl.gateway.sglang_router import PREFILL as PROMPTS
 from rlctl.gateway.table import ENGINE
+from rlctl.rollout.pairs import prefills
+from rlctl.v1.fleet_pb2 import Stage
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +35,11 @@ LOOK_S = 0.005
 CHECK_S = 5.0
 """While it is: the router may have ended, or taken a worker out by itself."""
 AGAIN_S = 1.0
-PREFIX = "/routed"
+PREFIX, PREFILL_PREFIX = "/routed", "/prefill"
 _AT = f"{PREFIX}/{{{PREFERRED}}}"
+_PREFILL_AT = f"{PREFILL_PREFIX}/{{{PREFILL}}}"
 _ENGINE = f"{PREFIX}/{{{SLOT}}}"
+_PREFILL_ENGINE = f"{PREFILL_PREFIX}/{{{SLOT}}}"
 
 
 async def _health(call: Call) -> Reply:
@@ -42,24 +49,46 @@ async def _health(call: Call) -> Reply:
 
 
 async def _info(call: Call) -> Reply:
-    """What the router asks of a worker when it is added."""
+    """What the router asks of a worker when it is added. Of a path that is no directory it looks for the tokenizer on
+    the network.
+    """
     models = await call.generation.fleet.models()
     name = models[0].name if len(models) == 1 else call.generation.settings.model
-    return Reply({"model_path": name, "served_model_name": name, "is_generation": True, "status": "ready"})
+    path = await call.generation.tokenizers.directory(name)
+    return Reply({"model_path": path, "served_model_name": name, "is_generation": True, "status": "ready"})
 
 
-_ROUTES = (
-    *routes(_AT),
-    Route("GET", f"{_AT}/health", _health, Scope.OPEN),
-    Route("GET", f"{_AT}/model_info", _info, Scope.OPEN),
-    Route("GET", f"{_AT}/server_info", _info, Scope.OPEN),
-)
+_GENERATING = routes(_AT)
 
 
-def routed(dialect: Iterable[Route]) -> list[Route]:
-    """What the router's workers answer; and, for clients that read its list, what the dialect has for engines."""
+def _asked(at: str) -> list[Route]:
+    """What the router asks every worker."""
+    return [
+        Route("GET", f"{at}/health", _health, Scope.OPEN),
+        Route("GET", f"{at}/model_info", _info, Scope.OPEN),
+        Route("GET", f"{at}/server_info", _info, Scope.OPEN),
+    ]
+
+
+def routed(dialect: Iterable[Route], *, pairs: bool) -> list[Route]:
+    """What the router's workers answer; after it, for clients that read its list, what the dialect has for engines.
+
+    ``pairs``: they are prefill and decode workers.
+    """
     engines = [route for route in dialect if route.path.startswith(ENGINE)]
-    return [*_ROUTES, *(replace(route, path=_ENGINE + route.path.removeprefix(ENGINE)) for route in engines)]
+    also = [*_asked(_AT), *_moved(engines, ENGINE, _ENGINE)]
+    if not pairs:
+        return [*_GENERATING, *also]
+    halves = Halves()
+    posts = [route for route in _GENERATING if "POST" in route.methods]
+    prompts = [replace(route, handler=halves.prompt) for route in _moved(posts, _AT, _PREFILL_AT)]
+    also += [*_asked(_PREFILL_AT), *_moved(engines, ENGINE, _PREFILL_ENGINE)]
+    generating = [replace(route, handler=halves.whole(route.handler)) for route in posts]
+    return [*generating, *prompts, *(route for route in _GENERATING if route not in posts), *also]
+
+
+def _moved(routes: Iterable[Route], start: str, to: str) -> list[Route]:
+    return [replace(route, path=to + route.path.removeprefix(start)) for route in routes]
 
 
 class Keeper:
@@ -92,9 +121,17 @@ class Keeper:
         await self._view.close()
         await asyncio.to_thread(self._router.stop)
 
-    def _wanted(self) -> frozenset[str]:
-        slots = [stage.registration.slot for stage in self._view.routable] or [ANY]
-        return frozenset(f"{self._url}{PREFIX}/{slot}" for slot in slots)
+    def _wanted(self) -> Mapping[str, str]:
+        """The workers, types by URL."""
+        stages = self._view.routable
+        if not self._router.pairs:
+            return self._workers(stages, PREFIX, REGULAR)
+        prompts = self._workers([stage for stage in stages if prefills(stage)], PREFILL_PREFIX, PROMPTS)
+        return {**prompts, **self._workers([stage for stage in stages if not prefills(stage)], PREFIX, DECODE)}
+
+    def _workers(self, stages: Sequence[Stage], prefix: str, kind: str) -> dict[str, str]:
+        slots = [stage.registration.slot for stage in stages] or [ANY]
+        return {f"{self._url}{prefix}/{slot}": kind for slot in slots}
 
     async def _keep(self) -> None:
         await self._view.news()
@@ -106,9 +143,9 @@ class Keeper:
                     log.warning("sglang-router has ended and is started again")
                     await asyncio.to_thread(self._router.start)
                 known, coming = await asyncio.to_thread(self._router.towards, wanted)
-                if known | coming <= wanted:
+                if known | coming <= wanted.keys():
                     await self._view.confirm(told)
-                if known == wanted and not coming:
+                if known == wanted.keys() and not coming:
                     self._settled.set()
                     again_s = CHECK_S
             except (OSError, RlctlError) as error:

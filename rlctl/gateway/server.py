@@ -13,10 +13,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from rlctl import http_callers
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import connections, dialects, middleware
+from rlctl.gateway import dialects, middleware
 from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.generation.service import Generation, Settings
@@ -96,11 +97,11 @@ class GatewayServer:
             handler_cancellation=True,
             access_log=None,
             logger=_of_aiohttp,
-            keepalive_timeout=connections.IDLE_S,
+            keepalive_timeout=http_callers.IDLE_S,
             shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
-        await connections.Site(self._runner, host, port, share_port=config.share_port).start()
+        await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.router is not None:
@@ -119,9 +120,13 @@ class GatewayServer:
             await self._fleet.close()
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._outermost], client_max_size=self.dialect.body_bytes)
+        app = web.Application(
+            middlewares=[http_callers.answering, self._outermost], client_max_size=self.dialect.body_bytes
+        )
         there: set[tuple[str, str]] = set()
-        for route in (*self.dialect.routes, *(routed(self.dialect.routes) if self.config.router is not None else ())):
+        router = self.config.router
+        behind = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)
+        for route in (*self.dialect.routes, *behind):
             handler = functools.partial(self._serve, route)
             for method in route.methods.split():
                 if (method, route.path) not in there:
@@ -134,8 +139,7 @@ class GatewayServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            with connections.answering(request):
-                return await handler(request)
+            return await handler(request)
         except web.HTTPException as said:
             if said.status not in (404, 405):
                 raise

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,8 @@ CALL_S = 10.0
 LOOK_S = 0.02
 ADD_S = 10.0
 """For a worker to be added. It is asked for again after that."""
+REGULAR, PREFILL, DECODE = "regular", "prefill", "decode"
+"""Its types of workers."""
 
 
 class SglangRouter:
@@ -34,6 +36,7 @@ class SglangRouter:
 
     Attributes:
         url: where it listens.
+        pairs: whether its workers are prefill and decode ones.
     """
 
     def __init__(
@@ -44,15 +47,18 @@ class SglangRouter:
         port: int = 0,
         arguments: Sequence[str] = (),
         log: Path | None = None,
+        pairs: bool = False,
     ) -> None:
         """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output; None: stderr.
+        ``pairs``: its workers are prefill and decode ones; it sends both halves of a request at one time.
 
         It ends with this process, and with the thread that has started it.
         """
         self._policy = policy
         self._host = host
         self._port = port or _free_port(host)
-        self._arguments = list(arguments)
+        self._arguments = [*(["--pd-disaggregation"] if pairs else ()), *arguments]
+        self.pairs = pairs
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: dict[str, float] = {}
@@ -125,35 +131,44 @@ class SglangRouter:
 
     def workers(self) -> dict[str, str]:
         """Its workers: their ids by URL. Raises OSError."""
-        return {worker["url"]: worker["id"] for worker in self._call("GET", "/workers")["workers"]}
+        return {worker["url"]: worker["id"] for worker in self._listed()}
 
     def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
-        """Make these, and no others, its workers. Returns when it has them so. Raises OSError, DEADLINE_EXCEEDED."""
-        wanted = frozenset(urls)
+        """Make these, and no others, its regular workers. Returns when it has them so. Raises OSError,
+        DEADLINE_EXCEEDED.
+        """
+        wanted = dict.fromkeys(urls, REGULAR)
         until = time.monotonic() + timeout_s
-        while (found := self.towards(wanted)) != (wanted, frozenset()):
+        while (found := self.towards(wanted)) != (frozenset(wanted), frozenset()):
             if time.monotonic() >= until:
                 raise Reason.DEADLINE_EXCEEDED.error(
                     f"sglang-router has {sorted(found[0])} and not {sorted(wanted)} after {timeout_s:g} s"
                 )
             time.sleep(LOOK_S)
 
-    def towards(self, wanted: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """One step towards these workers and no others: (those that it had, those that it is about to add).
+    def towards(self, wanted: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
+        """One step towards these workers, types by URL, and no others: (those that it had, those that it is about to
+        add).
 
         It adds a worker some time after it was told, when that one has answered /health, and removes one at once. It is
-        not left without any, as it would refuse everything: the last one goes when another one is in. Raises OSError.
+        not left without any of a type, as it would refuse everything: the last one goes when another one is in. Raises
+        OSError.
         """
-        known = self.workers()
+        known = {worker["url"]: worker for worker in self._listed()}
         now = time.monotonic()
         self._asked = {url: at for url, at in self._asked.items() if url not in known and now - at < ADD_S}
-        for url in wanted - known.keys() - self._asked.keys():
-            self._call("POST", "/workers", {"url": url})
+        for url in wanted.keys() - known.keys() - self._asked.keys():
+            self._call("POST", "/workers", {"url": url, "worker_type": wanted[url]})
             self._asked[url] = now
-        if not wanted or known.keys() & wanted:
-            for url in known.keys() - wanted:
-                self._call("DELETE", f"/workers/{known[url]}")
+        there = {kind for url, kind in wanted.items() if url in known}
+        for url in known.keys() - wanted.keys():
+            if not wanted or known[url]["worker_type"] in there:
+                self._call("DELETE", f"/workers/{known[url]['id']}")
         return frozenset(known), frozenset(self._asked)
+
+    def _listed(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self._call("GET", "/workers")["workers"]
+        return workers
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -117,6 +117,7 @@ class GatewaySpec:
         router: program in front of it, "sglang-router"; "": none.
         router_listen: where that listens.
         tokenizer: directory of the model's tokenizer, for versions that come over groups; "": the coordinator tells.
+        pairs: the model has prefill and decode engines.
     """
 
     model: str
@@ -125,6 +126,7 @@ class GatewaySpec:
     router: str = ""
     router_listen: str = ""
     tokenizer: str = ""
+    pairs: bool = False
 
     @property
     def process(self) -> str:
@@ -135,6 +137,8 @@ class GatewaySpec:
         """Arguments of ``rlctl``."""
         policy = ["--router-policy" if self.router else "--policy", self.policy] if self.policy else []
         router = ["--router-backend", self.router, "--router-listen", self.router_listen] if self.router else []
+        if self.router and self.pairs:
+            router.append("--router-pairs")
         return [
             *("gateway", "--coordinator", coordinator, "--model", self.model, "--listen", self.listen),
             *router,

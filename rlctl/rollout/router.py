@@ -40,6 +40,7 @@ class Wanted(NamedTuple):
         slot: this stage only; of a pair's, those pairs that it is one of.
         floor: least version, as a sequence number.
         session: what it belongs to.
+        prefill: of a pair, the stage that computes the prompt, where it fits one that generates.
     """
 
     model: str = ""
@@ -47,6 +48,7 @@ class Wanted(NamedTuple):
     slot: str = ""
     floor: int = 0
     session: str = ""
+    prefill: str = ""
 
 
 class Picked(NamedTuple):
@@ -110,6 +112,7 @@ class Router:
             givers = next(fitting for each, fitting in ways if each is chosen)
         prefill = None
         if givers:
+            givers = [each for each in givers if each.slot == wanted.prefill] or givers
             prefill = self._choose(self._prefill_policy, givers, ours.prefill_members, wanted, now)
         for each in (chosen, prefill):
             if each is not None:

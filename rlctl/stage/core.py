@@ -49,6 +49,7 @@ class Serving(NamedTuple):
     Attributes:
         state: the stage's.
         version: what the weights are at.
+        vouched: whether what they have generated may be told, whatever the state.
         lease_until: until when it may serve, on the clock's ``now``.
         obstacle: why it must not be routed to though it answers, or None.
         adapters: version by name of the adapters that may be generated with.
@@ -62,6 +63,7 @@ class Serving(NamedTuple):
     incarnation: int
     state: StageState.ValueType
     version: WeightVersion
+    vouched: bool
     lease_until: float
     obstacle: RlctlError | None
     adapters: Mapping[str, str]
@@ -105,7 +107,7 @@ class Serving(NamedTuple):
         """
         if self.obstacle is not None:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
-        if self.state in _OUT_OF_SERVICE:
+        if self.state in _OUT_OF_SERVICE or not self.vouched:
             name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
         if adapter and adapter not in self.adapters and self.state != common_pb2.STAGE_STATE_UPDATING:
@@ -292,6 +294,7 @@ class Stage:
             self.incarnation,
             self.facts.state,
             self.facts.version,
+            self.facts.vouched,
             self._lease_until,
             self._obstacle,
             self.facts.servable_adapters,

@@ -50,6 +50,7 @@ class OpenUpdate:
         version: version that it leads to.
         full: it writes every parameter, so that it clears MIXED and LOST.
         before: what the weights were when it opened.
+        vouched: whether what they had generated might be told then.
         checkpoint: checkpoint that it loaded, when it came from disk.
         touched: a byte of what serves may have been written.
         committed: this stage has finished it; it waits for the version's admission.
@@ -63,6 +64,7 @@ class OpenUpdate:
     version: WeightVersion
     full: bool
     before: Weights
+    vouched: bool
     checkpoint: str = ""
     touched: bool = False
     committed: bool = False
@@ -118,6 +120,15 @@ class Facts:
             (v.sequence, v.label) == (self.version.sequence, self.version.label) and v.sequence > 0
             for v in self.admitted
         )
+
+    @property
+    def vouched(self) -> bool:
+        """Whether what the weights have generated may be told, be it in a pause, in an update or asleep: they are at an
+        admitted version, and whole, as far as they are not what the open update writes.
+        """
+        if self.update is None or self.update.aside:
+            return self.weights is not Weights.MIXED and self.at_admitted_version
+        return self.update.vouched and (self.update.committed or self.at_admitted_version)
 
     def refuse(self, verb: Verb, request: Message) -> None:
         """Raise why the verb is not carried out now, before any rank hears of it; or return."""
@@ -216,7 +227,7 @@ class Facts:
                 full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id
-                self.update = OpenUpdate(update_id, request.version, full, self.weights, staged=staged)
+                self.update = OpenUpdate(update_id, request.version, full, self.weights, self.vouched, staged=staged)
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
                     self.update.adapter.MergeFrom(request.adapter)

@@ -87,6 +87,8 @@ class Generation:
                 coming = asyncio.ensure_future(anext(parts))
                 await self._ongoing.wait(coming, deadline, adapter)
                 done, coming = coming, None
+                if done.cancelled():  # which would end the caller's request as if it had been the caller's wish
+                    raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why")
                 try:
                     part = done.result()
                 except StopAsyncIteration:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError, typed
 from rlctl.times import seconds
-from rlctl.transport.channel import BATCH_BYTES, refuse_large
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, refuse_large
 from rlctl.v1.rollout_pb2 import (
     GenerateManyRequest,
     GenerateManyResponse,
@@ -28,7 +28,9 @@ from rlctl.v1.rollout_pb2 import (
 log = logging.getLogger(__name__)
 
 UNSENT = 4
-"""Messages that may wait for a caller that does not read; then its requests wait with what more they have to say."""
+"""Messages that may wait for a caller that does not read; then its requests wait with what more they have to say, no
+longer than they may take, and no more are taken in.
+"""
 
 Stream = Callable[[GenerateRequest, float | None], AsyncGenerator[GenerateResponse, None]]
 """(request, seconds that the caller waits) → what is new; raises RlctlError."""
@@ -64,7 +66,7 @@ class Multiplexed:
         finally:
             tasks = [taking, *self._running.values()]
             for task in tasks:
-                task.cancel()
+                _cancel(task)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def end(self) -> None:
@@ -75,11 +77,14 @@ class Multiplexed:
     async def _take(self, requests: AsyncIterator[Message]) -> None:
         async for message in requests:
             message = cast(GenerateManyRequest, message)
-            for numbered in message.begin:
+            for taken, numbered in enumerate(message.begin, start=1):
+                await self._room_until(None)
                 self._begin(numbered)
+                if taken % AT_ONCE == 0:
+                    await asyncio.sleep(0)
             for number in message.leave:
                 if number in self._running:
-                    self._running[number].cancel()
+                    _cancel(self._running[number])
 
     def _begin(self, numbered: NumberedRequest) -> None:
         number = numbered.number
@@ -104,26 +109,45 @@ class Multiplexed:
         """The last part goes with the end, which frees the request's rid, as one."""
         number, request = numbered.number, numbered.request
         missing, last = max(request.sampling_params.n, 1), None
+        remaining = seconds(numbered.timeout) if numbered.HasField("timeout") else None
+        deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
         error: RlctlError | None = None
         try:
             refuse_large(request.DESCRIPTOR.name, request.ByteSize())
-            remaining = seconds(numbered.timeout) if numbered.HasField("timeout") else None
             async with aclosing(self._stream(request, remaining)) as parts:
                 async for part in parts:
                     missing -= sum(sample.HasField("finish_reason") for sample in part.samples)
                     if missing <= 0:
                         last = part
                         continue
-                    while len(self._unsent) > UNSENT:
-                        self._room.clear()
-                        await self._room.wait()
+                    await self._room_until(deadline)
                     self._say(number, part)
+            if self._is_full:
+                kept, last = last, None
+                await self._room_until(deadline)
+                last = kept
         except RlctlError as failure:
             error = failure
         except Exception as failure:
             log.exception("request %s failed", request.rid)
             error = typed(failure)
         self._say(number, last, ended=True, error=error)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._unsent) > UNSENT
+
+    async def _room_until(self, deadline: float | None) -> None:
+        """There is room. Raises DEADLINE_EXCEEDED where the caller has not read by then, on the loop's clock."""
+        if not self._is_full:
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self._is_full:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error("the time was up before the caller had read the answer") from None
 
     def _say(
         self,
@@ -143,3 +167,9 @@ class Multiplexed:
             said.error.CopyFrom(error.detail())
         self._bytes_of_last += said.ByteSize()
         self._news.set()
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Once: a second time would cut short how the request is ended at the engine."""
+    if not task.cancelling():
+        task.cancel()

@@ -127,9 +127,16 @@ class Plan:
     @property
     def gateways(self) -> tuple[GatewaySpec, ...]:
         """HTTP gateways, of models that have one."""
+        paired = {engine.spec.model for engine in self.engines if engine.spec.worker_type == "prefill"}
         return tuple(
             GatewaySpec(
-                model.name, model.gateway, model.router_policy, model.router, model.router_listen, model.model_path
+                model.name,
+                model.gateway,
+                model.router_policy,
+                model.router,
+                model.router_listen,
+                model.model_path,
+                pairs=model.name in paired,
             )
             for model in self.models
             if model.gateway

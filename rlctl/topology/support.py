@@ -31,12 +31,6 @@ def unsupported(topology: Topology) -> list[Problem]:
             whose = model.router or "the gateway"
             why = f"{whose} has no policy {model.router_policy!r}; there are: {', '.join(policies)}"
             found.append(Problem(topology.source, model.line, f"{model.path}.router_policy", why))
-        if model.router and any(group.worker_type in PAIRED for group in model.groups):
-            why = (
-                f"{model.router} is not put in front of prefill and decode engines: its workers are addresses of the "
-                "gateway, which picks the pairs itself; leave `router` out"
-            )
-            found.append(Problem(topology.source, model.line, f"{model.path}.router", why))
         for group in model.groups:
             reasons = _of_group(topology, model, group)
             found += [Problem(topology.source, group.line, group.path, why) for why in reasons]

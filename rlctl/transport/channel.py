@@ -14,6 +14,10 @@ REFUSED_ABOVE_BYTES = 16 << 20
 BATCH_BYTES = 1 << 20
 """Where many things go as one message, another one is begun from this size on."""
 
+AT_ONCE = 16
+"""So many of them are taken in at a time: what the first ones lead to is under way while the rest is taken in.
+Otherwise both sides of a busy stream take turns, and each is idle for half of the time."""
+
 # A peer that was stopped is noticed after ping_timeout, not after gRPC's 60 s; a peer that came back is found within
 # reconnect_backoff, not after minutes.
 OPTIONS: tuple[tuple[str, int], ...] = (

@@ -17,11 +17,17 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_VALUE = 500
 """Characters of one metadata value in a status: trailers have little room. Results carry them whole."""
 
+MAX_MESSAGE = 1500
+"""Bytes of its message, which stands there twice, once with three for each that is not ASCII."""
+
 # Keys of ErrorInfo.metadata that carry the parts of an ErrorDetail.
 _FIELD, _NEXT_STEP = "field", "next_step"
 
 _NOT_GRPC = "Received http2 header with status"
 """How gRPC begins to say that a web server or a proxy has answered."""
+
+_ENDED = "Internal error from Core"
+"""What Python's gRPC says where a call had been ended, for whatever reason, when it was written to."""
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) -> NoReturn:
@@ -29,12 +35,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) 
     metadata = {key: value[:MAX_VALUE] for key, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=metadata)
     if error.field:
-        info.metadata[_FIELD] = error.field
+        info.metadata[_FIELD] = error.field[:MAX_VALUE]
     if error.next_step:
         info.metadata[_NEXT_STEP] = error.next_step
     packed = any_pb2.Any()
     packed.Pack(info)
-    message = str(error)
+    message = str(error).encode(errors="replace")[:MAX_MESSAGE].decode(errors="ignore")
     status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=message, details=[packed])
     await context.abort(grpc.StatusCode[error.status], message, ((DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort returns never")
@@ -65,6 +71,8 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
     match code:
         case grpc.StatusCode.UNAVAILABLE:
             return Reason.UNREACHABLE.error(details, outcome=OUTCOME_UNKNOWN)
+        case grpc.StatusCode.INTERNAL if details == _ENDED:
+            return Reason.UNREACHABLE.error("the call was ended, before it was told why", outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Reason.DEADLINE_EXCEEDED.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.CANCELLED:

@@ -108,6 +108,14 @@ BAD: list[tuple[Message, str, str]] = [
     (update_pb2.CommitWeightUpdateRequest(), "FIELD_REQUIRED", "update_id"),
     (coordinator_pb2.SetStageEnabledRequest(), "FIELD_REQUIRED", "slots"),
     (coordinator_pb2.SetHealingRequest(), "FIELD_REQUIRED", "model"),
+    (group(master_address=64 * "x"), "FIELD_INVALID", "master_address"),
+    (group(master_address="a..b"), "FIELD_INVALID", "master_address"),
+    (update_pb2.CommitWeightUpdateRequest(update_id="u", version=257 * "x"), "FIELD_INVALID", "version"),
+    (
+        verbs_pb2.UpdateWeightsFromDiskRequest(model_path="m", weight_version="a\nb"),
+        "FIELD_INVALID",
+        "weight_version",
+    ),
 ]
 
 
@@ -127,6 +135,7 @@ GOOD: list[Message] = [
     segment(shared_memory=None, cuda_ipc=b"h", header_memory="s"),
     verbs_pb2.UpdateWeightsFromTensorRequest(engine_payloads=[b"p"]),
     group(),
+    group(master_address="fe80::1%eth0"),
     verbs_pb2.ReleaseMemoryRequest(tags=[1, 2]),
     verbs_pb2.AbortRequestsRequest(abort_all=True),
     verbs_pb2.CheckWeightsRequest(expected_digest="0" * 64),

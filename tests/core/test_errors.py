@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import urllib.parse
 
 import grpc
 import grpc.aio
@@ -87,6 +88,15 @@ def test_a_web_server_is_not_taken_for_a_coordinator_of_another_version() -> Non
     assert error.outcome != OUTCOME_UNKNOWN, "it would be tried again until the time is up"
 
 
+def test_a_call_that_ended_while_it_was_written_to_is_no_defect() -> None:
+    """Python's gRPC has not heard the status then and says one of its own."""
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Internal error from Core"
+    )
+    error = status.from_grpc(failed)
+    assert (error.reason, error.outcome) == (Reason.UNREACHABLE, OUTCOME_UNKNOWN)
+
+
 async def test_the_status_code_is_the_exceptions() -> None:
     for reason in Reason:
         context = _Context()
@@ -130,3 +140,21 @@ def test_reasons_have_a_meaning_and_no_two_share_one() -> None:
     meanings = [reason.meaning for reason in Reason]
     assert all(meanings)
     assert len(set(meanings)) == len(meanings)
+
+
+@pytest.mark.parametrize("sign", ["x", "é", "😀"])
+async def test_what_is_said_fits_into_trailers_however_large_the_request_was(sign: str) -> None:
+    context = _Context()
+    with pytest.raises(InterruptedError):
+        await status.abort(context, Reason.FIELD_INVALID.error(f"{100_000 * sign} is none", field="f"))
+    trailers = sum(len(key) + len(value) for key, value in context.metadata)
+    assert len(urllib.parse.quote(context.details)) + trailers * 4 / 3 < 8000
+    told = await over_the_wire(Reason.FIELD_INVALID.error(100_000 * sign, field="f"))
+    assert (told.reason, told.field) == (Reason.FIELD_INVALID, "f")
+    assert len(told.message) > 300
+
+
+def test_a_message_is_no_larger_than_one_can_read() -> None:
+    error = Reason.FIELD_INVALID.error(f"'{100_000 * 'x'}' must be one of a, b")
+    assert len(error.message) < 2100
+    assert error.message.endswith("must be one of a, b")

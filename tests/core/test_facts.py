@@ -118,6 +118,38 @@ def test_an_update_that_ends_before_its_first_byte_leaves_the_stage_as_it_was(re
     assert (state(ready), ready.version) == ("READY", version(1))
 
 
+def test_what_was_generated_before_an_update_may_be_told_until_another_version_is_admitted(ready: Facts) -> None:
+    assert ready.vouched
+    update(ready)
+    assert ready.vouched, "its commit is not published yet"
+    ready.admit([version(2)], adopt=None)
+    assert ready.vouched
+    apply(ready, v.PrepareUpdateRequest(version=version(3)), update_id="u")
+    ready.admit([version(3)], adopt=None)
+    assert not ready.vouched, "the others have published without it"
+
+
+def test_a_stage_that_was_left_out_tells_nothing_while_it_takes_part_in_another_update(ready: Facts) -> None:
+    ready.admit([version(2)], adopt=None)
+    assert (state(ready), ready.vouched) == ("STALE", False)
+    stage_adapter(ready, "1")
+    assert (state(ready), ready.vouched) == ("UPDATING", False)
+
+
+def test_what_comes_of_weights_that_are_written_by_halves_is_not_told_in_the_next_update(ready: Facts) -> None:
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    assert (state(ready), ready.vouched) == ("UPDATING", False)
+
+
+def test_a_stage_that_sleeps_at_a_version_of_the_past_tells_nothing(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest(mode=common.PAUSE_MODE_IN_PLACE))
+    apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_KV_CACHE]), released=(MEMORY_TAG_KV_CACHE,))
+    assert (state(ready), ready.vouched) == ("ASLEEP", True)
+    ready.admit([version(2)], adopt=None)
+    assert (state(ready), ready.vouched) == ("ASLEEP", False)
+
+
 @pytest.mark.parametrize("outcome", [OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN])
 def test_an_update_that_ends_past_its_first_byte_leaves_the_stage_dirty(ready: Facts, outcome: int) -> None:
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")

@@ -20,6 +20,7 @@ READY = Serving(
     incarnation=1,
     state=common_pb2.STAGE_STATE_READY,
     version=common_pb2.WeightVersion(sequence=1),
+    vouched=True,
     lease_until=float("inf"),
     obstacle=None,
     adapters=MappingProxyType({"math": "1"}),
@@ -86,6 +87,17 @@ async def test_a_gate_that_shuts_ends_every_silent_wait(host: Host) -> None:
     await asyncio.sleep(2 * SOON_S)
     host.serving = READY._replace(state=common_pb2.STAGE_STATE_DIRTY)
     assert {await reason(each) for each in waits} == {Reason.STAGE_NOT_SERVING}
+
+
+async def test_what_nobody_vouches_for_is_not_told_in_any_state(host: Host) -> None:
+    """A stage that a version has left out, or that was written by halves, takes part in the next update, or sleeps."""
+    for state in (common_pb2.STAGE_STATE_UPDATING, common_pb2.STAGE_STATE_ASLEEP, common_pb2.STAGE_STATE_PAUSED):
+        host.serving = READY._replace(state=state)
+        coming = new()
+        coming.set_result("x")
+        await host.wait(coming)
+        host.serving = host.serving._replace(vouched=False)
+        assert await reason(host.wait(coming)) is Reason.STAGE_NOT_SERVING
 
 
 async def test_an_adapter_that_is_gone_ends_its_own_requests_only(host: Host) -> None:

@@ -132,6 +132,14 @@ def test_the_error_is_that_of_a_rank_with_the_outcome_and_not_of_one_that_follow
     assert detail.message == "rank 1: cause 1"
 
 
+def test_who_was_told_to_leave_its_group_is_not_to_blame() -> None:
+    operation = Operation(stage_results=stages(OUTCOME_REJECTED, OUTCOME_REJECTED))
+    operation.stage_results[0].error.CopyFrom(Reason.GROUP_NOT_FOUND.error().detail())
+    detail = outcomes.explain_operation(operation, update=True)
+    assert detail is not None
+    assert detail.message.endswith("s1: cause 1")
+
+
 def test_evidence_is_the_weakest() -> None:
     found = ranks(OUTCOME_APPLIED, OUTCOME_APPLIED)
     found[1].evidence = common.EVIDENCE_ENGINE

@@ -398,6 +398,10 @@ def test_one_that_is_named_is_one_of_the_pair() -> None:
     stages = [prefill("p0"), prefill("p1"), decode("d0"), decode("d1"), stage("a")]
     assert pairs_of(stages, Wanted("actor", slot="p1")) == {("p1", "d0"), ("p1", "d1")}
     assert pairs_of(stages, Wanted("actor", slot="d0")) == {("p0", "d0"), ("p1", "d0")}
+    assert pairs_of(stages, Wanted("actor", slot="d0", prefill="p1")) == {("p1", "d0")}
+    apart = [prefill("p0", version=4), prefill("p1", version=3), decode("d0", version=4)]
+    assert pairs_of(apart, Wanted("actor", slot="d0", prefill="p1")) == {("p0", "d0")}, "that one does not fit"
+    assert pairs_of([stage("a")], Wanted("actor", prefill="p1")) == {("", "a")}
     assert pairs_of(stages, Wanted("actor", slot="a")) == {("", "a")}
     assert pairs_of(stages, Wanted("actor", slot="gone")) == set()
 

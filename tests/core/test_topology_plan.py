@@ -299,10 +299,6 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
             "fleet: {launcher: ray}\n" + model(PD_TP, "name: a\nengine: torch"),
             "prefill and decode engines meet on one host, and launcher ray puts engines on several",
         ),
-        (
-            model(PD_TP, "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}"),
-            "sglang-router is not put in front of prefill and decode engines",
-        ),
         (model(of(4, 4, "stages: [{name: a, num_gpus: 1}, {name: b, num_gpus: 3}]")), "several pipeline stages"),
         (
             model(REGULAR, "name: a\ngateway: 127.0.0.1:1\nrouter_policy: cache_aware"),
@@ -340,6 +336,15 @@ def test_a_gateway_is_told_where_its_models_tokenizer_lies() -> None:
     (gateway,) = planned(model(REGULAR, "name: a\ngateway: 127.0.0.1:1")).gateways
     arguments = gateway.arguments("c")
     assert arguments[arguments.index("--tokenizer") + 1] == "/m"
+
+
+def test_a_router_in_front_of_prefill_and_decode_engines_picks_pairs() -> None:
+    routed = "name: a\ngateway: 127.0.0.1:1\nrouter: {backend: sglang-router}"
+    for groups, flags in ((PD_TP, ["--router-pairs"]), (REGULAR, [])):
+        made = planned(model(groups, routed))
+        assert unsupported(made.topology) == []
+        (gateway,) = made.gateways
+        assert [flag for flag in gateway.arguments("c") if flag == "--router-pairs"] == flags
 
 
 def test_a_router_that_is_not_installed_is_missing() -> None:

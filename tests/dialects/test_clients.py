@@ -71,6 +71,7 @@ async def test_vllms_example(
     assert all(len(step["texts"]) == 2 for step in steps)
 
 
+@pytest.mark.timeout(300)
 async def test_verls_trainer_side(torch_fleet: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     """verl 0.9.1 under its patch: FSDP workers that train, its checkpoint manager, its client of agent loops."""
     client, imports, scripts = fetched("verl==0.9.1"), fetched("verl-imports"), INTEGRATIONS / "verl"

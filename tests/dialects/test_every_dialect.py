@@ -10,9 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlctl.gateway import bodies, dialects
+from rlctl import http_callers
+from rlctl.gateway import dialects
 from rlctl.ports import new_uuid7
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
 
 PAUSES = {
     "sglang": "/pause_generation",
@@ -48,6 +50,23 @@ async def test_a_repeat_under_a_key_is_the_first_call_at_whichever_gateway(
     pauses = fleet.server.coordinator.operations.newest_first("PauseGeneration", 0)
     assert len(pauses) == 1, "the second call paused nobody"
     assert not any(stage.report.paused for stage in fleet.server.coordinator.roster.fleet().stages)
+
+
+@EACH
+async def test_probes_are_told_whether_an_engine_lives(fleet: InProcessFleet, open_gateway: Any, name: str) -> None:
+    async with open_gateway(fleet.server.address, name) as http:
+
+        async def probed(path: str) -> int:
+            async with http.get(path) as response:
+                return response.status
+
+        async with http.post(PAUSES[name], json={}) as response:
+            assert response.status == 200
+        assert [await probed(path) for path in ("/health", "/engines/a/health")] == [200, 200], "paused is healthy"
+        for stage in [*fleet.stages]:
+            await fleet.stages.pop(stage).stop()
+        await eventually(lambda: not fleet.server.coordinator.roster.fleet().stages)
+        assert await probed("/health") == 503
 
 
 async def go_on(http: aiohttp.ClientSession, name: str) -> None:
@@ -89,7 +108,7 @@ async def test_a_key_outlives_the_coordinator(fleet: InProcessFleet, open_gatewa
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     load: Callable[..., Any] = dialects.load
     monkeypatch.setattr(dialects, "load", lambda *args: dataclasses.replace(load(*args), body_bytes=1000))
-    monkeypatch.setattr(bodies, "READ_S", 0.1)
+    monkeypatch.setattr(http_callers, "READ_S", 0.1)
 
 
 @EACH

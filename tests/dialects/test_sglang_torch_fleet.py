@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import changed
 from sglang_suite import *  # noqa: F403 - the tests themselves
 from sglang_suite import Server
+
+import rlctl
+from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -31,3 +35,30 @@ async def test_the_upstream_updates_end_in_equal_digests(server: Server, trainer
     steps = [json.loads(line) for line in output.decode().splitlines()]
     assert [step["weight_version"] for step in steps] == [["1"], ["2"]]
     assert steps[0]["model_digest"] != steps[1]["model_digest"]
+
+
+async def test_published_weights_are_pulled_and_loaded(server: Server, tmp_path: Path) -> None:
+    """As slime and Miles do it over a disk: every engine is told, and both have one local directory."""
+    source, local = tmp_path / "published", tmp_path / "local"
+    models = [changed(server.tiny[0], seed=seed, scale=0.1) for seed in (1, 2)]
+    publish_full(source, models[0].named_parameters(), version="1", sequence=1, files_from=server.tiny[1])
+    for number, model in enumerate(models, 1):
+        if number == 2:
+            publish_delta(source, model.named_parameters(), version="2", sequence=2, base=BaseVersion(local))
+        pull = {"source_dir": str(source), "local_checkpoint_dir": str(local), "target_version": number}
+        load = {"model_path": str(local), "weight_version": str(number)}
+        for path, body in (
+            ("/pause_generation", {}),
+            ("/pull_weights", pull),
+            ("/update_weights_from_disk", load),
+            ("/post_process_weights", {"post_process_quantization": True}),
+            ("/continue_generation", {}),
+        ):
+            answers = await server.every("POST", path, body)
+            assert [status for status, _ in answers] == [200, 200], (path, answers)
+        told = await server.every("GET", "/get_weight_version")
+        assert {body["weight_version"] for _, body in told} == {str(number)}
+        checked = [body["model_digest"] for _, body in await server.every("POST", "/weights_checker", {})]
+        assert {digest for each in checked for digest in each.values()} == {rlctl.model_digest(model)}
+    status, refused = await server.ask("POST", "/pull_weights", {**pull, "target_version": 7})
+    assert (status, refused["success"], refused["error"]["field"]) == (400, False, "target_version")

@@ -227,6 +227,18 @@ async def test_a_version_that_is_named_afterwards_is_the_same_version(fleet: InP
     assert refused.reason is Reason.UPDATE_NOT_FOUND
 
 
+async def test_the_name_of_an_update_that_failed_is_given_to_no_other_version(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    fault(fleet, 1, 2, "update_weights_from_distributed", Reason.GROUP_FAILED.error("gone"))
+    assert (await write(fleet, "w2")).state != OPERATION_STATE_OK
+    await eventually(lambda: DIRTY in states(fleet))
+    named = await end(fleet, version="step-3")
+    assert (named.state, named.error.reason) == (OPERATION_STATE_FAILED, "WEIGHTS_DIRTY")
+    assert version_of(fleet) == ("initial", 1)
+
+
 async def test_a_call_that_comes_long_after_the_others_is_an_operation_of_its_own(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +398,37 @@ async def test_a_write_that_failed_ends_its_update_and_the_next_one_starts_anew(
     assert (await go_on(fleet)).state == OPERATION_STATE_OK
     assert weights(fleet) == ["w2"] * 3
     assert states(fleet) == [READY, READY]
+
+
+async def test_what_two_trainers_send_is_not_put_together(fleet: InProcessFleet) -> None:
+    for name in ("one", "two"):
+        await form(fleet, name)
+    await pause(fleet)
+    await write(fleet, "w1", group_name="one", weight_version="first")
+    refused = await refusal(write(fleet, "w2", "w1", group_name="two", weight_version="second"))
+    assert (refused.reason, refused.field) == (Reason.UPDATE_IN_PROGRESS, "buckets[0].names[1]")
+    assert "w1" in refused.message
+    assert "'one'" in refused.message
+    assert (await write(fleet, "w1", "w2", group_name="one")).state == OPERATION_STATE_OK, "its own may come again"
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("first", 2)
+    assert taken(fleet) == [["w1", "w1,w2"]] * 3
+    assert (await write(fleet, "w1", group_name="two", weight_version="second")).state == OPERATION_STATE_OK
+
+
+async def test_a_write_over_a_group_that_nobody_is_in_ends_nobodys_update(fleet: InProcessFleet) -> None:
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1")
+    failed = await write(fleet, "w2", group_name="late")
+    assert {result.error.reason for result in failed.stage_results} == {"GROUP_NOT_FOUND"}
+    await form(fleet, "late")
+    for name, group_name in (("w2", "late"), ("w3", "slime-pp_0")):
+        assert (await write(fleet, name, group_name=group_name)).state == OPERATION_STATE_OK
+    assert (await go_on(fleet)).state == OPERATION_STATE_OK
+    assert taken(fleet) == [["w2", "w3"]] * 3, "since the group was formed"
+    [update] = await operations(fleet, "WeightUpdate")
+    assert update.state == OPERATION_STATE_OK
 
 
 async def test_an_update_that_cannot_be_published_keeps_generation_from_going_on(fleet: InProcessFleet) -> None:

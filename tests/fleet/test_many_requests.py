@@ -10,12 +10,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from rlctl.client.line import Line
+from rlctl.client.line import KEPT, Answers, Line, _Stream
 from rlctl.errors import Reason, RlctlError
 from rlctl.stage.multiplexed import UNSENT, Multiplexed
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
-from rlctl.transport.channel import BATCH_BYTES, REFUSED_ABOVE_BYTES, bearer, open_channel
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, REFUSED_ABOVE_BYTES, bearer, open_channel
 from rlctl.transport.server import GRACE_S
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import rollout_pb2 as r
@@ -110,6 +110,61 @@ async def test_who_leaves_ends_at_the_engine_and_the_others_go_on(fleet: InProce
         assert len([part async for part in leaving]) < FOREVER
 
 
+async def test_what_an_engine_gives_up_without_a_word_is_told(fleet: InProcessFleet, line: Line) -> None:
+    async def given_up(_: r.GenerateRequest) -> AsyncGenerator[r.GenerateResponse, None]:
+        yield r.GenerateResponse()
+        raise asyncio.CancelledError
+
+    fleet.stages["a"]._engine.generate = given_up  # type: ignore[method-assign]
+    error = await why(line, asked())
+    assert (error.reason, error.message) == (
+        Reason.ENGINE_FAILED,
+        "the engine gave the request up and does not say why",
+    )
+
+
+async def test_who_leaves_more_than_once_does_not_cut_short_how_it_ends_at_the_engine(fleet: InProcessFleet) -> None:
+    engine: Any = fleet.stages["a"]._engine
+    generate = engine.generate
+    going, ended = 0, 0
+
+    async def slow_to_end(request: r.GenerateRequest) -> AsyncGenerator[r.GenerateResponse, None]:
+        nonlocal going, ended
+        try:
+            async for part in generate(request):
+                yield part
+        finally:
+            going += 1
+            await asyncio.sleep(0.2)
+            ended += 1
+
+    engine.generate = slow_to_end
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        call = RolloutServiceStub(channel).GenerateMany()
+        numbers = range(1, 4)
+        begin = [r.NumberedRequest(number=number, request=asked(FOREVER)) for number in numbers]
+        await call.write(r.GenerateManyRequest(begin=begin))
+        await eventually(lambda: len(engine._running) == 3)
+        await call.write(r.GenerateManyRequest(leave=[1, 2, 2, 7]))
+        await eventually(lambda: going == 2)
+        await call.write(r.GenerateManyRequest(leave=[1]))
+        call.cancel()  # with 1 and 2 about to end
+        await eventually(lambda: ended == 3)
+    await eventually(lambda: not streams(fleet))
+
+
+async def test_callers_with_new_tokens_make_way_for_each_other(fleet: InProcessFleet, line: Line) -> None:
+    deadline = asyncio.get_running_loop().time() + 20
+    staying = line.ask(asked(FOREVER), deadline, bearer("stays"))
+    for number in range(3 * KEPT):
+        answers = line.ask(asked(1), deadline, bearer(f"token {number}"))
+        assert len([part async for part in answers]) == 2
+    assert len(line._streams) <= KEPT + 2
+    await eventually(lambda: len(streams(fleet)) <= KEPT + 2)
+    await anext(staying)
+    await staying.aclose()
+
+
 async def test_the_time_of_one_is_its_own(fleet: InProcessFleet, line: Line) -> None:
     engine: Any = fleet.stages["a"]._engine
     error = await why(line, asked(FOREVER), within_s=0.2)
@@ -157,10 +212,13 @@ async def test_callers_with_other_tokens_share_nothing(make_fleet: Callable) -> 
     async with make_fleet(a=1, token="right") as fleet:
         line = Line(fleet.stages["a"].rollout_address)
         deadline = asyncio.get_running_loop().time() + 20
-        right, wrong = (line.ask(asked(3), deadline, bearer(token)) for token in ("right", "guessed"))
-        with pytest.raises(RlctlError) as caught:
-            await anext(wrong)
-        assert caught.value.reason is Reason.TOKEN_INVALID
+        right = line.ask(asked(3), deadline, bearer("right"))
+        reason = Reason.UNREACHABLE
+        while reason is Reason.UNREACHABLE:  # ended while it was written to
+            with pytest.raises(RlctlError) as caught:
+                await anext(line.ask(asked(3), deadline, bearer("guessed")))
+            reason = caught.value.reason
+        assert reason is Reason.TOKEN_INVALID
         assert len([part async for part in right]) == 4
         await line.close()
 
@@ -233,3 +291,92 @@ async def test_callers_that_do_not_read_make_their_requests_wait() -> None:
         parts += len((await anext(messages)).parts)
     assert made == 80
     await messages.aclose()
+
+
+async def test_callers_that_do_not_read_are_not_waited_for_beyond_the_deadline_and_begin_nothing_more() -> None:
+    count = 100
+
+    async def large(_: r.GenerateRequest, __: float | None) -> AsyncGenerator[r.GenerateResponse, None]:
+        end = r.Sample(text="t" * BATCH_BYTES, finish_reason=r.FinishReason())
+        yield r.GenerateResponse(samples=[end])
+
+    async def more() -> AsyncIterator[Any]:
+        for first in range(1, count, 10):
+            yield r.GenerateManyRequest(begin=[begun(number) for number in range(first, first + 10)])
+            await asyncio.sleep(0.001)
+
+    def begun(number: int) -> r.NumberedRequest:
+        request = r.NumberedRequest(number=number, request=r.GenerateRequest())
+        request.timeout.FromMilliseconds(200)
+        return request
+
+    together = Multiplexed(large)
+    messages = together.serve(more())
+    parts = list((await anext(messages)).parts)
+    await eventually(lambda: not together._running)
+    assert sum(message.ByteSize() for message in together._unsent) < (UNSENT + 3) * BATCH_BYTES
+    assert together._last < count
+    while len(parts) < count:
+        parts += (await anext(messages)).parts
+    assert sorted(part.number for part in parts if part.ended) == [*range(1, count + 1)]
+    late = [part for part in parts if part.HasField("error")]
+    assert late
+    assert {Reason[part.error.reason] for part in late} == {Reason.DEADLINE_EXCEEDED}
+    assert not any(part.HasField("response") for part in late)
+    await messages.aclose()
+
+
+# Neither side waits until the other has taken in everything, without a network.
+
+
+async def test_a_stage_answers_the_first_while_it_takes_in_the_rest() -> None:
+    async def short(request: r.GenerateRequest, _: float | None) -> AsyncGenerator[r.GenerateResponse, None]:
+        yield r.GenerateResponse(rid=request.rid, samples=[r.Sample(text="t")])
+
+    async def once() -> AsyncIterator[Any]:
+        numbers = range(1, 4 * AT_ONCE + 1)
+        begin = [r.NumberedRequest(number=number, request=r.GenerateRequest()) for number in numbers]
+        yield r.GenerateManyRequest(begin=begin)
+
+    messages = [message async for message in Multiplexed(short).serve(once())]
+    assert len(messages) > 1
+    assert [part.number for message in messages for part in message.parts if part.ended] == [*range(1, 4 * AT_ONCE + 1)]
+
+
+async def test_a_caller_goes_on_after_the_first_answers_while_it_takes_in_the_rest() -> None:
+    class Call:
+        """Answers everything of the first message with one."""
+
+        def __init__(self) -> None:
+            self.written: list[r.GenerateManyRequest] = []
+            self.first = asyncio.Event()
+            self.answered = False
+
+        async def write(self, message: r.GenerateManyRequest) -> None:
+            self.written.append(message)
+            self.first.set()
+
+        async def done_writing(self) -> None:
+            pass
+
+        async def read(self) -> Any:
+            if self.answered:
+                await asyncio.Event().wait()
+            await self.first.wait()
+            self.answered = True
+            numbers = [numbered.number for numbered in self.written[0].begin]
+            return r.GenerateManyResponse(parts=[r.NumberedResponse(number=n, ended=True) for n in numbers])
+
+    async def one_after_the_other(answers: Answers) -> None:
+        assert [part async for part in answers] == []
+        stream.begin(asked(), float("inf"))
+
+    call = Call()
+    stream = _Stream(call)
+    waiting = [one_after_the_other(stream.begin(asked(), float("inf"))) for _ in range(4 * AT_ONCE)]
+    await asyncio.gather(*waiting)
+    await eventually(lambda: sum(len(message.begin) for message in call.written) == 8 * AT_ONCE)
+    assert len(call.written[0].begin) == 4 * AT_ONCE
+    assert len(call.written[1].begin) < 4 * AT_ONCE
+    stream.finish()
+    await stream.closed()

@@ -406,6 +406,18 @@ async def test_an_older_trainer_is_fenced(fleet: InProcessFleet) -> None:
     assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
 
 
+async def test_what_is_read_from_disk_is_no_trainers_that_is_over(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    plan = await begin(fleet, trainer=u.Trainer(incarnation=5))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+    from_disk = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="two")
+    assert (await fleet.stub.UpdateWeightsFromDisk(from_disk)).state == OPERATION_STATE_OK
+    assert version_of(fleet) == ("two", 3)
+
+
 async def test_active_requests_refuse_an_update_without_a_pause(
     fleet: InProcessFleet, checkpoint: Callable[[str], str]
 ) -> None:

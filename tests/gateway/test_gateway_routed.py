@@ -137,6 +137,18 @@ async def test_a_stage_is_out_before_it_changes_and_in_when_it_serves(
     await until(router, {"a", "b"})
 
 
+async def test_workers_say_where_their_tokenizer_lies(fleet: InProcessFleet, router: SglangRouter) -> None:
+    """What is no directory the router looks for on the network."""
+    await until(router, {"a", "b"})
+    (published,) = fleet.server.coordinator.roster.fleet().models
+    async with aiohttp.ClientSession() as http:
+        for url in await asyncio.to_thread(router.workers):
+            async with http.get(f"{url}/model_info") as response:
+                told = await response.json()
+            assert told["model_path"] == published.checkpoint != ""
+            assert told["served_model_name"] == "actor"
+
+
 async def test_a_router_that_ended_is_started_again(fleet: InProcessFleet, router: SglangRouter) -> None:
     await until(router, {"a", "b"})
     former = router.pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rlctl import http_callers
 from rlctl.errors import Reason, RlctlError
-from rlctl.gateway import bodies, connections, dialects, identity
+from rlctl.gateway import dialects, identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
@@ -128,7 +130,7 @@ async def test_what_is_not_there_is_said_in_the_dialects_words(http: aiohttp.Cli
 
 
 async def test_a_slow_body_is_given_up(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "READ_S", 0.1)
+    monkeypatch.setattr(http_callers, "READ_S", 0.1)
 
     async def trickle() -> Any:
         yield b"{"
@@ -227,8 +229,8 @@ def test_fields_within_fields_have_their_whole_path() -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
-    monkeypatch.setattr(connections, "WRITE_S", 0.3)
+    monkeypatch.setattr(http_callers, "HEAD_S", 0.3)
+    monkeypatch.setattr(http_callers, "WRITE_S", 0.3)
 
 
 WHOLE = b"POST /slow_read HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -285,6 +287,40 @@ async def test_a_connection_is_kept_between_requests_but_not_for_half_of_one(htt
             assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
         writer.write(WHOLE[:20])
         assert await ends(reader)
+
+
+CHUNKED = b"POST /slow_read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\n{}\r\n0\r\nT: t\r\n\r\n"
+BARE = b"POST /slow_read HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("whole", [WHOLE, CHUNKED, BARE])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_half_a_head_that_comes_with_a_whole_request_is_given_no_longer(
+    http: aiohttp.ClientSession, whole: bytes, size: int
+) -> None:
+    sent = 2 * whole + WHOLE[:20]
+    async with connected(http) as (reader, writer):
+        writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(sent), size):
+            writer.write(sent[at : at + size])
+            await asyncio.sleep(0)
+        for _ in range(2):
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200"), "these are answered, however late"
+        assert await ends(reader)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("whole", [WHOLE, CHUNKED, BARE])
+async def test_a_connection_is_kept_after_requests_that_came_together(
+    http: aiohttp.ClientSession, whole: bytes
+) -> None:
+    async with connected(http) as (reader, writer):
+        for _ in range(2):
+            writer.write(2 * whole + b"\r\n")
+            for _ in range(2):
+                assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.7)
 
 
 @pytest.mark.usefixtures("hasty")

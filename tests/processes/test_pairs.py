@@ -49,7 +49,8 @@ def test_a_pair_of_two_cuts_from_a_file(tiny: tuple[Any, Path], tmp_path: Path) 
     model, checkpoint = tiny
     file = tmp_path / "pairs.yaml"
     text = EXAMPLE.read_text().replace("/tmp/tiny", str(checkpoint))
-    file.write_text(text.replace("name: pairs", "name: pairs\n  restart: {backoff_s: 0.1}"))
+    more = "  restart: {backoff_s: 0.1}\n  router: {backend: sglang-router}"
+    file.write_text(text.replace("name: pairs", f"name: pairs\n{more}"))
     up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json", timeout_s=200)
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
@@ -62,7 +63,8 @@ def test_a_pair_of_two_cuts_from_a_file(tiny: tuple[Any, Path], tmp_path: Path) 
         rollout = fleet.rollout("actor")
         [sample] = rollout.generate(PROMPT, max_new_tokens=8, **SAMPLING)
         assert sample.output_ids == greedy(model, PROMPT, 8)
-        assert over_http("pairs", max_new_tokens=8) == greedy(model, PROMPT, 8)
+        for urls in (known("pairs").gateways, known("pairs").routers):
+            assert over_http(urls["actor"], max_new_tokens=8) == greedy(model, PROMPT, 8)
         updated_meanwhile(fleet, rollout, model)
         for half in ("prefill", "decode"):
             killed_meanwhile(fleet, rollout, f"actor-{half}-0")
@@ -73,12 +75,10 @@ def test_a_pair_of_two_cuts_from_a_file(tiny: tuple[Any, Path], tmp_path: Path) 
     assert not any(Path(name).exists() for name in names)
 
 
-def over_http(name: str, **sampling: Any) -> list[int]:
-    """The same from the model's gateway, streams put together by it."""
+def over_http(url: str, **sampling: Any) -> list[int]:
+    """The same from the model's gateway, or the router in front of it."""
     body = {"input_ids": PROMPT, "sampling_params": {**SAMPLING, **sampling}}
-    request = urllib.request.Request(
-        f"{known(name).gateways['actor']}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         told: dict[str, Any] = json.loads(response.read())
     ids: list[int] = told["output_ids"]

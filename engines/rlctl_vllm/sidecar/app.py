@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from rlctl import http_callers
 from rlctl.errors import Reason, RlctlError
 from rlctl_vllm.sidecar.admin import VERBS, Admin
 from rlctl_vllm.sidecar.asking import read
@@ -52,7 +53,7 @@ class Sidecar:
 
     def application(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=BODY_BYTES)
+        app = web.Application(middlewares=[http_callers.answering])
         both = {
             "/generate": ("POST", "PUT"),
             "/health": ("GET",),
@@ -250,7 +251,7 @@ def _guarded(handler: _Handler) -> _Handler:
 
 async def _body(request: web.Request) -> Any:
     try:
-        return orjson.loads(await request.read() or b"{}")
+        return orjson.loads(await http_callers.body(request, BODY_BYTES) or b"{}")
     except ValueError as error:
         raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}") from None
 

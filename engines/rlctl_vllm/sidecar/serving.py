@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from rlctl_servers.http import Http
 
+from rlctl import http_callers
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl_vllm.engine import VLLMEngine
@@ -167,7 +168,7 @@ class SidecarServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, config.host, config.port, backlog=4096).start()
+            await http_callers.Site(self._runner, config.host, config.port, backlog=4096).start()
         except OSError as error:
             raise Reason.FIELD_INVALID.error(
                 f"{config.host}:{config.port} cannot be bound: {error.strerror}", field="listen"

@@ -1,8 +1,8 @@
 """verl's own trainer side, patched, against a fleet: its FSDP workers, its checkpoint manager, its client.
 
-    patch -p1 -d SITE-PACKAGES < examples/integrations/verl/verl-0.9.1.patch
-    export VERL_USE_EXTERNAL_MODULES=on_cpu VERL_ENGINE_DEVICE=cuda PYTHONPATH=examples/integrations/verl
     python examples/integrations/verl/trainer.py --model DIR --coordinator 127.0.0.1:5080
+
+README.md has the environment that it needs.
 
 What ``PPOTrainerSeparateAsync`` makes, in its order: actor workers (here two on the CPU, over gloo, with the model
 sharded between them), a standalone ``LLMServerManager``, a ``CheckpointEngineManager`` for both, and a client of agent

@@ -1,7 +1,8 @@
 """What a request costs on its way: through the SDK, through the gateway, and through sglang-router.
 
 Behind each is something that answers at once with the same tokens: an HTTP server behind sglang-router, as its worker,
-and a stage server with an engine that computes nothing behind the SDK and the gateway. Each server is a process.
+and a stage server with an engine that computes nothing behind the SDK and the gateway; or, for some figures, a torch
+engine with a tiny model behind all of them. Each server is a process.
 """
 
 from __future__ import annotations
@@ -32,10 +33,28 @@ FIGURES = [
         at_least=1.0,
     ),
     Figure(
+        "stream_rps",
+        "streams a second, a message for each of 16 tokens, through the SDK ÷ through sglang-router, 64 at a time",
+        "ratio",
+        rates.streams,
+    ),
+    Figure(
         "gateway_rps",
         "requests a second of an aiohttp client through the gateway ÷ through sglang-router, 64 at a time",
         "ratio",
         rates.gateway,
+    ),
+    Figure(
+        "torch_rps_c1",
+        "requests a second of a torch engine through the SDK ÷ through sglang-router and the gateway, one at a time",
+        "ratio",
+        rates.torch_alone,
+    ),
+    Figure(
+        "torch_rps",
+        "requests a second of a torch engine through the SDK ÷ through sglang-router and the gateway, 64 at a time",
+        "ratio",
+        rates.torch,
     ),
     Figure(
         "stale_tokens",

@@ -38,7 +38,9 @@ def running(setting: Setting) -> Iterator[str]:
 
 
 def measure(setting: Setting) -> Reading:
-    """The 99th percentile in each round with streams ÷ without, in milliseconds."""
+    """The 99th percentile in each round with streams ÷ without, in milliseconds; and with streams that are not the
+    SDK's, each a call of its own.
+    """
     coordinator = setting.shared(running)
     streams = 200 if setting.quick else STREAMS
     calls = 50 if setting.quick else 300
@@ -46,24 +48,31 @@ def measure(setting: Setting) -> Reading:
         fleet.generate("x", max_new_tokens=0, timeout_s=30.0)
         _calls(fleet, calls)
         idle = [_calls(fleet, calls) for _ in range(setting.rounds)]
-        command = [sys.executable, "-m", "rlctl.bench.rollout.streams", coordinator, str(streams)]
-        with server(command) as asking:
-            announced(asking)
-            loaded = [_calls(fleet, calls) for _ in range(setting.rounds)]
-            running_now = sum(
-                rank.loads.running
-                for stage in fleet.call(GetLoadsRequest()).stage_results
-                for rank in stage.rank_results
-            )
-    spread = Spread.of([under / without for under, without in zip(loaded, idle, strict=True)])
+
+        def loaded(*how: str) -> tuple[list[float], int]:
+            command = [sys.executable, "-m", "rlctl.bench.rollout.streams", coordinator, str(streams), *how]
+            with server(command) as asking:
+                announced(asking)
+                return [_calls(fleet, calls) for _ in range(setting.rounds)], _running(fleet)
+
+        under, running_now = loaded()
+        apart, _ = loaded("--apart")
+    spread = Spread.of([one / other for one, other in zip(under, idle, strict=True)])
     return Reading.of(
         spread,
         floor=statistics.median(idle),
         floor_unit="ms",
-        loaded_ms=statistics.median(loaded),
+        loaded_ms=statistics.median(under),
+        apart_ms=statistics.median(apart),
         streams=streams,
         running=running_now,
     )
+
+
+def _running(fleet: Fleet) -> int:
+    """Requests that run now."""
+    stages = fleet.call(GetLoadsRequest()).stage_results
+    return sum(rank.loads.running for stage in stages for rank in stage.rank_results)
 
 
 def _calls(fleet: Fleet, count: int) -> float:

@@ -10,13 +10,18 @@ import orjson
 from aiohttp import web
 
 from rlctl import loops
-from rlctl.bench.rollout.reply import REPLY
+from rlctl.bench.rollout.reply import EVENTS, REPLY
 from rlctl.process import announce, end_with_parent, stop_event
 
 
-async def _generate(request: web.Request) -> web.Response:
-    orjson.loads(await request.read())
-    return web.Response(body=REPLY, content_type="application/json")
+async def _generate(request: web.Request) -> web.StreamResponse:
+    if not orjson.loads(await request.read()).get("stream"):
+        return web.Response(body=REPLY, content_type="application/json")
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    for event in EVENTS:
+        await answer.write(event)
+    return answer
 
 
 async def _told(request: web.Request) -> web.Response:

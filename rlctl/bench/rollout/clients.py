@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from rlctl.bench.figures import Setting
+from rlctl.bench.rollout.reply import TOKENS
 from rlctl.bench.rollout.ways import PROMPT, SAMPLING
 from rlctl.client import aio
 from rlctl.loops import LoopThread
@@ -34,6 +35,19 @@ async def sdk(coordinator: str, count: int, at_once: int) -> list[float]:
 
         async def one() -> None:
             await rollout.generate(PROMPT, return_logprob=False, **SAMPLING)  # type: ignore[arg-type]
+
+        return await _timed(one, count, at_once)
+
+
+async def sdk_streams(coordinator: str, count: int, at_once: int) -> list[float]:
+    """Streams of the SDK, a message for every token."""
+    async with await aio.connect(coordinator) as fleet:
+
+        async def one() -> None:
+            parts = fleet.generate_stream(PROMPT, min_new_tokens=len(TOKENS), **SAMPLING)  # type: ignore[arg-type]
+            messages = [part async for part in parts]
+            if len(messages) != len(TOKENS):
+                raise AssertionError(f"{len(messages)} messages")
 
         return await _timed(one, count, at_once)
 

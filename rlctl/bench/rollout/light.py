@@ -1,4 +1,4 @@
-"""``rlctl`` whose fake engine answers at once, in one message: ``python -m rlctl.bench.rollout.light stage ...``."""
+"""``rlctl`` whose fake engine answers at once: ``python -m rlctl.bench.rollout.light stage ...``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from rlctl.v1.rollout_pb2 import (
 
 
 async def at_once(self: FakeEngine, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
-    """All tokens."""
-    yield GenerateResponse(
-        rid=request.rid,
-        prompt_tokens=len(request.input_ids.ids),
-        samples=[
-            Sample(
-                output_ids=TOKENS,
-                text="t" * len(TOKENS),
-                completion_tokens=len(TOKENS),
-                versions=[VersionSpan(version=self._version, start=0, end=len(TOKENS))],
-                finish_reason=FinishReason(type=FINISH_TYPE_LENGTH),
-            )
-        ],
-    )
+    """All tokens in one message, or each in its own when so many are the least that is asked for."""
+    step = 1 if request.sampling_params.min_new_tokens == len(TOKENS) else len(TOKENS)
+    for end in range(step, len(TOKENS) + 1, step):
+        sample = Sample(
+            output_ids=TOKENS[end - step : end],
+            text="t" * step,
+            completion_tokens=end,
+            versions=[VersionSpan(version=self._version, start=end - step, end=end)],
+        )
+        if end == len(TOKENS):
+            sample.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
+        yield GenerateResponse(rid=request.rid, prompt_tokens=len(request.input_ids.ids), samples=[sample])
 
 
 if __name__ == "__main__":

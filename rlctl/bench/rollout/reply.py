@@ -1,21 +1,24 @@
-"""What every server of this benchmark answers."""
+"""What every server of this benchmark answers: whole, and as a stream with a token in every event."""
 
 from __future__ import annotations
 
 import orjson
 
 TOKENS = list(range(100, 116))
-REPLY = orjson.dumps(
-    {
-        "text": "t" * len(TOKENS),
-        "output_ids": TOKENS,
-        "meta_info": {
-            "id": "r",
-            "finish_reason": {"type": "length", "length": len(TOKENS)},
-            "prompt_tokens": 32,
-            "completion_tokens": len(TOKENS),
-            "cached_tokens": 0,
-            "weight_version": "1",
-        },
+
+
+def _reply(tokens: int) -> bytes:
+    """SGLang's answer, or the event of its stream, that has so many tokens."""
+    meta = {
+        "id": "r",
+        "finish_reason": {"type": "length", "length": tokens} if tokens == len(TOKENS) else None,
+        "prompt_tokens": 32,
+        "completion_tokens": tokens,
+        "cached_tokens": 0,
+        "weight_version": "1",
     }
-)
+    return orjson.dumps({"text": "t" * tokens, "output_ids": TOKENS[:tokens], "meta_info": meta})
+
+
+REPLY = _reply(len(TOKENS))
+EVENTS = [b"data: %b\n\n" % _reply(count) for count in range(1, len(TOKENS) + 1)] + [b"data: [DONE]\n\n"]

@@ -1,42 +1,55 @@
-"""The caller of many streams, as a process: ``python -m rlctl.bench.rollout.streams COORDINATOR COUNT``."""
+"""The caller of many streams, as a process: ``python -m rlctl.bench.rollout.streams COORDINATOR COUNT [--apart]``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
+
+import grpc.aio
 
 from rlctl import loops
 from rlctl.client import aio
 from rlctl.client.generation import build_request
 from rlctl.process import announce, end_with_parent, stop_event
-from rlctl.rollout.progress import Progress, begin
-from rlctl.v1.rollout_pb2 import Sample
+from rlctl.rollout.progress import begin
+from rlctl.transport.channel import open_channel
+from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+
+REQUEST = build_request("x", {"max_new_tokens": 1_000_000}, model="actor")
+_Open = Callable[[Callable[[], None]], Awaitable[object]]
+"""Opens a stream and keeps it open; calls back at everything that comes."""
 
 
-async def _ask(coordinator: str, count: int) -> None:
+async def _ask(coordinator: str, count: int, *, apart: bool) -> None:
     """Open so many streams and keep them open."""
     end_with_parent()
     stop = stop_event()
-    async with await aio.connect(coordinator) as fleet:
+    async with await aio.connect(coordinator) as fleet, _calls(await fleet.stages()) as calls:
+        rollout = fleet.rollout("actor")
         begun = 0
         every = asyncio.Event()
 
-        rollout = fleet.rollout("actor")
-        request = build_request("x", {"max_new_tokens": 1_000_000}, model="actor")
+        async def by_sdk(told: Callable[[], None]) -> None:
+            await rollout.complete(begin(REQUEST), timeout_s=3600.0, told=lambda *_: told())
 
-        async def stream() -> None:
-            started: set[bool] = set()
+        async def stream(open_one: _Open) -> None:
+            started = False
 
-            def told(_progress: Progress, _part: Sample) -> None:
-                nonlocal begun
+            def told() -> None:
+                nonlocal begun, started
                 begun += not started
-                started.add(True)
+                started = True
                 if begun == count:
                     every.set()
 
-            await rollout.complete(begin(request), timeout_s=3600.0, told=told)
+            await open_one(told)
 
-        tasks = [asyncio.create_task(stream()) for _ in range(count)]
+        ways = cycle(calls) if apart else cycle([by_sdk])
+        tasks = [asyncio.create_task(stream(next(ways))) for _ in range(count)]
         begun_or_stopped = [asyncio.create_task(event.wait()) for event in (every, stop)]
         await asyncio.wait(begun_or_stopped, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
@@ -47,9 +60,28 @@ async def _ask(coordinator: str, count: int) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def _calls(stages: Sequence[Stage]) -> AsyncIterator[list[_Open]]:
+    """A gRPC call of its own for each stream, to each of the stages."""
+    async with AsyncExitStack() as stack:
+
+        def to(channel: grpc.aio.Channel) -> _Open:
+            stub = RolloutServiceStub(channel)
+
+            async def call(told: Callable[[], None]) -> None:
+                async for _ in stub.GenerateStream(REQUEST):
+                    told()
+
+            return call
+
+        addresses = [stage.registration.rollout_address for stage in stages]
+        yield [to(await stack.enter_async_context(open_channel(address))) for address in addresses]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("coordinator")
     parser.add_argument("count", type=int)
+    parser.add_argument("--apart", action="store_true", help="each as a gRPC call of its own, without the SDK")
     given = parser.parse_args()
-    loops.run(_ask(given.coordinator, given.count))
+    loops.run(_ask(given.coordinator, given.count, apart=given.apart))

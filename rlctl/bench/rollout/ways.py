@@ -14,10 +14,11 @@ from rlctl.bench.servers import announced, server
 from rlctl.client.fleet import connect
 from rlctl.gateway.sglang_router import SglangRouter
 
-PROMPT = list(range(5, 37))
-SAMPLING = {"max_new_tokens": len(TOKENS), "temperature": 1.0}
+PROMPT = [4 + i % 12 for i in range(32)]  # in the tiny model's vocabulary, too
+SAMPLING = {"max_new_tokens": len(TOKENS), "temperature": 1.0, "ignore_eos": True}
 BODY = {"input_ids": PROMPT, "sampling_params": SAMPLING}
-_ENDS = "--end-with-parent"
+STREAM = {**BODY, "stream": True}
+ENDS = "--end-with-parent"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def running(setting: Setting) -> Iterator[Ways]:
     (directory / "weights.txt").write_text("light")
     rlctl = [sys.executable, "-m", "rlctl"]
     light = [sys.executable, "-m", "rlctl.bench.rollout.light"]
-    quiet = ["--log-level", "WARNING", _ENDS]
+    quiet = ["--log-level", "WARNING", ENDS]
     with ExitStack() as stack:
         journal = str(directory / "journal.db")
         coordinator = announced(stack.enter_context(server([*rlctl, "coordinator", "--journal", journal, *quiet])))

@@ -54,7 +54,8 @@ def dialect(generation: Generation) -> Dialect:
         Route("GET", "/workers/{id:.+}", get_worker, Scope.VIEWER, "One worker, by its slot or address."),
         Route("PUT", "/workers/{id:.+}", router.guarded(put_worker), doc='{"disabled": ...}: routed to or not.'),
     ]
-    return Dialect("omni", [*rows, *own, *workers, *routes(), *routes(ENGINE)], fail=fail)
+    probes = [Route("GET", f"{at}/health", engines.health, Scope.OPEN) for at in ("", ENGINE)]
+    return Dialect("omni", [*rows, *own, *workers, *probes, *routes(), *routes(ENGINE)], fail=fail)
 
 
 def fail(error: RlctlError) -> Reply:

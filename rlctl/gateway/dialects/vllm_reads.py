@@ -8,18 +8,14 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from rlctl.errors import Reason
 from rlctl.gateway import engines
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.dialects import vllm_requests
 from rlctl.gateway.dialects.vllm_control import told_by_each
-from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.verbs_pb2 import GetLoadsRequest, GetServerInfoRequest
 from rlctl.version import __version__
-
-_DEAD = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_JOINING)
 
 
 async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
@@ -98,15 +94,6 @@ async def server_info(call: Call) -> Reply:
     return Reply({"servers": {engines.url_of(call, slot): info for slot, info in told.items()}, "vllm_config": config})
 
 
-async def health(call: Call) -> Reply:
-    """200 if the engine lives, paused or asleep too; at the root if one does."""
-    if any(
-        stage.state not in _DEAD and not stage.quarantine.reason for stage in await engines.asked(call, openly=True)
-    ):
-        return Reply(b"")
-    raise Reason.NO_ROUTABLE_STAGE.error("no engine lives")
-
-
 async def version(call: Call) -> Reply:
     """rlctl's version."""
     del call
@@ -118,7 +105,7 @@ ROUTES = (
     Route("GET", "/get_world_size", world_size, Scope.VIEWER),
     Route("GET", "/load", load, Scope.VIEWER),
     Route("GET", "/server_info", server_info, Scope.VIEWER),
-    Route("GET", "/health", health, Scope.OPEN),
-    Route("GET", "/ping", health, Scope.OPEN),
+    Route("GET", "/health", engines.health, Scope.OPEN),
+    Route("GET", "/ping", engines.health, Scope.OPEN),
     Route("GET", "/version", version, Scope.OPEN),
 )

@@ -14,8 +14,8 @@ from rlctl.rollout.progress import Progress
 from rlctl.rollout.sample import RolloutSample
 from rlctl.v1.rollout_pb2 import Sample
 
-SLOT, PREFERRED = "slot", "preferred"
-"""Placeholders of routes that ask one engine, and of those that ask it if they can."""
+SLOT, PREFERRED, PREFILL = "slot", "preferred", "prefill"
+"""Placeholders of routes that ask one engine, and of those that ask it if they can, also to compute the prompt."""
 ANY = "-"
 """Stands where a slot's name stands, and is none: whoever serves first is asked."""
 
@@ -98,7 +98,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
 async def _place(call: Call) -> Place:
     """Where the address says. Raises STAGE_NOT_FOUND: nobody waits for an engine that there is not."""
     if PREFERRED in call.path:
-        return Place(call.path[PREFERRED], only=False)
+        return Place(call.path[PREFERRED], only=False, prefill=call.path.get(PREFILL, ""))
     slot = call.path.get(SLOT, "")
     if slot and slot not in [stage.registration.slot for stage in await call.fleet.stages()]:
         raise Reason.STAGE_NOT_FOUND.error(f"there is no engine {slot!r}", field=SLOT)

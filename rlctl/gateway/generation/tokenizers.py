@@ -76,8 +76,7 @@ class Tokenizers:
         """A model's. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
         async with self._lock:
             if model not in self._found:
-                known = {each.name: each.checkpoint for each in await self._fleet.models()}
-                path = self._path or known.get(model, "")
+                path = await self.directory(model)
                 if not path:
                     raise Reason.CHECKPOINT_NOT_FOUND.error(
                         f"where the tokenizer of {model} lies is not known: its latest version is not on disk",
@@ -85,6 +84,11 @@ class Tokenizers:
                     )
                 self._found[model] = await asyncio.to_thread(Tokenizer, path)
         return self._found[model]
+
+    async def directory(self, model: str) -> str:
+        """Where a model's lies; "" where that is not known."""
+        known = {each.name: each.checkpoint for each in await self._fleet.models()}
+        return self._path or known.get(model, "")
 
     async def maybe(self, model: str) -> Tokenizer | None:
         """A model's, or None where there is none."""

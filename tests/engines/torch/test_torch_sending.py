@@ -12,13 +12,15 @@ from torch_source import digest_of, prepare, tensors_of
 from torch_stage import Stage
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, PAUSE_MODE_RETRACT
 from rlctl.v1.verbs_pb2 import (
     AbortUpdateRequest,
     CheckWeightsRequest,
     CommitUpdateRequest,
+    ContinueGenerationRequest,
     DestroyWeightsUpdateGroupRequest,
     InitWeightsUpdateGroupRequest,
+    PauseGenerationRequest,
     SendWeightsRequest,
     TensorBucket,
     UpdateWeightsFromDistributedRequest,
@@ -113,6 +115,25 @@ async def test_what_is_sent_is_one_version_or_the_sender_says_so(
     assert {answer.reason for answer in answers} <= {Reason.UPDATE_IN_PROGRESS, Reason.GROUP_FAILED}
     await stage(AbortUpdateRequest(), update=update)
     assert len(await stage.tokens([1, 2, 3], 2)) == 2
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["beside-the-steps", "at-rest"])
+async def test_a_receiver_that_leaves_costs_the_sender_nothing(
+    stage: Stage, other: Stage, group: None, paused: bool
+) -> None:
+    if paused:
+        await stage(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    sending = asyncio.create_task(stage.ranks(SendWeightsRequest(group_name=GROUP, buckets=[bucket(stage)])))
+    await asyncio.sleep(0.2)  # nobody takes anything in, so the first tensor is on its way
+    await other.ranks(DestroyWeightsUpdateGroupRequest(group_name=GROUP))
+    assert {(answer.reason, answer.outcome) for answer in await sending} == {(Reason.GROUP_FAILED, OUTCOME_REJECTED)}
+    for held in await stage(CheckWeightsRequest()):
+        assert held.model_digest == digest_of(stage.config.model_path)
+    if paused:
+        await stage(ContinueGenerationRequest())
+    assert len(await stage.tokens([1, 2, 3], 2)) == 2
+    for held in await stage(CheckWeightsRequest()):
+        assert held.model_digest == digest_of(stage.config.model_path), "beside the steps too"
 
 
 async def test_ranks_that_hold_the_same_parts_send_them_to_each_other(stage: Stage, twin: Stage) -> None:

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
 
+from rlctl import http_callers
 from rlctl.bench.sidecar.upstream import application
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.sglang_router import SglangRouter
@@ -244,6 +245,30 @@ async def test_an_upstream_that_is_gone_is_said_to_be(session: aiohttp.ClientSes
             assert response.status == 503
             assert (await response.json())["error"]["reason"] == "STAGE_NOT_SERVING"
     await sidecar.stop()
+
+
+async def test_callers_that_say_half_are_cut_off(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("HEAD_S", "READ_S"):
+        monkeypatch.setattr(http_callers, limit, 0.3)
+    whole = b"GET /model_info HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        for sent in (b"", whole[:20], whole + whole[:20]):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(sidecar.url.rpartition(":")[2]))
+            writer.write(sent)
+            async with asyncio.timeout(5):
+                assert (await reader.read()).startswith(b"HTTP/1.1 200") == (len(sent) > len(whole))
+            writer.close()
+        async with session.post(f"{sidecar.url}/generate", data=trickle()) as response:
+            assert (response.status, (await response.json())["error"]["field"]) == (408, "body")
+        await sidecar.stop()
 
 
 @pytest.mark.parametrize(
