@@ -209,13 +209,11 @@ class GivenGroup(Places):
 
     def _taken(self, placement: Placement, group: _Group, bundles: Sequence[int]) -> RlctlError | None:
         """The error when somebody else has what its ranks are to take."""
-        from ray._private.state import available_resources_per_node
-
-        free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+        free: Mapping[str, float] = ray.available_resources()
         spec = placement.spec
         for bundle in bundles:
             for name, amount in need(spec.device, 1, spec.cpus_per_rank).items():
-                there = free.get(group.nodes[bundle], {}).get(f"{name}_group_{bundle}_{group.id}", 0.0)
+                there = free.get(f"{name}_group_{bundle}_{group.id}", 0.0)  # a bundle has a resource of its own
                 if there < amount * self._share:
                     return Reason.PLACE_UNAVAILABLE.error(
                         f"{spec.slot}: bundle {bundle} of placement group {self._named!r} has {there:g} of "
