@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 
 from rlctl.client.part import Part, cut_off, describe, detail, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Lead
-from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.errors import Reason, from_detail
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import Offer, Sent, Shipment
 from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights.source import WeightSource
 
-FOR_GOOD = (1 << 31) - 1
-"""Stands for every attempt, those to come too: this rank takes part in none of them."""
-
 
 async def follow(
     lead: Lead, part: Part, source: WeightSource, version: str, update: int, progress: Progress
 ) -> tuple[Operation, Sent]:
-    """Take part in the lead's update number ``update``: (the operation as it ended, what this rank sent).
+    """Take part in an update, ``update`` by :meth:`Lead.update`: (the operation as it ended, what this rank sent).
 
     Raises what this rank failed with, what the lead says, or TRAINER_RANK_LOST.
     """
@@ -84,10 +80,6 @@ async def follow(
                 case "ended":
                     refuse_unpublished(said.ended)
                     return said.ended, sent
-    except BaseException as error:
-        with contextlib.suppress(RlctlError):
-            lead.say(update, FOR_GOOD, failed=detail(error))
-        raise
     finally:
         await stopped(attempt)
         hearing.cancel()

@@ -87,7 +87,6 @@ class Leading:
         self._host = host
         self._trainer = trainer
         self._bucket_bytes = bucket_bytes
-        self._update = 0
         self._progress = Progress()
         self._going_on = False
         self._passes = 0
@@ -102,12 +101,11 @@ class Leading:
         request: BeginWeightUpdateRequest,
         progress: Progress,
         *,
-        update: int,
         checkpoint: str,
         deadline_s: float,
     ) -> tuple[Operation, Sent]:
-        """Lead an update from the offers to its end, and tell the members how it ended."""
-        self._update, self._progress, self._passes = update, progress, 0
+        """Lead an update, inside of :meth:`Members.update`, from the offers to its end, and tell the members of it."""
+        self._progress, self._passes = progress, 0
         self._going_on = progress.watched
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
@@ -117,12 +115,11 @@ class Leading:
                 operation, sent = await self._from_disk(source, offers, request, checkpoint, deadline)
             else:
                 operation, sent = await self._broadcast(source, offers, request, deadline)
-        except BaseException as error:
+        except BaseException:
             # Our groups may be gone: the next update must not count on any.
             self._renew_identity()
-            self._members.tell(JoinResponse(update=self._update, failed=detail(error)))
             raise
-        self._members.tell(JoinResponse(update=self._update, ended=operation))
+        self._members.end(JoinResponse(ended=operation))
         return operation, sent
 
     async def _offers(self, source: WeightSource, version: str) -> list[Offered]:
@@ -130,7 +127,7 @@ class Leading:
         found: dict[int, Offered] = {}
         if self._part.source is not None:
             found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id())
-        for rank, offer in (await self._members.offers(self._update)).items():
+        for rank, offer in (await self._members.offers()).items():
             if offer.version != version:
                 raise Reason.FIELD_CONFLICT.error(
                     f"trainer rank {rank} updates to {offer.version!r}, rank 0 to {version!r}", field="version"
@@ -305,7 +302,7 @@ class Leading:
     def _say_delivered(self) -> None:
         """No rank's weights are needed for another attempt any more."""
         self._progress.sent.set()
-        self._members.tell(JoinResponse(update=self._update, delivered=True))
+        self._members.tell(JoinResponse(delivered=True))
 
     def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
         """The buckets of all sources, for the groups of one backend after those of the other; those of the last update
@@ -348,10 +345,10 @@ class Leading:
         self, source: WeightSource, attempt: Attempt, ship: Ship, fleet: asyncio.Task[None] | None = None
     ) -> list[Sent]:
         """Every trainer rank does its part; what each sent, the lead's first. Whoever fails first ends the others."""
-        self._members.tell(JoinResponse(update=self._update, attempt=attempt))
+        self._members.tell(JoinResponse(attempt=attempt))
         own = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
-        theirs = asyncio.create_task(self._members.sent(self._update, attempt.number))
+        theirs = asyncio.create_task(self._members.sent(attempt.number))
         tasks = {own, theirs} | ({fleet} if fleet is not None else set())
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -364,11 +361,11 @@ class Leading:
             if causes:
                 raise causes[0]
         except BaseException as error:
-            self._members.tell(JoinResponse(update=self._update, stop=detail(error)))
+            self._members.tell(JoinResponse(stop=detail(error)))
             await stopped(own, theirs)
             with contextlib.suppress(TimeoutError, RlctlError):
                 async with asyncio.timeout(STOP_S):
-                    await self._members.stopped(self._update, attempt.number)
+                    await self._members.stopped(attempt.number)
             raise
         finally:
             await stopped(shipping)
@@ -378,14 +375,14 @@ class Leading:
         """Let the ranks take in what members have shipped in this attempt, one shipment after the other."""
         while True:
             said = await self._members.shipments.get()
-            if (said.update, said.attempt) != (self._update, attempt):
-                continue  # of an attempt that was stopped: its rank no longer waits
+            if not self._members.waits(said, attempt):
+                continue
             answer = Shipped()
             try:
                 await ship(said.shipment.segments)
             except RlctlError as error:
                 answer.error.CopyFrom(error.detail())
-            self._members.answer(said.rank, JoinResponse(update=self._update, shipped=answer))
+            self._members.answer(said.rank, JoinResponse(shipped=answer))
 
     async def _get_reference(self, plan: BeginWeightUpdateResponse) -> list[TensorMeta]:
         """What updates of this model carry, asked for again when a target is another one: it may have another."""

@@ -129,7 +129,6 @@ class AsyncPublisher:
         self._leading: Leading | None = None
         self._lead: Lead | None = None
         self._meeting: asyncio.Task[None] | None = None
-        self._updates = 0
         self._progress: Progress | None = None
         self._pending: AsyncPending | None = None
 
@@ -188,70 +187,53 @@ class AsyncPublisher:
         ended. Settings count at rank 0; ``deadline_s`` and ``stream`` at every rank.
         """
         started = time.perf_counter()
-        if base and (partial or checkpoint):
-            other = "partial" if partial else "checkpoint"
-            raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
         if progress is None:
             progress = self._next(stream)
         self._progress = progress
         progress.begun = True
-        self._updates += 1
         limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
-            source = as_source(weights)
-            kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
-            kind = verbs_pb2.UPDATE_KIND_DELTA if base else kind
-            config: verbs_pb2.AdapterConfig | None = None
-            if adapter or adapter_config is not None:
-                kind, config = verbs_pb2.UPDATE_KIND_ADAPTER, _adapter_config(source, adapter, adapter_config)
-                if checkpoint or partial or base:
-                    raise Reason.FIELD_CONFLICT.error(
-                        "an adapter comes whole and from tensors",
-                        field="checkpoint" if checkpoint else "partial" if partial else "base",
-                        next_step="One that lies on disk is loaded with load_adapter.",
-                    )
-            if pause is None:
-                pause = "in_place" if adapter else "retract"
             async with limit:
                 await self._meet()
                 if self._lead is not None:
-                    operation, sent = await follow(self._lead, self._part, source, version, self._updates, progress)
+                    with self._lead.update(version) as number:
+                        operation, sent = await follow(
+                            self._lead, self._part, as_source(weights), version, number, progress
+                        )
                 else:
                     assert self._leading is not None
-                    request = BeginWeightUpdateRequest(
-                        header=RequestHeader(timeout=duration(deadline_s)),
-                        model=self._model,
-                        version=version,
-                        path=self._path,
-                        transports=self._transports,
-                        kind=kind,
-                        base=WeightVersion(label=base) if base else None,
-                        adapter=adapter,
-                        adapter_config=config,
-                        options=verbs_pb2.UpdateOptions(
-                            pause=_number(common_pb2.PauseMode, pause, "pause"),
-                            abort_all_requests=abort_all_requests,
-                            flush_cache=flush,
-                            after=_number(verbs_pb2.AfterUpdate, after, "after"),
-                            verify=_number(common_pb2.VerificationLevel, verify, "verify"),
-                            quorum=quorum,
-                            probe=None if probe is None else probe.to_proto(),
-                            adapters=_number(verbs_pb2.AdapterPolicy, adapters, "adapters"),
-                            selector=_number(common_pb2.WeightSelector, selector, "selector"),
-                        ),
-                        apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
-                        rollout=rollout,
-                        lease_ttl=duration(LEASE_TTL_S),
-                        retries=retries,
-                    )
-                    operation, sent = await self._leading.run(
-                        source,
-                        request,
-                        progress,
-                        update=self._updates,
-                        checkpoint=checkpoint,
-                        deadline_s=deadline_s,
-                    )
+                    assert self._members is not None
+                    with self._members.update(version):
+                        source = as_source(weights)
+                        request = BeginWeightUpdateRequest(
+                            header=RequestHeader(timeout=duration(deadline_s)),
+                            model=self._model,
+                            version=version,
+                            path=self._path,
+                            transports=self._transports,
+                            kind=_kind(adapter, adapter_config, partial=partial, base=base, checkpoint=checkpoint),
+                            base=WeightVersion(label=base) if base else None,
+                            adapter=adapter,
+                            adapter_config=_adapter_config(source, adapter, adapter_config),
+                            options=verbs_pb2.UpdateOptions(
+                                pause=_number(common_pb2.PauseMode, _pause(pause, adapter), "pause"),
+                                abort_all_requests=abort_all_requests,
+                                flush_cache=flush,
+                                after=_number(verbs_pb2.AfterUpdate, after, "after"),
+                                verify=_number(common_pb2.VerificationLevel, verify, "verify"),
+                                quorum=quorum,
+                                probe=None if probe is None else probe.to_proto(),
+                                adapters=_number(verbs_pb2.AdapterPolicy, adapters, "adapters"),
+                                selector=_number(common_pb2.WeightSelector, selector, "selector"),
+                            ),
+                            apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
+                            rollout=rollout,
+                            lease_ttl=duration(LEASE_TTL_S),
+                            retries=retries,
+                        )
+                        operation, sent = await self._leading.run(
+                            source, request, progress, checkpoint=checkpoint, deadline_s=deadline_s
+                        )
         except TimeoutError:
             if not limit.expired():
                 raise  # the source's own
@@ -418,8 +400,39 @@ def model_digest(weights: Weights) -> str:
     return digest.digest()
 
 
-def _adapter_config(source: WeightSource, adapter: str, config: Mapping[str, Any] | None) -> verbs_pb2.AdapterConfig:
-    """What the engines are told of an adapter's tensors. Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED."""
+def _kind(
+    adapter: str, config: Mapping[str, Any] | None, *, partial: bool, base: str, checkpoint: str
+) -> verbs_pb2.UpdateKind.ValueType:
+    """What is sent, by the settings of an update. Raises FIELD_CONFLICT for those that exclude each other."""
+    if base and (partial or checkpoint):
+        other = "partial" if partial else "checkpoint"
+        raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
+    if not adapter and config is None:
+        kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
+        return verbs_pb2.UPDATE_KIND_DELTA if base else kind
+    if checkpoint or partial or base:
+        raise Reason.FIELD_CONFLICT.error(
+            "an adapter comes whole and from tensors",
+            field="checkpoint" if checkpoint else "partial" if partial else "base",
+            next_step="One that lies on disk is loaded with load_adapter.",
+        )
+    return verbs_pb2.UPDATE_KIND_ADAPTER
+
+
+def _pause(asked: str | None, adapter: str) -> str:
+    """The pause mode: the one asked for or, with None, the one that loses least."""
+    return asked if asked is not None else "in_place" if adapter else "retract"
+
+
+def _adapter_config(
+    source: WeightSource, adapter: str, config: Mapping[str, Any] | None
+) -> verbs_pb2.AdapterConfig | None:
+    """What the engines are told of an adapter's tensors, if they are one's.
+
+    Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED.
+    """
+    if not adapter and config is None:
+        return None
     if not adapter:
         raise Reason.FIELD_REQUIRED.error("an adapter has a name", field="adapter")
     if config is None:

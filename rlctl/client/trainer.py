@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from rlctl.client.part import detail
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.transport.addresses import join as join_address
 from rlctl.transport.handlers import generic_handler
@@ -26,8 +30,35 @@ from rlctl.v1.trainer_pb2_grpc import TrainerServiceStub
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
 
 
+_FOR_GOOD = (1 << 31) - 1
+"""Stands for every attempt, those to come too: this rank takes part in none of them."""
+
+_MISSED = 8
+"""Updates that a member did not come to, of which it is told when it does."""
+
+
+@dataclass
+class _Call:
+    """A member's call of update.
+
+    Attributes:
+        number: by the member's own count.
+        version: label that it was called with.
+        said: what the member said last.
+    """
+
+    number: int
+    version: str
+    said: JoinRequest
+
+
 class Members:
     """The lead's side: every other rank of the trainer.
+
+    An update is one call at every rank. Which calls belong together is found by their order: a member's oldest that has
+    not been answered is its part in the lead's present update. Ranks may count differently, because one of them was not
+    called or failed before it could come: a call that was given up before the lead came to a version is not taken for a
+    part in another one, and a member that comes too late to an update is told how that ended.
 
     Attributes:
         shipments: segments that members have written, in the order in which they came.
@@ -37,7 +68,11 @@ class Members:
         """``size``: ranks of the trainer, the lead included."""
         self._ranks = range(1, size)
         self._links: dict[int, ServedLink] = {}
-        self._said: dict[int, JoinRequest] = {}
+        self._version = ""
+        self._present: dict[int, _Call] = {}
+        self._waiting: dict[int, deque[_Call]] = {rank: deque() for rank in self._ranks}
+        self._newest = dict.fromkeys(self._ranks, 0)
+        self._missed: dict[int, deque[tuple[str, JoinResponse]]] = {rank: deque(maxlen=_MISSED) for rank in self._ranks}
         self.shipments: asyncio.Queue[JoinRequest] = asyncio.Queue()
         self._lost: RlctlError | None = None
         self._news = asyncio.Event()
@@ -57,47 +92,75 @@ class Members:
                 link.end()
             await self._server.stop(0.5)
 
+    @contextlib.contextmanager
+    def update(self, version: str) -> Iterator[None]:
+        """The lead's part in an update; what it raises every member is told."""
+        self._version, self._present = version, {}
+        try:
+            yield
+        except BaseException as error:
+            self.end(JoinResponse(failed=detail(error)))
+            raise
+
     def tell(self, message: JoinResponse) -> None:
-        """Send a message to every member; one that is gone shows when its answer is collected."""
-        for link in self._links.values():
-            with contextlib.suppress(RlctlError):
-                link.send(message)
+        """Send a message to every member that has come; one that is gone shows when its answer is collected."""
+        for rank in self._present:
+            self.answer(rank, message)
 
     def answer(self, rank: int, message: JoinResponse) -> None:
-        """Send a message to one member."""
-        with contextlib.suppress(RlctlError):
-            self._links[rank].send(message)
+        """Send a message to one member, if it has come."""
+        if rank in self._present:
+            self._send(rank, self._present[rank].number, message)
 
-    async def offers(self, update: int) -> dict[int, Offer]:
-        """What every member brings to an update, by rank. Raises what the first said that cannot go on."""
-        return {rank: said.offer for rank, said in (await self._collect(update, 0)).items()}
+    def end(self, message: JoinResponse) -> None:
+        """Tell every member how the update has ended; those that have not come, when they do."""
+        for rank in self._ranks:
+            waiting = self._waiting[rank]
+            if rank not in self._present and waiting and waiting[0].version == self._version:
+                self._present[rank] = waiting.popleft()
+            if rank not in self._present:
+                self._missed[rank].append((self._version, message))
+        self.tell(message)
+        self._present = {}
 
-    async def sent(self, update: int, attempt: int) -> dict[int, Sent]:
+    async def offers(self) -> dict[int, Offer]:
+        """What every member brings to the update, by rank. Raises what the first said that cannot go on."""
+        return {rank: said.offer for rank, said in (await self._collect(0)).items()}
+
+    async def sent(self, attempt: int) -> dict[int, Sent]:
         """What every member sent in an attempt, by rank. Raises what the first said that cannot go on."""
-        return {rank: said.sent for rank, said in (await self._collect(update, attempt)).items()}
+        return {rank: said.sent for rank, said in (await self._collect(attempt)).items()}
 
-    async def stopped(self, update: int, attempt: int) -> None:
+    async def stopped(self, attempt: int) -> None:
         """Wait until every member has ended an attempt, well or not. Raises TRAINER_RANK_LOST."""
-        while not all(self._ended(rank, update, attempt) for rank in self._ranks):
+        while not all(call.said.attempt >= attempt for call in self._present.values()):
             await self._more()
 
-    async def _collect(self, update: int, attempt: int) -> dict[int, JoinRequest]:
+    def waits(self, shipped: JoinRequest, attempt: int) -> bool:
+        """Whether who has shipped this waits for an answer: it is of this attempt, not of one that was stopped."""
+        call = self._present.get(shipped.rank)
+        return call is not None and (shipped.update, shipped.attempt) == (call.number, attempt)
+
+    async def _collect(self, attempt: int) -> dict[int, JoinRequest]:
         while True:
-            now = {rank: said for rank, said in self._said.items() if (said.update, said.attempt) >= (update, attempt)}
+            self._take_in()
+            now = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
             for rank, said in sorted(now.items()):
                 if said.HasField("failed"):
                     error = from_detail(said.failed)
                     error.message = f"trainer rank {rank}: {error.message}"
                     raise error
-                if said.update > update:
-                    raise Reason.FIELD_CONFLICT.error(f"trainer rank {rank} is at its update {said.update} already")
             if len(now) == len(self._ranks):
                 return now
             await self._more()
 
-    def _ended(self, rank: int, update: int, attempt: int) -> bool:
-        said = self._said.get(rank)
-        return said is not None and (said.update, said.attempt) >= (update, attempt)
+    def _take_in(self) -> None:
+        """Take the members' calls for parts in the present update."""
+        for rank, waiting in self._waiting.items():
+            while waiting and rank not in self._present:
+                call = waiting.popleft()
+                if not call.said.HasField("failed") or call.version == self._version:
+                    self._present[rank] = call
 
     async def _more(self) -> None:
         """Wait for something new. Raises TRAINER_RANK_LOST once a member is gone."""
@@ -116,12 +179,38 @@ class Members:
                 if message.HasField("shipment"):
                     self.shipments.put_nowait(message)
                     continue
-                self._said[rank] = message
+                self._heard(rank, message)
                 self._news.set()
         finally:
             if self._links.get(rank) is link:
                 self._lost = Reason.TRAINER_RANK_LOST.error(f"trainer rank {rank} is gone")
                 self._news.set()
+
+    def _heard(self, rank: int, message: JoinRequest) -> None:
+        if message.update > self._newest[rank]:
+            self._newest[rank] = message.update
+            version = message.version or message.offer.version
+            for missed, ending in _drained(self._missed[rank]):
+                if missed == version:
+                    self._send(rank, message.update, ending)
+                    return
+            self._waiting[rank].append(_Call(message.update, version, message))
+            return
+        present = self._present.get(rank)
+        for call in [*self._waiting[rank], *([present] if present else [])]:
+            if call.number == message.update:
+                call.said = message
+
+    def _send(self, rank: int, update: int, message: JoinResponse) -> None:
+        addressed = JoinResponse(update=update)
+        addressed.MergeFrom(message)
+        with contextlib.suppress(RlctlError):
+            self._links[rank].send(addressed)
+
+
+def _drained(queue: deque[tuple[str, JoinResponse]]) -> Iterator[tuple[str, JoinResponse]]:
+    while queue:
+        yield queue.popleft()
 
 
 class Lead:
@@ -130,6 +219,7 @@ class Lead:
     def __init__(self, rank: int, link: DialledLink) -> None:
         self._rank = rank
         self._link = link
+        self._updates = 0
         self._heard: asyncio.Queue[JoinResponse | RlctlError] = asyncio.Queue()
         self._listening = asyncio.create_task(self._listen())
 
@@ -143,6 +233,18 @@ class Lead:
         self._listening.cancel()
         await self._link.close()
 
+    @contextlib.contextmanager
+    def update(self, version: str) -> Iterator[int]:
+        """This rank's part in an update; what it raises the lead is told. Yields the update's number."""
+        self._updates += 1
+        update = self._updates
+        try:
+            yield update
+        except BaseException as error:
+            with contextlib.suppress(RlctlError):
+                self.say(update, _FOR_GOOD, failed=detail(error), version=version)
+            raise
+
     def say(
         self,
         update: int,
@@ -152,6 +254,7 @@ class Lead:
         sent: Sent | None = None,
         failed: ErrorDetail | None = None,
         shipment: Shipment | None = None,
+        version: str = "",
     ) -> None:
         """Tell the lead. Raises TRAINER_RANK_LOST."""
         try:
@@ -164,6 +267,7 @@ class Lead:
                     sent=sent,
                     failed=failed,
                     shipment=shipment,
+                    version=version,
                 )
             )
         except RlctlError as error:

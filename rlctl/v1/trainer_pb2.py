@@ -29,7 +29,7 @@ from rlctl.v1 import update_pb2 as rlctl_dot_v1_dot_update__pb2
 from rlctl.v1 import verbs_pb2 as rlctl_dot_v1_dot_verbs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/trainer.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rlctl/v1/common.proto\x1a\x16rlctl/v1/results.proto\x1a\x15rlctl/v1/update.proto\x1a\x14rlctl/v1/verbs.proto\"\xd8\x01\n\x0bJoinRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06update\x18\x02 \x01(\x04\x12 \n\x05offer\x18\x03 \x01(\x0b\x32\x0f.rlctl.v1.OfferH\x00\x12\x1e\n\x04sent\x18\x04 \x01(\x0b\x32\x0e.rlctl.v1.SentH\x00\x12\'\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetailH\x00\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12$\n\x08shipment\x18\x07 \x01(\x0b\x32\x12.rlctl.v1.ShipmentB\t\n\x07message\"5\n\x08Shipment\x12)\n\x08segments\x18\x01 \x03(\x0b\x32\x17.rlctl.v1.TensorSegment\"/\n\x07Shipped\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\"\xa9\x01\n\x05Offer\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x06source\x18\x02 \x01(\rH\x00\x88\x01\x01\x12%\n\x07tensors\x18\x03 \x03(\x0b\x32\x14.rlctl.v1.TensorInfo\x12&\n\x08together\x18\x04 \x03(\x0b\x32\x14.rlctl.v1.AtomicList\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x0f\n\x07goes_on\x18\x1e \x01(\x08\x42\t\n\x07_source\"\x1b\n\nAtomicList\x12\r\n\x05names\x18\x01 \x03(\t\"\xa0\x01\n\x04Sent\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12*\n\x07\x65lapsed\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x07\x64igests\x18\x03 \x03(\x0b\x32\x16.rlctl.v1.TensorDigest\x12#\n\x05parts\x18\x14 \x03(\x0b\x32\x14.rlctl.v1.TensorPart\x12\x0f\n\x07tensors\x18\x15 \x01(\x04\"\x80\x02\n\x0cJoinResponse\x12\x0e\n\x06update\x18\x01 \x01(\x04\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x11.rlctl.v1.AttemptH\x00\x12%\n\x04stop\x18\x03 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetailH\x00\x12$\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x13.rlctl.v1.OperationH\x00\x12\'\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetailH\x00\x12$\n\x07shipped\x18\x06 \x01(\x0b\x32\x11.rlctl.v1.ShippedH\x00\x12\x13\n\tdelivered\x18\x07 \x01(\x08H\x00\x42\t\n\x07message\"\xb5\x02\n\x07\x41ttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12#\n\x06groups\x18\x02 \x03(\x0b\x32\x13.rlctl.v1.GroupPlan\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\'\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x16.rlctl.v1.TensorBucket\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eshared_devices\x18\x07 \x03(\t\x12\x17\n\x0fwithout_digests\x18\x08 \x01(\x08\x12\x0c\n\x04last\x18\t \x01(\x08\x12\x11\n\tpublished\x18\n \x01(\x08\x12#\n\x05parts\x18\x14 \x03(\x0b\x32\x14.rlctl.v1.TensorPart2K\n\x0eTrainerService\x12\x39\n\x04Join\x12\x15.rlctl.v1.JoinRequest\x1a\x16.rlctl.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/trainer.proto\x12\x08rlctl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rlctl/v1/common.proto\x1a\x16rlctl/v1/results.proto\x1a\x15rlctl/v1/update.proto\x1a\x14rlctl/v1/verbs.proto\"\xe9\x01\n\x0bJoinRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06update\x18\x02 \x01(\x04\x12 \n\x05offer\x18\x03 \x01(\x0b\x32\x0f.rlctl.v1.OfferH\x00\x12\x1e\n\x04sent\x18\x04 \x01(\x0b\x32\x0e.rlctl.v1.SentH\x00\x12\'\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetailH\x00\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12$\n\x08shipment\x18\x07 \x01(\x0b\x32\x12.rlctl.v1.Shipment\x12\x0f\n\x07version\x18\x08 \x01(\tB\t\n\x07message\"5\n\x08Shipment\x12)\n\x08segments\x18\x01 \x03(\x0b\x32\x17.rlctl.v1.TensorSegment\"/\n\x07Shipped\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\"\xa9\x01\n\x05Offer\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x06source\x18\x02 \x01(\rH\x00\x88\x01\x01\x12%\n\x07tensors\x18\x03 \x03(\x0b\x32\x14.rlctl.v1.TensorInfo\x12&\n\x08together\x18\x04 \x03(\x0b\x32\x14.rlctl.v1.AtomicList\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x0f\n\x07goes_on\x18\x1e \x01(\x08\x42\t\n\x07_source\"\x1b\n\nAtomicList\x12\r\n\x05names\x18\x01 \x03(\t\"\xa0\x01\n\x04Sent\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12*\n\x07\x65lapsed\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x07\x64igests\x18\x03 \x03(\x0b\x32\x16.rlctl.v1.TensorDigest\x12#\n\x05parts\x18\x14 \x03(\x0b\x32\x14.rlctl.v1.TensorPart\x12\x0f\n\x07tensors\x18\x15 \x01(\x04\"\x80\x02\n\x0cJoinResponse\x12\x0e\n\x06update\x18\x01 \x01(\x04\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x11.rlctl.v1.AttemptH\x00\x12%\n\x04stop\x18\x03 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetailH\x00\x12$\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x13.rlctl.v1.OperationH\x00\x12\'\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetailH\x00\x12$\n\x07shipped\x18\x06 \x01(\x0b\x32\x11.rlctl.v1.ShippedH\x00\x12\x13\n\tdelivered\x18\x07 \x01(\x08H\x00\x42\t\n\x07message\"\xb5\x02\n\x07\x41ttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12#\n\x06groups\x18\x02 \x03(\x0b\x32\x13.rlctl.v1.GroupPlan\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\'\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x16.rlctl.v1.TensorBucket\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eshared_devices\x18\x07 \x03(\t\x12\x17\n\x0fwithout_digests\x18\x08 \x01(\x08\x12\x0c\n\x04last\x18\t \x01(\x08\x12\x11\n\tpublished\x18\n \x01(\x08\x12#\n\x05parts\x18\x14 \x03(\x0b\x32\x14.rlctl.v1.TensorPart2K\n\x0eTrainerService\x12\x39\n\x04Join\x12\x15.rlctl.v1.JoinRequest\x1a\x16.rlctl.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,21 +37,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rlctl.v1.trainer_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOINREQUEST']._serialized_start=161
-  _globals['_JOINREQUEST']._serialized_end=377
-  _globals['_SHIPMENT']._serialized_start=379
-  _globals['_SHIPMENT']._serialized_end=432
-  _globals['_SHIPPED']._serialized_start=434
-  _globals['_SHIPPED']._serialized_end=481
-  _globals['_OFFER']._serialized_start=484
-  _globals['_OFFER']._serialized_end=653
-  _globals['_ATOMICLIST']._serialized_start=655
-  _globals['_ATOMICLIST']._serialized_end=682
-  _globals['_SENT']._serialized_start=685
-  _globals['_SENT']._serialized_end=845
-  _globals['_JOINRESPONSE']._serialized_start=848
-  _globals['_JOINRESPONSE']._serialized_end=1104
-  _globals['_ATTEMPT']._serialized_start=1107
-  _globals['_ATTEMPT']._serialized_end=1416
-  _globals['_TRAINERSERVICE']._serialized_start=1418
-  _globals['_TRAINERSERVICE']._serialized_end=1493
+  _globals['_JOINREQUEST']._serialized_end=394
+  _globals['_SHIPMENT']._serialized_start=396
+  _globals['_SHIPMENT']._serialized_end=449
+  _globals['_SHIPPED']._serialized_start=451
+  _globals['_SHIPPED']._serialized_end=498
+  _globals['_OFFER']._serialized_start=501
+  _globals['_OFFER']._serialized_end=670
+  _globals['_ATOMICLIST']._serialized_start=672
+  _globals['_ATOMICLIST']._serialized_end=699
+  _globals['_SENT']._serialized_start=702
+  _globals['_SENT']._serialized_end=862
+  _globals['_JOINRESPONSE']._serialized_start=865
+  _globals['_JOINRESPONSE']._serialized_end=1121
+  _globals['_ATTEMPT']._serialized_start=1124
+  _globals['_ATTEMPT']._serialized_end=1433
+  _globals['_TRAINERSERVICE']._serialized_start=1435
+  _globals['_TRAINERSERVICE']._serialized_end=1510
 # @@protoc_insertion_point(module_scope)

@@ -36,12 +36,15 @@ class JoinRequest(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SHIPMENT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Its trainer rank."""
     update: _builtins.int
-    """Which update: counted by every rank of the trainer, from 1 on."""
+    """Which of its updates: every rank counts its own, from 1 on."""
     attempt: _builtins.int
     """Which attempt at the update it speaks of; 0 for its offer, 2147483647 for all of them, when it has given up."""
+    version: _builtins.str
+    """With failed: label that it was called with, since it may have failed before its offer."""
     @_builtins.property
     def offer(self) -> Global___Offer:
         """It has come to the update."""
@@ -68,10 +71,11 @@ class JoinRequest(_message.Message):
         failed: _common_pb2.ErrorDetail | None = ...,
         attempt: _builtins.int = ...,
         shipment: Global___Shipment | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "message", b"message", "offer", b"offer", "sent", b"sent", "shipment", b"shipment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failed", b"failed", "message", b"message", "offer", b"offer", "rank", b"rank", "sent", b"sent", "shipment", b"shipment", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failed", b"failed", "message", b"message", "offer", b"offer", "rank", b"rank", "sent", b"sent", "shipment", b"shipment", "update", b"update", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "sent", "failed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -257,7 +261,7 @@ class JoinResponse(_message.Message):
     SHIPPED_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
     update: _builtins.int
-    """Which update."""
+    """Which update, by the member's own count."""
     delivered: _builtins.bool
     """Every target has taken the weights in: nobody goes through them again. Said after an attempt that is not the last one."""
     @_builtins.property
