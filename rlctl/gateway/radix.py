@@ -1,9 +1,10 @@
 """The radix middleware of slime's router: what was generated, kept by text and by token ids, and gone on from.
 
-A prompt of POST /generate that begins as something that was generated gets those very tokens, and what follows them is
-tokenised by itself; the reply is kept in its turn. POST /retrieve_from_text gives the tokens, log probabilities and
-loss mask of a text. A request that a pause or an abort cuts goes on from its tokens (:mod:`rlctl.rollout.progress`), so
-and so often. Streams, batches and several samples of a prompt pass by.
+A prompt of POST /generate, to the gateway or to the router in front of it, that begins as something that was generated
+gets those very tokens, and what follows them is tokenised by itself; the reply is kept in its turn. POST
+/retrieve_from_text gives the tokens, log probabilities and loss mask of a text. A request that a pause or an abort cuts
+goes on from its tokens (:mod:`rlctl.rollout.progress`), so and so often. Streams, batches and several samples of a
+prompt pass by.
 
 It belongs to one gateway process: several that share a port would each know a part.
 """
@@ -19,6 +20,7 @@ import orjson
 
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Answer, Handler, Reply
+from rlctl.gateway.generation.running import PREFERRED
 from rlctl.gateway.generation.service import Generation
 from rlctl.gateway.generation.tokenizers import Tokenizer
 from rlctl.rollout.trajectories import MAX_AGE, MAX_TOKENS, Piece, Trajectories, Version
@@ -50,7 +52,7 @@ class RadixMiddleware:
         path = call.url.partition("?")[0]
         if path == "/retrieve_from_text":
             return await self._retrieve(call)
-        if path == "/generate":
+        if path == "/generate" or (PREFERRED in call.path and path.endswith("/generate")):  # the router's
             return await self._generate(call, handler)
         return await handler(call)
 

@@ -168,6 +168,23 @@ def stable(reply: Any) -> Any:
     return round(reply, 4) if isinstance(reply, float) else reply
 
 
+async def test_the_radix_middleware_keeps_what_goes_through_the_router(fleet: InProcessFleet, tmp_path: Path) -> None:
+    router = SglangRouter(policy="round_robin", log=tmp_path / "router.log", pairs=True)
+    radix = ("rlctl.gateway.radix:RadixMiddleware",)
+    server = GatewayServer(GatewayConfig(fleet.server.address, "slime", router=router, middleware_paths=radix))
+    try:
+        await server.start()
+        await until(router, **SLOTS)
+        status, reply = await ask(router, body={"text": "3+5=", "sampling_params": GREEDY})
+        assert status == 200, reply
+        status, known = await ask(server.address, "/retrieve_from_text", {"text": "3+5=" + reply["text"]})
+        assert status == 200, known
+        assert known["tokens"][-6:] == reply["output_ids"]
+        assert known["loss_mask"][-6:] == [1] * 6
+    finally:
+        await server.stop()
+
+
 async def test_what_is_wrong_with_a_request_is_said_at_once(router: SglangRouter) -> None:
     await until(router, **SLOTS)
     async with asyncio.timeout(5):
