@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlctl import process
 from rlctl.cli import state
 from rlctl.cli.options import pass_settings
 from rlctl.cli.output import View, show
@@ -63,7 +62,9 @@ def up(
     from rlctl.launch.deployment import Deployment
 
     if end_with_parent:
-        process.end_with_parent()
+        from rlctl.process import end_with_parent as end
+
+        end()
     if deployment is not None:
         wanted = Deployment.of(json.loads(deployment.read_text()))
         supervise(settings, wanted, lambda ready: _announce(settings, ready))
