@@ -50,6 +50,7 @@ class OpenUpdate:
         version: version that it leads to.
         full: it writes every parameter, so that it clears MIXED and LOST.
         before: what the weights were when it opened.
+        at: the version that they were at then.
         vouched: whether what they had generated might be told then.
         checkpoint: checkpoint that it loaded, when it came from disk.
         touched: a byte of what serves may have been written.
@@ -64,6 +65,7 @@ class OpenUpdate:
     version: WeightVersion
     full: bool
     before: Weights
+    at: WeightVersion
     vouched: bool
     checkpoint: str = ""
     touched: bool = False
@@ -116,10 +118,10 @@ class Facts:
     @property
     def at_admitted_version(self) -> bool:
         """Whether the weights are one of the versions that may be served."""
-        return any(
-            (v.sequence, v.label) == (self.version.sequence, self.version.label) and v.sequence > 0
-            for v in self.admitted
-        )
+        return self._admits(self.version)
+
+    def _admits(self, version: WeightVersion) -> bool:
+        return any((v.sequence, v.label) == (version.sequence, version.label) and v.sequence > 0 for v in self.admitted)
 
     @property
     def vouched(self) -> bool:
@@ -128,7 +130,7 @@ class Facts:
         """
         if self.update is None or self.update.aside:
             return self.weights is not Weights.MIXED and self.at_admitted_version
-        return self.update.vouched and (self.update.committed or self.at_admitted_version)
+        return self.update.vouched and (self.update.committed or self._admits(self.update.at))
 
     def refuse(self, verb: Verb, request: Message) -> None:
         """Raise why the verb is not carried out now, before any rank hears of it; or return."""
@@ -227,7 +229,9 @@ class Facts:
                 full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id
-                self.update = OpenUpdate(update_id, request.version, full, self.weights, self.vouched, staged=staged)
+                self.update = OpenUpdate(
+                    update_id, request.version, full, self.weights, self.version, self.vouched, staged=staged
+                )
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
                     self.update.adapter.MergeFrom(request.adapter)

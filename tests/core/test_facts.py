@@ -125,6 +125,8 @@ def test_what_was_generated_before_an_update_may_be_told_until_another_version_i
     ready.admit([version(2)], adopt=None)
     assert ready.vouched
     apply(ready, v.PrepareUpdateRequest(version=version(3)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    assert ready.vouched, "it is being written"
     ready.admit([version(3)], adopt=None)
     assert not ready.vouched, "the others have published without it"
 
