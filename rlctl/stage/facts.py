@@ -50,7 +50,7 @@ class OpenUpdate:
         version: version that it leads to.
         full: it writes every parameter, so that it clears MIXED and LOST.
         before: what the weights were when it opened.
-        at: the version that they were at then.
+        at: the version of what they had generated then.
         vouched: whether what they had generated might be told then.
         checkpoint: checkpoint that it loaded, when it came from disk.
         touched: a byte of what serves may have been written.
@@ -88,6 +88,7 @@ class Facts:
     joined: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
     weights: Weights = Weights.WHOLE
+    released_at: WeightVersion = field(default_factory=WeightVersion)
     model_digest: str = ""
     checkpoint: str = ""
     paused: bool = False
@@ -120,6 +121,11 @@ class Facts:
         """Whether the weights are one of the versions that may be served."""
         return self._admits(self.version)
 
+    @property
+    def _generated_at(self) -> WeightVersion:
+        """The version of what was generated last, also by weights that have been released since."""
+        return self.released_at if self.weights is Weights.LOST else self.version
+
     def _admits(self, version: WeightVersion) -> bool:
         return any((v.sequence, v.label) == (version.sequence, version.label) and v.sequence > 0 for v in self.admitted)
 
@@ -129,7 +135,7 @@ class Facts:
         admitted version, and whole, as far as they are not what the open update writes.
         """
         if self.update is None or self.update.aside:
-            return self.weights is not Weights.MIXED and self.at_admitted_version
+            return self.weights is not Weights.MIXED and self._admits(self._generated_at)
         return self.update.vouched and (self.update.committed or self._admits(self.update.at))
 
     def refuse(self, verb: Verb, request: Message) -> None:
@@ -230,7 +236,7 @@ class Facts:
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id
                 self.update = OpenUpdate(
-                    update_id, request.version, full, self.weights, self.version, self.vouched, staged=staged
+                    update_id, request.version, full, self.weights, self._generated_at, self.vouched, staged=staged
                 )
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
@@ -296,6 +302,7 @@ class Facts:
     def _released(self, tags: frozenset[MemoryTag.ValueType]) -> None:
         self.released = tags
         if MEMORY_TAG_WEIGHTS in tags and self.weights is not Weights.MIXED:
+            self.released_at = self._generated_at
             self.weights = Weights.LOST
             self._nothing_known()
 

@@ -152,6 +152,18 @@ def test_a_stage_that_sleeps_at_a_version_of_the_past_tells_nothing(ready: Facts
     assert (state(ready), ready.vouched) == ("ASLEEP", False)
 
 
+def test_what_was_generated_before_the_weights_were_released_may_be_told(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    for _ in range(2):
+        apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]), released=(MEMORY_TAG_WEIGHTS,))
+        assert (state(ready), ready.vouched) == ("ASLEEP", True)
+    apply(ready, v.ResumeMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]))
+    update(ready)
+    assert (state(ready), ready.vouched) == ("UPDATING", True)
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert (state(ready), ready.vouched) == ("DIRTY", False)
+
+
 @pytest.mark.parametrize("outcome", [OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN])
 def test_an_update_that_ends_past_its_first_byte_leaves_the_stage_dirty(ready: Facts, outcome: int) -> None:
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
