@@ -55,9 +55,9 @@ def test_a_killed_rank_shows_within_three_seconds_and_nothing_hangs(two_ranks: L
         assert took < 3
         with pytest.raises(RlctlError):
             list(stream)
-        stage = fleet.status().stages[0]
-        assert [rank.alive for rank in stage.report.ranks][1] is False
-        assert "rank" in stage.not_routable
+        # Rank 0's engine may have missed it before its link was read.
+        assert seconds_until(fleet, lambda stages: not stages[0].report.ranks[1].alive) < 3
+        assert "rank" in fleet.status().stages[0].not_routable
         read = fleet.call(GetModelInfoRequest(), check=False)
         ranks = read.stage_results[0].rank_results
         assert [rank.coordinates.rank for rank in ranks] == [0, 1]
