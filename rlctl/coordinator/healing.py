@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.coordinator import verification
@@ -75,11 +75,26 @@ _SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
 """States of stages that need a heal only if the coordinator has quarantined them."""
 
 
-@dataclass
-class _Running:
-    session: Session
-    run: Run
-    work: asyncio.Task[None]
+@dataclass(eq=False)
+class _Heal:
+    """One operation, from before it is accepted until it holds its stages no more."""
+
+    slots: set[str]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    session: Session | None = None
+    """Of the stage that it is at."""
+    work: asyncio.Task[None] | None = None
+    gives_way: bool = False
+
+    async def makes_way(self) -> bool:
+        """End it with the stage that it is at, or before it begins. False when it does not in time."""
+        self.gives_way = True
+        if self.work is not None:
+            self.work.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAKE_WAY_S):
+                await self.over.wait()
+        return self.over.is_set()
 
 
 class Healer:
@@ -104,7 +119,7 @@ class Healer:
         self._journal = journal
         self._clock = clock
         self._by_hand = set(by_hand)
-        self._running: dict[str, _Running] = {}
+        self._heals: list[_Heal] = []
         self._looking: dict[Slot, asyncio.Task[None]] = {}
 
     def policy(self, model: str, *, by_hand: bool) -> None:
@@ -131,18 +146,25 @@ class Healer:
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
         deadline = self._clock.now() + (timeout_s or HEAL_S)
+        heal = _Heal({slot.name for slot in slots})
 
         async def work(run: Run) -> None:
+            try:
+                await one_after_the_other(run)
+            finally:
+                self._over(heal)
+
+        async def one_after_the_other(run: Run) -> None:
             failure: RlctlError | None = None
             for index, slot in enumerate(slots):
                 try:
                     if _needs_heal(slot) or not self._lacks_adapters(slot):
                         source = self._source(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
-                        await self._one(run, slot, session, self._carry_out(session, run, source))
+                        await self._one(heal, run, slot, session, self._carry_out(session, run, source))
                     for adapter in self._obtainable(slot):
                         session = self._session(run, slot, deadline, adapter)
-                        await self._one(run, slot, session, self._load(session, run, adapter))
+                        await self._one(heal, run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
                     # The update that a heal made way for waits for this operation, which holds all of its stages.
@@ -156,9 +178,18 @@ class Healer:
             if failure is not None and len(slots) == 1:
                 raise failure
 
-        return await self._operations.start(
-            request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
-        )
+        self._heals.append(heal)  # it holds its stages from before it is on record
+        try:
+            return await self._operations.start(
+                request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
+            )
+        except BaseException:
+            self._over(heal)
+            raise
+
+    def _over(self, heal: _Heal) -> None:
+        self._heals.remove(heal)
+        heal.over.set()
 
     def _healable(self, slots: Sequence[Slot], checkpoint: str, *, named: bool) -> list[Slot]:
         """Those that there is a source for. Raises why one that is ``named`` cannot be healed, or none can."""
@@ -199,7 +230,7 @@ class Healer:
         """
         if slot.model in self._by_hand or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
             return
-        if slot.model in self._running or slot in self._looking or self._roster.models[slot.model].update_id:
+        if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
             return
         try:
             if _needs_heal(slot):
@@ -220,22 +251,19 @@ class Healer:
 
     def sessions(self) -> list[Session]:
         """Those of the heals that run."""
-        return [running.session for running in self._running.values()]
+        return [heal.session for heal in self._heals if heal.session is not None]
 
     async def make_way(self, model: str) -> None:
-        """End a heal that holds stages of this model: an update is about to begin, and reaches them too."""
-        while (running := self._holding(model)) is not None:
-            running.work.cancel()
-            try:
-                async with asyncio.timeout(MAKE_WAY_S):
-                    await running.run.ended.wait()
-            except TimeoutError:
-                raise in_progress(self._roster.models[model]) from None
+        """End a heal that holds stages of this model: an update is about to begin, and reaches them too. It is refused
+        with the name of one that does not end.
+        """
+        while (heal := self._holding(model)) is not None and await heal.makes_way():
+            pass
 
-    def _holding(self, model: str) -> _Running | None:
+    def _holding(self, model: str) -> _Heal | None:
         """A heal whose operation has stages of this model, whichever it is at."""
         names = {slot.name for slot in self._roster.slots.values() if slot.model == model}
-        return next((r for r in self._running.values() if not names.isdisjoint(r.run.operation.targets)), None)
+        return next((heal for heal in self._heals if not names.isdisjoint(heal.slots)), None)
 
     async def stop(self) -> None:
         """End what runs. What takes longer to end is an operation that goes on until it has."""
@@ -243,9 +271,8 @@ class Healer:
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
-        for model in list(self._running):
-            with contextlib.suppress(RlctlError):
-                await self.make_way(model)
+        for heal in list(self._heals):
+            await heal.makes_way()
 
     async def _heal_alone(self, slot: Slot) -> None:
         for pause in AGAIN_S:
@@ -334,25 +361,26 @@ class Healer:
         """Stages that are at the version and can say what they hold."""
         return [slot for slot in self._at_version(model, but) if verification.digests(slot)]
 
-    async def _one(self, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
+    async def _one(
+        self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]
+    ) -> None:
         model = self._roster.models[slot.model]
-        if model.update_id:
+        cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
+        if heal.gives_way or model.update_id:
             steps.close()
-            raise in_progress(model)
+            raise cancelled if heal.gives_way else in_progress(model)
         model.update_id, model.update_owner = session.update_id, f"{OWNER} {slot.name}"
-        running = _Running(session, run, asyncio.create_task(steps))
-        self._running[slot.model] = running
+        heal.session, heal.work = session, asyncio.create_task(steps)
         self._roster.changed()
         try:
-            await asyncio.gather(running.work)
+            await asyncio.gather(heal.work)
             slot.late = slot.late and session.adapter is not None
         except BaseException as error:  # noqa: BLE001 - the stage must not be left in an open update
-            cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
             typed = error if isinstance(error, RlctlError) else cancelled
             await session.abort(run, typed)
             raise typed from None
         finally:
-            del self._running[slot.model]
+            heal.session = heal.work = None
             slot.restoring = False
             self._peers.grant(slot)
             model.update_id = model.update_owner = ""
