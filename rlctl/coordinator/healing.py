@@ -14,27 +14,23 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.coordinator import verification
 from rlctl.coordinator.adapters import FinishAdapter
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
-from rlctl.coordinator.from_peer import FromPeer, alike, refuse_failed
+from rlctl.coordinator.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import HEAL_MARK
 from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.planning import GROUPS, in_progress
-from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_travels, unsupported
+from rlctl.coordinator.planning import in_progress
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.sources import Sources, needs_heal, unverifiable
 from rlctl.coordinator.verification import Expected
-from rlctl.coordinator.versions import adoptable, lacking
-from rlctl.errors import Conflict, Reason, RlctlError, from_detail
+from rlctl.coordinator.versions import adoptable
+from rlctl.errors import Conflict, Reason, RlctlError
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
-    MEMORY_TAG_WEIGHTS,
     PAUSE_MODE_RETRACT,
-    STAGE_STATE_DIRTY,
-    STAGE_STATE_PAUSED,
-    STAGE_STATE_READY,
     STAGE_STATE_STALE,
     RequestHeader,
     Target,
@@ -69,10 +65,6 @@ MAKE_WAY_S = 5.0
 """How long an update waits for a heal to end that it has cancelled."""
 
 UNVERIFIED = "it is being brought to the published version, and not verified yet"
-
-_HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
-_SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
-"""States of stages that need a heal only if the coordinator has quarantined them."""
 
 
 @dataclass(eq=False)
@@ -119,6 +111,7 @@ class Healer:
         self._journal = journal
         self._clock = clock
         self._by_hand = set(by_hand)
+        self._sources = Sources(roster)
         self._heals: list[_Heal] = []
         self._looking: dict[Slot, asyncio.Task[None]] = {}
 
@@ -139,7 +132,7 @@ class Healer:
             return known
         slots = [self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         everyone = self._roster.slots.values()
-        slots = slots or [slot for slot in everyone if _needs_heal(slot) or self._lacks_adapters(slot)]
+        slots = slots or [slot for slot in everyone if needs_heal(slot) or self._sources.lacks_adapters(slot)]
         if not slots:
             raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
         slots = self._healable(slots, request.checkpoint, named=bool(request.slots))
@@ -158,11 +151,11 @@ class Healer:
             failure: RlctlError | None = None
             for index, slot in enumerate(slots):
                 try:
-                    if _needs_heal(slot) or not self._lacks_adapters(slot):
-                        source = self._source(slot, request.checkpoint)
+                    if needs_heal(slot) or not self._sources.lacks_adapters(slot):
+                        source = self._sources.of(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
                         await self._one(heal, run, slot, session, self._carry_out(session, run, source))
-                    for adapter in self._obtainable(slot):
+                    for adapter in self._sources.obtainable(slot):
                         session = self._session(run, slot, deadline, adapter)
                         await self._one(heal, run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
@@ -197,8 +190,8 @@ class Healer:
         found = []
         for slot in slots:
             try:
-                if _needs_heal(slot) or not self._lacks_adapters(slot):
-                    self._source(slot, checkpoint)
+                if needs_heal(slot) or not self._sources.lacks_adapters(slot):
+                    self._sources.of(slot, checkpoint)
                 found.append(slot)
             except RlctlError as error:
                 failure = failure or error
@@ -210,12 +203,12 @@ class Healer:
         """Whether a stage is to be healed now: at once when it came late or lacks an adapter, after a while when
         something spoilt it or it was tried in vain.
         """
-        if not _needs_heal(slot) and not self._lacks_adapters(slot):
+        if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
             slot.spoilt_at, slot.unhealable = None, ""
             return False
         if slot.state == STAGE_STATE_STALE and slot.late:
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
-        if not _needs_heal(slot) and slot.spoilt_at is None:
+        if not needs_heal(slot) and slot.spoilt_at is None:
             return True
         if slot.spoilt_at is None:
             slot.spoilt_at = self._clock.now()
@@ -233,8 +226,8 @@ class Healer:
         if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
             return
         try:
-            if _needs_heal(slot):
-                self._source(slot, "")
+            if needs_heal(slot):
+                self._sources.of(slot, "")
             slot.unhealable = ""
         except RlctlError as error:
             if slot.unhealable != error.message:
@@ -285,85 +278,20 @@ class Healer:
                 if not isinstance(error, Conflict):
                     break
             await asyncio.sleep(pause)
-            done = not _needs_heal(slot) and not self._lacks_adapters(slot)
+            done = not needs_heal(slot) and not self._sources.lacks_adapters(slot)
             if done or self._roster.slots.get(slot.name) is not slot:
                 break
-        if _needs_heal(slot):
+        if needs_heal(slot):
             slot.spoilt_at = self._clock.now()
             slot.late = False  # from now on it is tried once in a while
-        elif self._lacks_adapters(slot):
+        elif self._sources.lacks_adapters(slot):
             slot.spoilt_at = self._clock.now()
         # Another one may have waited for its turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:
                 self.look(other)
 
-    def _lacks_adapters(self, slot: Slot) -> bool:
-        return slot.state in _SOUND and bool(self._obtainable(slot))
-
-    def _obtainable(self, slot: Slot) -> list[Adapter]:
-        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
-        return [a for a in lacking(self._roster, slot) if a.path or self._holder(slot, a) is not None]
-
-    def _holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
-        """Another stage that serves the adapter, and can send it."""
-        if not adapter_travels(slot, *GROUPS):
-            return None
-        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
-
-    def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
-        """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
-        model = self._roster.models[slot.model].record
-        if not _needs_heal(slot):
-            raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
-        if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
-            raise Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released", field="slots")
-        if slot.report is not None and slot.report.HasField("quarantine"):
-            # It would refuse every step, and those that can be healed would wait for it.
-            raise from_detail(slot.report.quarantine)
-        if not model.latest.sequence:
-            raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
-        found = checkpoint or model.checkpoint or self._peer(slot)
-        if not found:
-            raise Reason.UNHEALABLE.error(
-                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
-                field="slots",
-            )
-        if not model.model_digest and not self._witnesses(self._roster.models[slot.model], [slot]):
-            raise _unverifiable()
-        return found
-
-    def _peer(self, slot: Slot) -> Slot | None:
-        """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
-        able = self._senders(slot)
-        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
-
-    def _senders(self, slot: Slot) -> list[Slot]:
-        return [
-            peer
-            for peer in self._at_version(self._roster.models[slot.model], [slot])
-            if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
-        ]
-
-    def _at_version(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
-        return [
-            peer
-            for peer in self._roster.slots.values()
-            if peer.model == model.record.name
-            and peer not in but
-            and peer.state in _SOUND
-            and peer.report is not None
-            and peer.report.weight_version == model.record.latest
-            and peer.quarantine is None
-        ]
-
-    def _witnesses(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
-        """Stages that are at the version and can say what they hold."""
-        return [slot for slot in self._at_version(model, but) if verification.digests(slot)]
-
-    async def _one(
-        self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]
-    ) -> None:
+    async def _one(self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
         cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
         if heal.gives_way or model.update_id:
@@ -433,7 +361,7 @@ class Healer:
             )
             self._file(run, await session.step(read, session.targets))
         else:
-            holder = self._holder(slot, adapter)
+            holder = self._sources.holder(slot, adapter)
             if holder is None:
                 raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
             self._file(run, await self._from_peer(session, holder).receive())
@@ -443,7 +371,8 @@ class Healer:
 
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
         await self._peers.hold_back(session.targets, UNVERIFIED)
-        session.reference = next(iter(self._witnesses(session.model, session.targets)), None)
+        (slot,) = session.targets
+        session.reference = next(iter(self._sources.witnesses(slot)), None)
         if isinstance(source, Slot):
             self._file(run, await self._from_peer(session, source).receive())
         else:
@@ -458,7 +387,8 @@ class Healer:
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
-        found = self._witnesses(session.model, session.targets)
+        (slot,) = session.targets
+        found = self._sources.witnesses(slot)
         if found:
             results = await self._fanout.run(
                 CheckWeightsRequest(),
@@ -470,25 +400,12 @@ class Healer:
             digests = {rank.check.model_digest for rank in results[0].rank_results}
             if len(digests) == 1 and (digest := digests.pop()):
                 return digest
-        raise _unverifiable()
+        raise unverifiable()
 
     def _file(self, run: Run, results: Sequence[StageResult]) -> None:
         for result in results:
             run.add(result)
         refuse_failed(results)
-
-
-def _unverifiable() -> RlctlError:
-    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
-
-
-def _holds(slot: Slot, adapter: Adapter) -> bool:
-    report = slot.report
-    return report is not None and any((a.name, a.version) == (adapter.name, adapter.version) for a in report.adapters)
-
-
-def _needs_heal(slot: Slot) -> bool:
-    return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in _SOUND)
 
 
 def _not_healed(slot: Slot, error: RlctlError) -> StageResult:
