@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 from google.protobuf.message import Message
@@ -13,6 +14,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.simulation.coordinator_host import COORDINATOR
 from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.holding import ADAPTER_NAMES, contents, digest
+from rlctl.simulation.stage_host import StageHost
 from rlctl.simulation.world import Node
 from rlctl.times import duration
 from rlctl.v1 import verbs_pb2
@@ -32,10 +34,11 @@ from rlctl.v1.coordinator_pb2 import (
     GetFleetRequest,
     HealStageRequest,
     ListOperationsRequest,
+    SetHealingRequest,
     SetStageEnabledRequest,
 )
 from rlctl.v1.results_pb2 import Operation
-from rlctl.v1.rollout_pb2 import GenerateRequest
+from rlctl.v1.rollout_pb2 import GenerateManyRequest, GenerateRequest, NumberedRequest
 from rlctl.v1.update_pb2 import CommitWeightUpdateRequest
 from rlctl.verbs import of_request
 
@@ -254,6 +257,18 @@ class Operator(Caller):
                 await self.call("SetStageEnabled", SetStageEnabledRequest(slots=[slot], enabled=enabled), 10.0)
             await asyncio.sleep(chance.uniform(0, 20))
 
+    async def heal_by_hand(self, chance: random.Random) -> None:
+        """Let a model's stages wait for a while until somebody asks for their heal."""
+        model = chance.choice(sorted(self.fleet.models))
+        with contextlib.suppress(RlctlError):
+            await self.call("SetHealing", SetHealingRequest(model=model, by_hand=True), 10.0)
+        healing = False
+        while not healing:
+            await asyncio.sleep(chance.uniform(1, 20))
+            with contextlib.suppress(RlctlError):
+                await self.call("SetHealing", SetHealingRequest(model=model), 10.0)
+                healing = True
+
     async def look(self, chance: random.Random) -> None:
         """Read what there is, and cancel something that runs."""
         with contextlib.suppress(RlctlError):
@@ -276,6 +291,25 @@ class Client:
         host = self.fleet.stages.get(slot)
         if host is None or not host.alive:
             return
+        host.node.start(_read(host.generate(self._request(host, chance), 30.0)))
+
+    async def generate_many(self, slot: str, chance: random.Random) -> None:
+        """Several requests over one stream, of which some are left early."""
+        host = self.fleet.stages.get(slot)
+        if host is None or not host.alive:
+            return
+
+        async def requests() -> AsyncIterator[GenerateManyRequest]:
+            for number in range(1, chance.randint(3, 9)):
+                begun = NumberedRequest(number=number, request=self._request(host, chance), timeout=duration(30.0))
+                yield GenerateManyRequest(begin=[begun])
+                await asyncio.sleep(chance.uniform(0, 2))
+                if chance.random() < 0.3:
+                    yield GenerateManyRequest(leave=[chance.randint(1, number)])
+
+        host.node.start(_read(host.generate_many(requests())))
+
+    def _request(self, host: StageHost, chance: random.Random) -> GenerateRequest:
         request = GenerateRequest(rid=self.sim.world.new_id())
         request.input_ids.ids.append(1)
         request.sampling_params.max_new_tokens = chance.randint(1, 60)
@@ -283,7 +317,7 @@ class Client:
             request.adapter = chance.choice(("math", "code"))
         if chance.random() < 0.2:
             request.min_version_seq = self.sim.observer.sequence(host.model)
-        host.node.start(_read(host.generate(request, 30.0)))
+        return request
 
 
 async def _read(parts: Any) -> None:

@@ -30,6 +30,10 @@ NAMELESS_EVERY, NAMELESS_AT = 7, 3
 """Which seeds have trainers that name no update: what those leave behind keeps the others from most of theirs."""
 
 
+MANY_EVERY, MANY_AT = 7, 5
+"""Which seeds have clients that send many requests over one stream, and an operator who decides what is healed."""
+
+
 class Seed:
     """The course of one seed."""
 
@@ -117,6 +121,11 @@ class Seed:
         for number in range(30):
             slot = chance.choice(sorted(fleet.stages))
             self._at(f"generate {number}", world.timer, functools.partial(client.generate, slot))
+        if world.seed % MANY_EVERY == MANY_AT:
+            self._at("heal by hand", operator.node, operator.heal_by_hand)
+            for number in range(6):
+                slot = chance.choice(sorted(fleet.stages))
+                self._at(f"generate many {number}", world.timer, functools.partial(client.generate_many, slot))
 
     def _at(self, key: str, node: Node, work: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
         def plan(chance: random.Random) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from rlctl.control.commander import Commander
@@ -26,7 +26,7 @@ from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
-from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
+from rlctl.v1.rollout_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.core import Worker
 from rlctl.worker.follower import Follower
@@ -215,18 +215,31 @@ class StageHost:
 
     async def generate(self, request: GenerateRequest, remaining_s: float) -> AsyncGenerator[GenerateResponse, None]:
         """What a client of the rollout port gets."""
-        if self._generation is None:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is still loading")
-        async with contextlib.aclosing(self._generation.stream(request, remaining_s)) as parts:
+        async with contextlib.aclosing(self._rollouts.stream(request, remaining_s)) as parts:
             async for part in parts:
                 self.sim.observer.served(self.name, self.model, part)
                 yield part
 
+    async def generate_many(
+        self, requests: AsyncIterator[GenerateManyRequest]
+    ) -> AsyncGenerator[GenerateManyResponse, None]:
+        """What a client gets that sends many requests over one stream."""
+        async with contextlib.aclosing(self._rollouts.many(requests)) as messages:
+            async for message in messages:
+                for part in message.parts:
+                    if part.HasField("response"):
+                        self.sim.observer.served(self.name, self.model, part.response)
+                yield message
+
     async def call(self, method: str, request: Any) -> Any:
         """A unary call of the rollout port."""
+        return await getattr(self._rollouts, method)(request, 30.0)
+
+    @property
+    def _rollouts(self) -> Generation:
         if self._generation is None:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is still loading")
-        return await getattr(self._generation, method)(request, 30.0)
+        return self._generation
 
 
 async def _obey(executor: Executor, end: End, ended: Any = lambda _: None) -> None:
