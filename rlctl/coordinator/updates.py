@@ -56,6 +56,9 @@ UPDATE_S = 600.0
 TRAINERS_UPDATE = "WeightUpdate"
 """What the update of a trainer, of several calls, is recorded as."""
 
+STOPPED_S = 1.0
+"""Whoever sees this much too late that a lease ran out was stopped itself: what the owner said meanwhile is unread."""
+
 LOOK_S = 10.0
 """How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
 did not take is written again, too.
@@ -458,7 +461,8 @@ class Updates:
                 break
             if self._clock.now() >= opened.session.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
-            if self._clock.now() >= opened.lease_until and opened.is_heard:
+            late_s = self._clock.now() - opened.lease_until
+            if late_s >= 0 and (opened.is_heard or late_s > STOPPED_S):
                 opened.renew(self._clock.now())
             if self._clock.now() >= opened.lease_until:
                 owner = opened.session.model.update_owner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -191,6 +192,22 @@ async def test_a_renewed_lease_keeps_the_update_open(fleet: InProcessFleet) -> N
     assert fleet.server.coordinator.updates.is_open(plan.update_id)
     renewal.fencing_token += 1
     assert (await refusal(fleet.stub.RenewLease(renewal))).reason is Reason.UPDATE_FENCED
+
+
+async def test_a_coordinator_that_was_stopped_reads_what_the_owner_said_meanwhile(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, lease_ttl=duration(2))
+    await join(fleet, plan)
+    time.sleep(3.5)  # noqa: ASYNC251 (everything here is stopped, as by SIGSTOP)
+    await fleet.stub.RenewLease(u.RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token))
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+    # It is no licence: the owner of the next one does not come back.
+    plan = await begin(fleet, lease_ttl=duration(2), version="never")
+    time.sleep(3.5)  # noqa: ASYNC251
+    run = fleet.server.coordinator.operations.get(plan.update_id)
+    async with asyncio.timeout(10):
+        await run.ended.wait()
+    assert run.operation.error.reason == "LEASE_EXPIRED"
 
 
 async def test_only_the_owner_commits(fleet: InProcessFleet) -> None:
