@@ -427,6 +427,7 @@ class Updates:
         finally:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
+            await session.forget()  # its stages are held until then: who begins meanwhile is told by whom
             del self._open[session.update_id]
             opened.ended = True
             opened.turned.set()
@@ -434,7 +435,6 @@ class Updates:
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()
             self._look_after(session.model.record.name)
-            await session.forget()
 
     def _let_go(self, session: Session) -> None:
         """What was not to be served while the update was open is told by its state and its quarantine from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ class SegmentSender:
         digest: ModelDigest | None = None,
         deadline: float | None = None,
         left: Callable[[], None] = lambda: None,
-    ) -> Iterator[SentSegment]:
+    ) -> Generator[SentSegment, None, None]:
         """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
 
         ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.

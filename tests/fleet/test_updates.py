@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
+from rlctl.coordinator.session import Session
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
@@ -413,6 +414,27 @@ async def test_an_update_that_cannot_be_is_refused_at_begin(
     error = await refusal(fleet.stub.BeginWeightUpdate(request))
     assert (error.reason, error.field) == (reason, field)
     assert all(fleet.stage(slot).routable for slot in "ab")
+
+
+async def test_who_begins_while_another_update_ends_is_told_whose_it_is(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    forget = Session.forget
+
+    async def begun_meanwhile(session: Session) -> None:
+        told.append(await refusal(begin(fleet, version="step-2", trainer=u.Trainer(name="second"))))
+        await forget(session)
+
+    monkeypatch.setattr(Session, "forget", begun_meanwhile)
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+    (error,) = told
+    assert (error.reason, error.metadata["owner"]) == (Reason.UPDATE_IN_PROGRESS, "trainer")
+    monkeypatch.undo()
+    await begin(fleet, version="step-2")
 
 
 async def test_an_older_trainer_is_fenced(fleet: InProcessFleet) -> None:
