@@ -107,6 +107,7 @@ class Updates:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
                 return self.get(known.operation.update_id).session.record.plan
+            self._planner.refuse(request)
             if not request.header.validate_only:
                 await self._end_predecessors(request)
                 await self._healer.make_way(request.model)
@@ -167,6 +168,7 @@ class Updates:
         vet: Callable[[Session], None],
         adapter: Adapter | None = None,
     ) -> OpenUpdate:
+        self._planner.refuse(begin)
         await self._healer.make_way(begin.model)
         session = self._plan(begin, timeout_s, adapter)
         vet(session)

@@ -443,6 +443,12 @@ async def test_an_older_trainer_is_fenced(fleet: InProcessFleet) -> None:
     await abort(fleet, plan)
     older = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=4))
     assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
+    # It would wait in vain for an update of the newer one to end; and it ends nothing, though it cannot be.
+    plan = await fleet.stub.BeginWeightUpdate(newer)
+    assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
+    newest = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=6), num_sources=5000)
+    assert (await refusal(fleet.stub.BeginWeightUpdate(newest))).field == "num_sources"
+    assert fleet.server.coordinator.updates.is_open(plan.update_id)
 
 
 async def test_what_is_read_from_disk_is_no_trainers_that_is_over(
