@@ -135,7 +135,7 @@ class Facts:
         admitted version, and whole, as far as they are not what the open update writes.
         """
         if self.update is None or self.update.aside:
-            return self.weights is not Weights.MIXED and self._admits(self._generated_at)
+            return self._admits(self._generated_at)  # of a mixture no version is known
         return self.update.vouched and (self.update.committed or self._admits(self.update.at))
 
     def refuse(self, verb: Verb, request: Message) -> None:

@@ -136,6 +136,11 @@ def test_a_stage_that_was_left_out_tells_nothing_while_it_takes_part_in_another_
     assert (state(ready), ready.vouched) == ("STALE", False)
     stage_adapter(ready, "1")
     assert (state(ready), ready.vouched) == ("UPDATING", False)
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    update(ready, 3)
+    assert (state(ready), ready.vouched) == ("UPDATING", False), "nor once that is committed"
+    ready.admit([version(3)], adopt=None)
+    assert (state(ready), ready.vouched) == ("READY", True)
 
 
 def test_what_comes_of_weights_that_are_written_by_halves_is_not_told_in_the_next_update(ready: Facts) -> None:
