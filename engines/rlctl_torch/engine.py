@@ -246,7 +246,7 @@ class TorchEngine(Engine):
         """Carry out what takes tensors in; it is interrupted when the time is up."""
         self._check_ready()
         loop = asyncio.get_running_loop()
-        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.interrupt, call.update_id)
+        timer = loop.call_at(call.deadline - INTERRUPT_S, self._rank.interrupt, call.update_id, "the time was up")
         try:
             return await self._ordered(action, call)
         finally:

@@ -15,6 +15,7 @@ from rlctl.v1.common_pb2 import OUTCOME_REJECTED, MemoryTag, PauseMode
 from rlctl.weights.announced import Announced
 from rlctl.weights.checkpoint import StoredWeights, open_checkpoint
 from rlctl.weights.digest import usable_cores
+from rlctl.weights.groups import INTERRUPTED
 from rlctl.weights.loading import Loading
 from rlctl.weights.memberships import Groups
 from rlctl.weights.roots import Roots
@@ -221,11 +222,11 @@ class Rank:
         with self.ranks.exchanging() as exchange:
             return model_digest(self.model.shards, exchange).digest
 
-    def interrupt(self, update_id: str = "") -> None:
+    def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
         """Break what takes tensors in, of this update only if it is named; from any thread."""
-        self.receiver.interrupt(update_id)
+        self.receiver.interrupt(update_id, cause)
         if (update := self.update) is not None:
-            update.receiver.interrupt(update_id)
+            update.receiver.interrupt(update_id, cause)
 
     def read_from(self, origin: Origin | None) -> None:
         """The weights were read from there; what they were read from before is given back."""

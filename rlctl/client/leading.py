@@ -229,11 +229,16 @@ class Leading:
                 self._sent = Published(operation.weight_version, {} if partial else digests)
                 return operation, sent[0]
         except BaseException as error:
-            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, error, deadline)))
-            if ended is not None and ended.weight_version.sequence and _failed_at_the_fleet(error):
-                # It rolled in place, and the batches before serve the version.
-                self._renew_identity()
-                return ended, Sent()
+            reason = f"{type(error).__name__}: {error}"
+            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline)))
+            if ended is not None and _failed_at_the_fleet(error):
+                if ended.weight_version.sequence:
+                    # It rolled in place, and the batches before serve the version.
+                    self._renew_identity()
+                    return ended, Sent()
+                if reason not in ended.error.message:
+                    # It had been ended by its lease, an operator or another trainer: that is why we were cut off.
+                    refuse_unpublished(ended)
             raise
 
     async def _deliver(
@@ -439,11 +444,9 @@ class Leading:
             async with asyncio.timeout(left):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
-    async def _abort(self, plan: BeginWeightUpdateResponse, error: BaseException, deadline: float) -> Operation | None:
+    async def _abort(self, plan: BeginWeightUpdateResponse, reason: str, deadline: float) -> Operation | None:
         """The update as it has ended; None when the coordinator does not say."""
-        request = AbortWeightUpdateRequest(
-            update_id=plan.update_id, fencing_token=plan.fencing_token, reason=f"{type(error).__name__}: {error}"
-        )
+        request = AbortWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token, reason=reason)
         timeout_s = min(max(deadline - asyncio.get_running_loop().time(), LATE_S), ABORT_S)
         # Best effort: an update that nobody renews is aborted by its lease.
         with contextlib.suppress(RlctlError):

@@ -235,6 +235,7 @@ class Part:
         except BaseException:
             # Somebody may still read what was lent: it is left to them, and the next update gets memory of its own.
             self._segments = None
+            written.close()
             segments.close()
             for delivery in deliveries:
                 delivery.result()  # why the segments were closed, if they were

@@ -63,7 +63,9 @@ class Planner:
     def plan(self, request: BeginWeightUpdateRequest) -> tuple[BeginWeightUpdateResponse, list[Slot]]:
         """The answer to the request, without groups, and the frozen targets. Raises why the update cannot be."""
         model = self._roster.model(request.model)
-        self._refuse(request, model)
+        self.refuse(request)
+        if model.update_id:
+            raise in_progress(model)
         selected, excluded = self._roster.select(Target(model=request.model))
         targets = []
         for slot in selected:
@@ -168,13 +170,13 @@ class Planner:
             )
         return updatable[0]
 
-    def _refuse(self, request: BeginWeightUpdateRequest, model: ModelState) -> None:
+    def refuse(self, request: BeginWeightUpdateRequest) -> None:
+        """Raise what is wrong with an update whatever the stages are doing: nothing has to make way for it."""
+        model = self._roster.model(request.model)
         if request.num_sources > MOST_SOURCES:
             raise Reason.FIELD_INVALID.error(
                 f"num_sources is {request.num_sources}, at most {MOST_SOURCES} are taken", field="num_sources"
             )
-        if model.update_id:
-            raise in_progress(model)
         if not model.record.updatable and request.kind != UPDATE_KIND_ADAPTER:
             raise Reason.MODEL_FROZEN.error(f"{request.model} is frozen: it receives no weights", field="model")
         if request.trainer.incarnation < model.record.trainer_incarnation:

@@ -56,6 +56,9 @@ UPDATE_S = 600.0
 TRAINERS_UPDATE = "WeightUpdate"
 """What the update of a trainer, of several calls, is recorded as."""
 
+STOPPED_S = 1.0
+"""Whoever sees this much too late that a lease ran out was stopped itself: what the owner said meanwhile is unread."""
+
 LOOK_S = 10.0
 """How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
 did not take is written again, too.
@@ -104,6 +107,7 @@ class Updates:
             known = self._operations.known(request.header.request_id, request)
             if known is not None:
                 return self.get(known.operation.update_id).session.record.plan
+            self._planner.refuse(request)
             if not request.header.validate_only:
                 await self._end_predecessors(request)
                 await self._healer.make_way(request.model)
@@ -164,6 +168,7 @@ class Updates:
         vet: Callable[[Session], None],
         adapter: Adapter | None = None,
     ) -> OpenUpdate:
+        self._planner.refuse(begin)
         await self._healer.make_way(begin.model)
         session = self._plan(begin, timeout_s, adapter)
         vet(session)
@@ -424,6 +429,7 @@ class Updates:
         finally:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
+            await session.forget()  # its stages are held until then: who begins meanwhile is told by whom
             del self._open[session.update_id]
             opened.ended = True
             opened.turned.set()
@@ -431,7 +437,6 @@ class Updates:
             session.model.update_id = session.model.update_owner = ""
             self._roster.changed()
             self._look_after(session.model.record.name)
-            await session.forget()
 
     def _let_go(self, session: Session) -> None:
         """What was not to be served while the update was open is told by its state and its quarantine from now on."""
@@ -458,7 +463,8 @@ class Updates:
                 break
             if self._clock.now() >= opened.session.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the update's time was up before it was committed")
-            if self._clock.now() >= opened.lease_until and opened.is_heard:
+            late_s = self._clock.now() - opened.lease_until
+            if late_s >= 0 and (opened.is_heard or late_s > STOPPED_S):
                 opened.renew(self._clock.now())
             if self._clock.now() >= opened.lease_until:
                 owner = opened.session.model.update_owner

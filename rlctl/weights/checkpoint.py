@@ -19,6 +19,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.weights import json_files
 from rlctl.weights.layout import Slice
 from rlctl.weights.placing import Part, read_parts
+from rlctl.weights.regular import read_regular
 from rlctl.weights.tensor_file import TensorFile
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 
@@ -254,7 +255,7 @@ def _open_sharded(directory: Path, field: str) -> list[TensorFile]:
 
 def _read_json(path: Path, field: str) -> dict[str, Any]:
     try:
-        value = json_files.parse(path.read_bytes())
+        value = json_files.parse(read_regular(path))
     except FileNotFoundError:
         raise _not_found(path, "there is no such file", field) from None
     except (OSError, ValueError) as error:

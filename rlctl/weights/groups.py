@@ -25,7 +25,10 @@ from rlctl.weights import connections
 from rlctl.weights.rendezvous import Forming, GroupStore, Member
 from rlctl.weights.tensors import as_bytes
 
-__all__ = ["GroupStore", "WeightGroup", "join"]
+__all__ = ["INTERRUPTED", "GroupStore", "WeightGroup", "join"]
+
+INTERRUPTED = "it was interrupted"
+"""Why something broke off, where nobody says more."""
 
 _SLICE = datetime.timedelta(milliseconds=100)
 _GRACE_S = 1.0
@@ -92,9 +95,9 @@ class WeightGroup:
         finally:
             self._idle.set()
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: str = INTERRUPTED) -> None:
         """End the broadcast under way with GROUP_FAILED, here and at the peers; the group is spent. Never blocks."""
-        self._spend("it was interrupted")
+        self._spend(cause)
 
     def close(self) -> None:
         """Leave the group. Never blocks: what is under way is interrupted, and let go of once it has ended.

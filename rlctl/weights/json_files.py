@@ -7,13 +7,16 @@ from typing import Any
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError when it is none, or holds NaN.
+    """The value of a JSON text. Raises ValueError when it is none, holds NaN, or is nested too deep to be read.
 
     Python reads NaN although JSON has none. It equals nothing, itself included: a config that holds it fits no other,
     not even a copy, so that a checkpoint with it could be published and then never be loaded. Infinity passes: some
     models' configs have it.
     """
-    return json.loads(data, parse_constant=_constant)
+    try:
+        return json.loads(data, parse_constant=_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _constant(name: str) -> float:

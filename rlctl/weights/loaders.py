@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.weights import json_files
 from rlctl.weights.buckets import Bucket, pack
 from rlctl.weights.checkpoint import Checkpoint, Located, StoredWeights, open_checkpoint, open_files, read_config
 from rlctl.weights.tensor_file import TensorFile, header_of
@@ -147,7 +148,7 @@ def _open_flattened(path: str) -> Checkpoint:
     located: dict[str, Located] = {}
     for file in files:
         try:
-            contents = json.loads(file.metadata[BUCKETS])
+            contents = json_files.parse(file.metadata[BUCKETS].encode())
             tensors = [(key, *tensor) for key, bucket in contents.items() for tensor in bucket]
             for key, name, dtype, shape, start in tensors:
                 meta = TensorMeta(name, parse_dtype(dtype, "model_path"), tuple(shape))

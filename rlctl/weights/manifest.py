@@ -25,6 +25,7 @@ from urllib.parse import quote
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights import json_files
 from rlctl.weights.digest import combine
+from rlctl.weights.regular import read_regular
 from rlctl.weights.tensors import TensorMeta, dtype_name, parse_dtype
 
 MANIFEST = "rlctl-manifest.json"
@@ -160,7 +161,7 @@ def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | N
     """
     path = directory / MANIFEST
     try:
-        return _from_json(json_files.parse(path.read_bytes()), blame)
+        return _from_json(json_files.parse(read_regular(path)), blame)
     except FileNotFoundError:
         return None
     except RlctlError as error:
@@ -179,7 +180,12 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     if body["format"] != FORMAT:
         raise ValueError(f"format {body['format']!r} is not {FORMAT}")
+    version, sequence = body["version"], body["sequence"]
     base = Base(**body["base"]) if "base" in body else None
+    if not isinstance(version, str) or not isinstance(sequence, int):
+        raise ValueError(f"version {version!r}, sequence {sequence!r}")
+    if base is not None and not base.sequence < sequence:  # whoever follows the bases comes to an end
+        raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):
         raise ValueError(f"kind {body['kind']!r} does not go with what it holds")
     tensors = {}
@@ -194,7 +200,7 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     for name in (*files, *body["shards"]):
         if Path(name).name != name or name in ("", ".", "..", MANIFEST):
             raise ValueError(f"{name!r} is no file of the directory")
-    manifest = Manifest(body["version"], body["sequence"], tensors, base, files, body["shards"])
+    manifest = Manifest(version, sequence, tensors, base, files, body["shards"])
     if manifest.digest != body["digest"]:
         raise ValueError("its digest is not that of its tensors")
     return manifest

@@ -38,6 +38,7 @@ from rlctl.weights.manifest import (
     find_version,
     read_manifest,
 )
+from rlctl.weights.roots import Roots
 from rlctl.weights.source import WeightSource, as_source
 from rlctl.weights.tensor_file import header_of
 from rlctl.weights.tensors import TensorMeta, as_bytes
@@ -331,12 +332,24 @@ class _DeltaWriter:
         self._held = {}
 
 
-def published(source_dir: str | Path, version: str) -> Published:
-    """A version that was published. Raises CHECKPOINT_NOT_FOUND."""
-    path = find_version(Path(source_dir), version)
-    manifest = None if path is None else read_manifest(path)
-    if path is None or manifest is None:
+def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:
+    """A version that was published. Raises CHECKPOINT_NOT_FOUND, and PATH_NOT_ALLOWED for links out of ``roots``."""
+    found = look_up(Path(source_dir), version, roots=roots)
+    if found is None:
         raise Reason.CHECKPOINT_NOT_FOUND.error(
             f"version {version!r} is not published in {source_dir}", field="target_version"
         )
-    return Published(path, manifest)
+    return found
+
+
+def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:
+    """A published version by label, or by sequence; None when there is none.
+
+    Raises CHECKPOINT_NOT_FOUND for a damaged manifest, PATH_NOT_ALLOWED where the version, or a file of it, is a link
+    that leads out of ``roots``.
+    """
+    path = find_version(source, version, sequence)
+    if path is not None and roots is not None:
+        roots.resolve_checkpoint(str(path), field="source_dir")
+    manifest = None if path is None else read_manifest(path)
+    return None if path is None or manifest is None else Published(path, manifest)

@@ -25,8 +25,9 @@ from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
 from rlctl.weights import storage
 from rlctl.weights.checkpoint import INDEX, compare, open_files
 from rlctl.weights.digest import digest_of_bytes
-from rlctl.weights.manifest import MANIFEST, Entry, Manifest, find_version, read_manifest
-from rlctl.weights.publishing import Published, files_beside, published, write_files
+from rlctl.weights.manifest import MANIFEST, Entry, Manifest, read_manifest
+from rlctl.weights.publishing import Published, files_beside, look_up, published, write_files
+from rlctl.weights.regular import read_regular
 from rlctl.weights.roots import Roots
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensor_file import TensorFile
@@ -57,10 +58,11 @@ def pull_within(roots: Roots, request: PullWeightsRequest, base_dir: str, patien
     """:func:`pull` as an engine's verb, between directories below ``roots``. Raises PATH_NOT_ALLOWED too."""
     pulled = pull(
         roots.resolve(request.source_dir, field=SOURCE),
-        roots.resolve(request.local_checkpoint_dir, field=LOCAL),
+        roots.resolve_checkpoint(request.local_checkpoint_dir, field=LOCAL),
         request.target_version,
         base_dir=os.path.realpath(base_dir),
         patience=patience,
+        roots=roots,
     )
     return PullReport(
         version=pulled.manifest.version,
@@ -80,18 +82,20 @@ def pull(
     base_dir: str = "",
     patience: Patience | None = None,
     threads: int = 0,
+    roots: Roots | None = None,
 ) -> Pulled:
     """Bring ``local_checkpoint_dir`` to a version that is published in ``source_dir``; afterwards it can be loaded.
 
     ``base_dir`` is the checkpoint that a chain of deltas may begin at when no complete version is published;
-    ``threads`` 0 takes one for each core, up to 8. Processes that pull into the same directory take turns; those that
-    come later find it done. Memory: two or three times the largest tensor, for each thread.
+    ``threads`` 0 takes one for each core, up to 8; no version may be, or hold, a link that leads out of ``roots``.
+    Processes that pull into the same directory take turns; those that come later find it done. Memory: two or three
+    times the largest tensor, for each thread.
 
     Raises, and the local directory is as it was: CHECKPOINT_NOT_FOUND (no such version; one that its deltas need is
     missing; a file is cut short or damaged), CHECKPOINT_MISMATCH (a delta's base is another version than the one
     there), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL, FIELD_INVALID (the
-    directory cannot be written, or holds something that was not pulled), DEADLINE_EXCEEDED and CANCELLED (by
-    ``patience``).
+    directory cannot be written, or holds something that was not pulled), PATH_NOT_ALLOWED (by ``roots``),
+    DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
     """
     patience = patience or Patience()
     place = Path(os.path.realpath(local_checkpoint_dir))
@@ -100,11 +104,11 @@ def pull(
     with storage.locked(place, patience, LOCAL):
         with storage.writing(place, LOCAL):
             storage.recover(place)
-        target = published(source_dir, target_version)
+        target = published(source_dir, target_version, roots)
         here = _local_version(place)
         if here is not None and _is_at(here.manifest, target.manifest):
             return Pulled(here.manifest, changed=False)
-        seed, deltas = _plan(Path(source_dir), target, here, base_dir)
+        seed, deltas = _plan(Path(source_dir), target, here, base_dir, roots)
         with contextlib.ExitStack() as stack:
             files = _open(seed.path, stack)
             changes = [_Delta(delta, stack) for delta in deltas]
@@ -151,7 +155,9 @@ def _is_at(here: Manifest, target: Manifest) -> bool:
     return (here.version, here.sequence, here.digest) == (target.version, target.sequence, target.digest)
 
 
-def _plan(source: Path, target: Published, here: Published | None, base_dir: str) -> tuple[_Seed, list[Published]]:
+def _plan(
+    source: Path, target: Published, here: Published | None, base_dir: str, roots: Roots | None
+) -> tuple[_Seed, list[Published]]:
     """From where to start, and which deltas to replay in which order."""
     deltas: list[Published] = []
     at = target
@@ -162,16 +168,15 @@ def _plan(source: Path, target: Published, here: Published | None, base_dir: str
         if base is None:
             return _Seed(at.path, at.manifest), deltas[::-1]
         deltas.append(at)
-        path = find_version(source, sequence=base.sequence)
-        manifest = None if path is None else read_manifest(path)
-        if path is not None and manifest is not None:
-            if not manifest.is_base_of(at.manifest):
+        found = look_up(source, sequence=base.sequence, roots=roots)
+        if found is not None:
+            if not found.manifest.is_base_of(at.manifest):
                 raise Reason.CHECKPOINT_MISMATCH.error(
-                    f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; {path} has "
-                    f"{manifest.digest[:16]}",
+                    f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; {found.path} has "
+                    f"{found.manifest.digest[:16]}",
                     field=SOURCE,
                 )
-            at = Published(path, manifest)
+            at = found
         elif here is not None and here.manifest.is_base_of(at.manifest):
             return _Seed(here.path, here.manifest), deltas[::-1]
         elif base_dir:
@@ -307,7 +312,7 @@ class _Replay:
                 found[INDEX] = (path / INDEX).read_bytes()
             return found
         try:
-            found = {name: (path / name).read_bytes() for name in self._seed.files}
+            found = {name: read_regular(path / name) for name in self._seed.files}
         except OSError as error:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
         for name, expected in self._seed.files.items():

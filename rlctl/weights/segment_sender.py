@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ class SegmentSender:
         digest: ModelDigest | None = None,
         deadline: float | None = None,
         left: Callable[[], None] = lambda: None,
-    ) -> Iterator[SentSegment]:
+    ) -> Generator[SentSegment, None, None]:
         """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
 
         ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.
@@ -109,15 +109,18 @@ class SegmentSender:
         with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as digesters:
             for bucket in buckets:
                 memory = self._pool.take(bucket.nbytes, limit)
+                views: list[tuple[str, torch.Tensor]] = []
                 try:
                     for future in digesting.pop(id(memory), []):
                         future.result()
                     started = time.perf_counter()
                     views = unpack(bucket, memory.data)
-                    for meta, (_, view) in zip(bucket.metas, views, strict=True):
-                        _fill(view, meta, tensors)
+                    for index, meta in enumerate(bucket.metas):
+                        tensor = _next(tensors, meta)
+                        views[index][1].copy_(tensor)  # cast, from whatever device and layout, in one pass
                     sent = self._lend(bucket, memory, devices or [self._pool.device_id], lease_s, started)
                 except BaseException:
+                    views.clear()  # or the memory stays mapped for as long as somebody keeps the traceback
                     self._pool.give_back(memory)
                     raise
                 if digest is not None:
@@ -148,14 +151,14 @@ class SegmentSender:
         return SentSegment(messages, bucket.nbytes, time.perf_counter() - started, release)
 
 
-def _fill(view: torch.Tensor, meta: TensorMeta, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Copy the source's next tensor, cast, from whatever device and layout, in one pass."""
+def _next(tensors: Iterator[tuple[str, torch.Tensor]], meta: TensorMeta) -> torch.Tensor:
+    """The source's next tensor. Raises FIELD_INVALID when it is not the one that was announced."""
     name, tensor = next(tensors, ("", None))
     if tensor is None:
         raise _unfit(f"the source ends before {meta.name!r}, which was announced")
     if name != meta.name or tuple(tensor.shape) != meta.shape:
         raise _unfit(f"the source yields {name!r} {tuple(tensor.shape)}; {meta.name!r} {meta.shape} was announced")
-    view.copy_(tensor.detach())
+    return tensor.detach()
 
 
 def _unfit(cause: str) -> RlctlError:

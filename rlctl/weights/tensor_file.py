@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.weights import json_files
+from rlctl.weights.regular import open_regular
 from rlctl.weights.tensors import TensorMeta, as_bytes, parse_dtype
 
 DTYPES = {
@@ -69,7 +71,7 @@ class TensorFile:
         self.path = path
         self._field = field
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
             self._closing = weakref.finalize(self, os.close, self._fd)
             self._stamp = _stamp(os.fstat(self._fd))
             header, begin = self._header()
@@ -127,7 +129,7 @@ class TensorFile:
         if length > min(MAX_HEADER_BYTES, self.size - _LENGTH.size):
             raise ValueError(f"its header would be {length} bytes long, the file has {self.size}")
         data = os.pread(self._fd, length, _LENGTH.size)
-        header = json.loads(data)
+        header = json_files.parse(data)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         return header, _LENGTH.size + length
@@ -135,6 +137,7 @@ class TensorFile:
     def _tensors(self, header: Mapping[str, Any], begin: int) -> tuple[dict[str, TensorMeta], dict[str, int]]:
         found: list[tuple[int, int, TensorMeta]] = []
         for name, entry in header.items():
+            name.encode()  # messages hold it
             try:
                 dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
                 numbers = [*shape, start, end]
@@ -142,7 +145,7 @@ class TensorFile:
                 raise ValueError(f"{name} has no dtype, shape and offsets") from None
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise ValueError(f"{name} has no proper shape and offsets")
-            if dtype not in DTYPES:
+            if not isinstance(dtype, str) or dtype not in DTYPES:
                 raise ValueError(f"{name} has dtype {dtype}, which this version cannot read")
             meta = TensorMeta(name, parse_dtype(DTYPES[dtype], self._field), tuple(shape))
             if meta.nbytes != end - start:

@@ -22,7 +22,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.buckets import Bucket, room_for, unpack
 from rlctl.weights.digest import ModelDigest, tensor_digests
-from rlctl.weights.groups import WeightGroup
+from rlctl.weights.groups import INTERRUPTED, WeightGroup
 from rlctl.weights.sending import SendStats, send, wire_device
 from rlctl.weights.shards import ShardMap
 from rlctl.weights.tensors import TensorMeta, as_bytes, castable
@@ -68,7 +68,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._busy = ""
         self._groups: list[WeightGroup] = []
-        self._interrupted = False
+        self._interrupted = ""
         self._late: WeightGroup | None = None
 
     @property
@@ -102,7 +102,7 @@ class Receiver:
             self.written = set()
             self._received = ModelDigest() if digest else None
             self._next = {}
-            self._interrupted = False
+            self._interrupted = ""
             self._late = None
 
     def receive(self, stream: Sequence[tuple[WeightGroup, Bucket]]) -> ReceiveStats:
@@ -220,18 +220,18 @@ class Receiver:
         begun = (set(names) for names in self._shards.together if not self.written.isdisjoint(names))
         return sorted(set().union(*begun) - self.written)
 
-    def interrupt(self, update_id: str = "") -> None:
+    def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
         """End what is under way with GROUP_FAILED (or CANCELLED, see :meth:`copy`); refuse more until :meth:`begin`.
 
-        With ``update_id``, only if that update is the present one. Never blocks.
+        With ``update_id``, only if that update is the present one; ``cause`` is what the error says. Never blocks.
         """
         with self._lock:
             if update_id and update_id != self.update_id:
                 return
-            self._interrupted = True
+            self._interrupted = cause
             groups = self._groups
         for group in groups:
-            group.interrupt()
+            group.interrupt(cause)
 
     def finish(self) -> None:
         """The update is over: give the buffer's memory back. What was written stays known until the next begin."""
@@ -256,7 +256,7 @@ class Receiver:
 
     def _broken_off(self, source: str) -> RlctlError:
         reason = Reason.CANCELLED if source else Reason.GROUP_FAILED
-        return reason.error(f"receiving update {self.update_id} was interrupted")
+        return reason.error(f"receiving update {self.update_id}: {self._interrupted}")
 
     def _check_idle(self) -> None:
         if self._busy:

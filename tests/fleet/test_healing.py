@@ -20,6 +20,7 @@ from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
@@ -210,6 +211,29 @@ async def test_an_update_that_is_refused_does_not_end_a_heal_for_good(
     operation = fleet.server.coordinator.operations.newest_first("HealStage", 0)[0].operation
     assert operation.error.reason in ("CANCELLED", "")
     await fleet.until(lambda stages: stages[0].routable or stages[0].state == common.STAGE_STATE_DIRTY, 20)
+
+
+async def test_a_trainer_that_is_over_ends_no_heal(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    """It may ask again every second, which no heal would get through."""
+    await abort(fleet, await begin(fleet, "x", trainer=u.Trainer(incarnation=5)))
+    await from_disk(fleet, checkpoint("two"), "two")
+    reading, going_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
+            reading.set()
+            await going_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    await restart(fleet, "a")
+    await reading.wait()
+    older = await asyncio.wait_for(refusal(begin(fleet, "x", trainer=u.Trainer(incarnation=4))), 5)
+    assert older.reason is Reason.TRAINER_FENCED
+    going_on.set()
+    await fleet.until(lambda stages: stages[0].routable, 20)
+    (healed,) = fleet.server.coordinator.operations.newest_first("HealStage", 0)
+    await healed.ended.wait()
+    assert healed.operation.state == OPERATION_STATE_OK
 
 
 async def test_what_a_heal_has_not_verified_is_quarantined_in_the_journal(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
+from rlctl.coordinator.session import Session
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
@@ -191,6 +193,22 @@ async def test_a_renewed_lease_keeps_the_update_open(fleet: InProcessFleet) -> N
     assert fleet.server.coordinator.updates.is_open(plan.update_id)
     renewal.fencing_token += 1
     assert (await refusal(fleet.stub.RenewLease(renewal))).reason is Reason.UPDATE_FENCED
+
+
+async def test_a_coordinator_that_was_stopped_reads_what_the_owner_said_meanwhile(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, lease_ttl=duration(2))
+    await join(fleet, plan)
+    time.sleep(3.5)  # noqa: ASYNC251 (everything here is stopped, as by SIGSTOP)
+    await fleet.stub.RenewLease(u.RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token))
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+    # It is no licence: the owner of the next one does not come back.
+    plan = await begin(fleet, lease_ttl=duration(2), version="never")
+    time.sleep(3.5)  # noqa: ASYNC251
+    run = fleet.server.coordinator.operations.get(plan.update_id)
+    async with asyncio.timeout(10):
+        await run.ended.wait()
+    assert run.operation.error.reason == "LEASE_EXPIRED"
 
 
 async def test_only_the_owner_commits(fleet: InProcessFleet) -> None:
@@ -398,12 +416,39 @@ async def test_an_update_that_cannot_be_is_refused_at_begin(
     assert all(fleet.stage(slot).routable for slot in "ab")
 
 
+async def test_who_begins_while_another_update_ends_is_told_whose_it_is(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    forget = Session.forget
+
+    async def begun_meanwhile(session: Session) -> None:
+        told.append(await refusal(begin(fleet, version="step-2", trainer=u.Trainer(name="second"))))
+        await forget(session)
+
+    monkeypatch.setattr(Session, "forget", begun_meanwhile)
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+    (error,) = told
+    assert (error.reason, error.metadata["owner"]) == (Reason.UPDATE_IN_PROGRESS, "trainer")
+    monkeypatch.undo()
+    await begin(fleet, version="step-2")
+
+
 async def test_an_older_trainer_is_fenced(fleet: InProcessFleet) -> None:
     newer = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=5))
     plan = await fleet.stub.BeginWeightUpdate(newer)
     await abort(fleet, plan)
     older = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=4))
     assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
+    # It would wait in vain for an update of the newer one to end; and it ends nothing, though it cannot be.
+    plan = await fleet.stub.BeginWeightUpdate(newer)
+    assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
+    newest = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=6), num_sources=5000)
+    assert (await refusal(fleet.stub.BeginWeightUpdate(newest))).field == "num_sources"
+    assert fleet.server.coordinator.updates.is_open(plan.update_id)
 
 
 async def test_what_is_read_from_disk_is_no_trainers_that_is_over(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,42 @@ def test_a_group_that_breaks_with_every_engine_alive_costs_one_more_attempt(thre
         publisher.update(model, version="after")
         assert all(stage.routable for stage in fleet.status().stages)
         publisher.close()
+
+
+def test_a_trainer_whose_update_is_ended_meanwhile_is_told_why(
+    three: LaunchedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its own broadcast, or its next call, then breaks off with says nothing of that."""
+    monkeypatch.setattr("rlctl.client.publisher.LEASE_TTL_S", 4.0)
+    monkeypatch.setattr("rlctl.client.leading.Leading._renewing", lambda *_: nullcontext())
+    with three.connect() as fleet:
+
+        def interrupted(happens: Callable[[], object]) -> Interrupted:
+            def meanwhile() -> None:
+                happens()
+                while fleet.status().models[0].update_owner == "first":
+                    time.sleep(0.05)
+
+            return Interrupted(demo_tiny.make(seed=9), meanwhile)
+
+        def abort() -> None:
+            fleet.abort_update(fleet.status().models[0].update_id, reason="the operator's")
+
+        for incarnation, path in ((1, "broadcast"), (3, "ipc")):
+            first = fleet.publisher("actor", path=path, trainer="first", incarnation=incarnation, bucket_bytes=16 << 10)
+            second = fleet.publisher("actor", path=path, trainer="second", incarnation=incarnation + 1)
+            other = demo_tiny.make(seed=incarnation)
+            take_over = partial(second.update, other, version=f"taken-over-{path}", deadline_s=60)
+            causes: list[tuple[Reason, str, Callable[[], object]]] = [
+                (Reason.LEASE_EXPIRED, "first did not renew the lease for 4 s", lambda: None),
+                (Reason.CANCELLED, "aborted: the operator's", abort),
+                (Reason.TRAINER_FENCED, "second took over", take_over),
+            ]
+            for reason, message, happens in causes:
+                with pytest.raises(OperationFailed) as caught:
+                    first.update(interrupted(happens), version="never", deadline_s=60)
+                assert (caught.value.reason, caught.value.message) == (reason, message)
+            second.update(other, version=f"helped-{path}", deadline_s=60)
+            assert held(fleet) == {rlctl.model_digest(other)}
+            first.close()
+            second.close()

@@ -23,8 +23,11 @@ from rlctl.client.publisher import Publisher
 from rlctl.demo.tiny import EOS, encode, save
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.testing.interrupted import Interrupted
+from rlctl.testing.shared_memory import mapped_by
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.weights.identity import SHARED_MEMORY
 from rlctl.weights.rendezvous import GroupStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -278,6 +281,35 @@ def test_shared_memory_that_is_full_ends_the_update_before_anything_is_paused(
     assert all(stage.routable for stage in fleet.status().stages)
     monkeypatch.undo()
     publisher.update(model, version="room")
+    assert digests(fleet) == {rlctl.model_digest(model)}
+    publisher.close()
+
+
+def test_a_failed_update_keeps_no_shared_memory(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    """Not even while somebody keeps what it raised: gigabytes would wait for the garbage collection."""
+    publisher = fleet.publisher("actor", path="ipc")
+    before, used = mapped_by(os.getpid()), set[str]()
+
+    def note() -> None:
+        used.update(mapped_by(os.getpid()) - before)
+
+    def vanish() -> None:
+        note()
+        for name in used:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+    def fail() -> None:
+        note()
+        raise ZeroDivisionError
+
+    for happens, error in ((vanish, OperationFailed), (fail, ZeroDivisionError)):
+        used.clear()
+        with pytest.raises(error) as caught:
+            publisher.update(Interrupted(changed(tiny[0], seed=46), happens), version="never", deadline_s=60)
+        assert used
+        assert not used & mapped_by(os.getpid()), caught.value
+    model = changed(tiny[0], seed=47)
+    publisher.update(model, version="memory of its own")
     assert digests(fleet) == {rlctl.model_digest(model)}
     publisher.close()
 

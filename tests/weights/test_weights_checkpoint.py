@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -143,7 +144,10 @@ def test_a_missing_directory_config_or_weights_is_refused(tmp_path: Path) -> Non
     assert "config.json" in refusal(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", NESTED])
 def test_an_unreadable_config_is_refused(tmp_path: Path, content: bytes) -> None:
     path = write(tmp_path)
     Path(path, "config.json").write_bytes(content)
@@ -156,6 +160,36 @@ def test_a_config_with_nan_is_refused_and_one_with_infinity_is_not(tmp_path: Pat
     open_checkpoint(path).close()
     Path(path, "config.json").write_text('{"model_type": "llama", "rope_theta": NaN}')
     assert "NaN" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "cause"),
+    [
+        (NESTED, "nested too deep"),
+        (b'{"a": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}}', "a has dtype"),
+        (b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}', "a has no proper shape"),
+        (b'{"a": {"dtype": "F64", "shape": [2], "data_offsets": [0, 8]}}', "a has 8 bytes instead of 16"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
+            b' "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+            "b begins at byte 4 of the tensors, 8 comes next",
+        ),
+        (b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "surrogates not allowed"),
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes, cause: str) -> None:
+    path = write(tmp_path)
+    Path(path, "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    assert cause in refusal(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, files=2 if "index" in name else 0)
+    Path(path, name).unlink()
+    os.mkfifo(Path(path, name))
+    assert f"{name}: it cannot be read: [Errno 22] it is no regular file" in refusal(path)
 
 
 @pytest.mark.parametrize("files", [0, 2])

@@ -24,11 +24,13 @@ from safetensors.torch import load_file
 from weights_helpers import Background, digest_of
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.v1.verbs_pb2 import PullWeightsRequest
 from rlctl.weights import publishing, storage
 from rlctl.weights.checkpoint import open_checkpoint
 from rlctl.weights.manifest import MANIFEST, read_manifest
 from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full, published
-from rlctl.weights.pulling import Pulled, pull
+from rlctl.weights.pulling import Pulled, pull, pull_within
+from rlctl.weights.roots import Roots
 from rlctl.weights.storage import Patience
 
 Model = dict[str, torch.Tensor]
@@ -330,6 +332,54 @@ def test_a_manifest_with_nan_is_damaged(world: World) -> None:
     manifest.write_text(manifest.read_text().replace('"sequence": 1', '"sequence": NaN'))
     with refused(Reason.CHECKPOINT_NOT_FOUND, "it holds NaN"):
         world.pull("v1")
+
+
+@pytest.mark.timeout(20)
+def test_a_delta_on_itself_is_damaged(world: World) -> None:
+    world.chain(2)
+    path = published(world.source, "v2").path / MANIFEST
+    digest = json.loads(path.read_text())["digest"]
+    edit(path, base={"version": "v2", "sequence": 2, "digest": digest})
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "its base is version 'v2' .*, which is not before it", "source_dir"):
+        world.pull("v2")
+
+
+@pytest.mark.parametrize(("field", "value"), [("version", 1), ("sequence", "1"), ("version", None)])
+def test_a_manifest_without_a_proper_version_is_damaged(world: World, field: str, value: object) -> None:
+    edit(world.full(1, model()).path / MANIFEST, **{field: value})
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "no manifest that can be read", "source_dir"):
+        world.pull("v1")
+
+
+@pytest.mark.parametrize("what", ["the version", "its base", "a shard", "a file beside", "the local copy"])
+def test_no_link_leads_out_of_the_roots(world: World, what: str) -> None:
+    world.chain(2)
+    roots = Roots([world.source, world.local.parent, world.launch])
+    request = PullWeightsRequest(
+        source_dir=str(world.source), local_checkpoint_dir=str(world.local), target_version="v2"
+    )
+    first, second = (published(world.source, version).path for version in ("v1", "v2"))
+    linked = {
+        "the version": second,
+        "its base": first,
+        "a shard": second / "delta-00001.safetensors",
+        "a file beside": first / "tokenizer.json",
+        "the local copy": world.local / "model-00001-of-00002.safetensors",
+    }[what]
+    if what == "the local copy":
+        world.pull("v1")
+    elsewhere = world.path / "elsewhere"
+    shutil.move(linked, elsewhere)
+    linked.symlink_to(elsewhere)
+    field = "local_checkpoint_dir" if what == "the local copy" else "source_dir"
+    before = snapshot(world.local)
+    with refused(Reason.PATH_NOT_ALLOWED, str(elsewhere), field):
+        pull_within(roots, request, str(world.launch), Patience())
+    assert snapshot(world.local) == before
+    linked.unlink()
+    shutil.move(elsewhere, linked)
+    pull_within(roots, request, str(world.launch), Patience())
+    world.check("v2")
 
 
 def test_a_damaged_local_copy_is_told_from_a_damaged_delta(world: World) -> None:

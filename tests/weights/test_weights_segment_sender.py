@@ -219,11 +219,13 @@ def test_what_the_source_raises_passes_through_and_frees_the_segment(sender: Seg
             yield "a", torch.ones(3)
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         list(sender.write(Failing(), Failing().metas()))
     assert threading.active_count() == 1 or all(t.name != "digest_0" for t in threading.enumerate())
-    write(sender, {"a": torch.ones(3)})
+    (sent,) = write(sender, {"a": torch.ones(3)})
     assert sender.pool.allocations == 1
+    sender.close()
+    assert held([sent.messages[0].shared_memory]) == set(), f"the traceback keeps it: {caught.value!r}"
 
 
 def test_ranks_are_reached_by_host_and_device_never_by_name(sender: SegmentSender) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ def _timed() -> Iterator[dict[str, float]]:
             if isinstance(request, UpdateWeightsFromTensorRequest):
                 times["taken"] += time.perf_counter() - started
 
-    def timed_write(self: SegmentSender, *given: Any, **settings: Any) -> Iterator[SentSegment]:
+    def timed_write(self: SegmentSender, *given: Any, **settings: Any) -> Generator[SentSegment, None, None]:
         for segment in write(self, *given, **settings):
             times["written"] += segment.seconds
             yield segment

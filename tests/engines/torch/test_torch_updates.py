@@ -330,6 +330,7 @@ async def test_a_receive_whose_sender_never_comes_ends_by_its_deadline(stage: St
         error = await all_refuse(stage, request, update=update, within=1.5)
         assert time.monotonic() - started < 1.5
         assert error.reason is Reason.GROUP_FAILED
+        assert "the time was up" in error.message
 
 
 async def test_a_sender_that_dies_fails_the_receive_at_once(stage: Stage, new: str) -> None:
