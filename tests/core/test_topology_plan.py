@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from test_topology_resolve import HF, REGULAR, flagged, good, model
@@ -116,6 +117,40 @@ def test_prefill_and_decode_have_slots_sizes_and_flags_of_their_own() -> None:
     assert options["actor-decode-0"] == {"disaggregation_mode": "decode"}
     assert {rank.node for rank in made.engines[3].ranks} == {1}
     assert "--worker-type prefill" in made.engines[0].commands["actor-prefill-0"]
+
+
+def test_every_prefill_server_of_sglang_has_a_bootstrap_port_of_its_own_and_keeps_it() -> None:
+    """All of them are on one host, whatever group or model they are of."""
+
+    def ports(made: Plan) -> dict[str, str]:
+        taken = {e.spec.slot: e.spec.options for e in made.engines if e.spec.worker_type == "prefill"}
+        return {slot: options["disaggregation_bootstrap_port"] for slot, options in taken.items()}
+
+    def text(prefill: int, first: str = "") -> str:
+        groups = (
+            f"- {{worker_type: prefill, num_gpus: {prefill}{first}}}\n"
+            "- {worker_type: prefill, num_gpus: 1, overrides: {disaggregation_bootstrap_port: 9000}}\n"
+            "- {worker_type: decode, num_gpus: 1}"
+        )
+        return model(groups) + model(groups.replace(": 9000", ": 8998"), "name: b")[8:]
+
+    before = planned(text(1))
+    assert ports(before) == {
+        "actor-prefill-0": "8998", "actor-prefill2-0": "9000", "b-prefill-0": "8999", "b-prefill2-0": "9001"
+    }  # fmt: skip
+    grown = planned(text(2), running=running(before))
+    assert ports(grown) == {**ports(before), "actor-prefill-1": "9002", "b-prefill-1": "9003"}
+    moved = planned(text(1, ", overrides: {disaggregation_bootstrap_port: 9500}"), running=running(grown))
+    assert ports(moved) == {
+        "actor-prefill-0": "9500", "actor-prefill2-0": "9000", "b-prefill-0": "9501", "b-prefill2-0": "9001"
+    }  # fmt: skip
+
+
+def test_a_plan_of_a_thousand_engines_is_made_in_time() -> None:
+    """What is installed was looked up twice for every engine, which took minutes."""
+    before = time.monotonic()
+    assert len(planned(model(of(2000, 2))).engines) == 1000
+    assert time.monotonic() - before < 15
 
 
 def test_pairs_of_the_torch_engine_are_told_their_part_and_find_each_other_by_themselves() -> None:
