@@ -169,11 +169,13 @@ class _Supervisor:
                     f"fleet {wanted.name!r} has been changed since this was planned",
                     next_step="The same command again plans anew.",
                 )
-            self._fleet.want(wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand)
+            self._fleet.want(
+                wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand, limits=wanted.limits
+            )
         except RlctlError as error:
             request.failed(error)
             return False
-        self._wanted, self._fleet.limits = wanted, wanted.limits
+        self._wanted = wanted
         self._tell_state(state.READY)  # for whoever plans from now on
         return True
 

@@ -184,20 +184,23 @@ class LaunchedFleet:
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
         heal_by_hand: Sequence[str] = (),
+        limits: Limits | None = None,
     ) -> None:
         """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone, and one
-        that has failed is tried again at once.
+        that has failed is tried again at once. ``limits``: from now on, for those that run too; None: as they are.
 
         Raises what the launcher refuses with; then nothing has changed.
         """
         placed = _placed(engines)
         self._launcher.make_room(placed, reserved)
         self.engines = placed
-        self.gateways.wanted = tuple(gateways)
+        self.limits = limits or self.limits
+        self.gateways.wanted, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
         self._by_hand = frozenset(heal_by_hand)
         for present in self.runs.values():
             present.healed_by(hand=present.spec.model in self._by_hand)
             present.forgive()
+            present.limits = self.limits
         for spec in self.engines:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):

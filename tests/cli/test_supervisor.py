@@ -17,6 +17,7 @@ from rlctl.cli.settings import Settings
 from rlctl.cli.supervisor import _Supervisor
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.deployment import Deployment
+from rlctl.launch.engine_run import Limits
 from rlctl.launch.spec import EngineSpec, Reservation
 
 
@@ -112,6 +113,20 @@ def test_a_refused_change_is_not_what_the_fleet_is_kept_at(holder: _Supervisor, 
     assert kept() == before
     assert holder._wanted.restart
     assert holder._fleet.engines == []
+
+
+def test_limits_that_change_hold_for_engines_that_run(holder: _Supervisor) -> None:
+    first, later = Asked(holder, "a"), Asked(holder, "a")
+
+    class Then(Coming):
+        def wait(self, timeout_s: float) -> Asked | None:
+            later.against = Asked(holder).against
+            later.deployment = Deployment("lab", "127.0.0.1:0", later.deployment.engines, limits=Limits(load_s=0))
+            return super().wait(timeout_s)
+
+    holder._apply(first, Then(later))  # type: ignore[arg-type]
+    assert later.error is not None
+    assert "a: it did not load within 0 s" in later.error.message
 
 
 def test_a_change_that_was_planned_against_another_fleet_is_refused(holder: _Supervisor) -> None:

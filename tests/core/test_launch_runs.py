@@ -274,7 +274,7 @@ def test_requests_that_do_not_end_are_not_waited_for_for_ever(clock: Callable[[f
     clock(6)
     run.advance(READY, idle=False)
     assert run.phase is Phase.STOPPING
-    assert "requests still run after 5 s" in said[-1]
+    assert "requests or an update still run after 5 s" in said[-1]
 
 
 def test_what_does_not_end_is_killed(clock: Callable[[float], None]) -> None:
