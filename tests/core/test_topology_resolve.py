@@ -551,6 +551,14 @@ def test_gateways_are_the_models_or_one_each() -> None:
     assert [made.gateway for made in good(model(REGULAR)).models] == [""]
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "consistent_hashing", "cache_aware"])
+def test_slimes_router_policies_are_a_flag_over_the_file(policy: str) -> None:
+    text = "fleet: {router_policy: random}\n" + model(REGULAR, "name: a\nrouter_policy: manual")
+    text += model(REGULAR, "name: b")[8:]
+    assert [each.router_policy for each in good(text).models] == ["manual", "random"]
+    assert [each.router_policy for each in good(text, replace(HF, router_policy=policy)).models] == [policy] * 2
+
+
 def test_routers_stand_in_front_of_gateways() -> None:
     own = "name: actor\ngateway: 10.0.0.1:3000\nrouter: {backend: sglang-router, listen: '10.0.0.1:4000'}"
     text = "fleet: {router: {backend: sglang-router}}\n" + model(REGULAR, own)
