@@ -370,7 +370,14 @@ class AsyncRollout:
         slot = job.place.slot
         if slot and not job.place.only and not self._lines.view.routable(slot):
             slot = ""
-        return Wanted(self.model, request.adapter, slot, floor, job.sample.session_id, job.place.prefill)
+        return Wanted(
+            self.model,
+            adapter=request.adapter,
+            slot=slot,
+            floor=floor,
+            session=job.sample.session_id,
+            prefill=job.place.prefill,
+        )
 
     async def _stream(
         self, job: _Job, attempt: Attempt, request: GenerateRequest, deadline: float

@@ -11,30 +11,26 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.coordinator import verification
 from rlctl.coordinator.adapters import FinishAdapter
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
-from rlctl.coordinator.from_peer import FromPeer, alike, refuse_failed
+from rlctl.coordinator.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import HEAL_MARK
 from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.planning import GROUPS, in_progress
-from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_travels, unsupported
+from rlctl.coordinator.planning import in_progress
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.sources import Sources, needs_heal, unverifiable
 from rlctl.coordinator.verification import Expected
-from rlctl.coordinator.versions import adoptable, lacking
-from rlctl.errors import Conflict, Reason, RlctlError, from_detail
+from rlctl.coordinator.versions import adoptable
+from rlctl.errors import Conflict, Reason, RlctlError
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
-    MEMORY_TAG_WEIGHTS,
     PAUSE_MODE_RETRACT,
-    STAGE_STATE_DIRTY,
-    STAGE_STATE_PAUSED,
-    STAGE_STATE_READY,
     STAGE_STATE_STALE,
     RequestHeader,
     Target,
@@ -70,16 +66,27 @@ MAKE_WAY_S = 5.0
 
 UNVERIFIED = "it is being brought to the published version, and not verified yet"
 
-_HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
-_SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
-"""States of stages that need a heal only if the coordinator has quarantined them."""
 
+@dataclass(eq=False)
+class _Heal:
+    """One operation, from before it is accepted until it holds its stages no more."""
 
-@dataclass
-class _Running:
-    session: Session
-    run: Run
-    work: asyncio.Task[None]
+    slots: set[str]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    session: Session | None = None
+    """Of the stage that it is at."""
+    work: asyncio.Task[None] | None = None
+    gives_way: bool = False
+
+    async def makes_way(self) -> bool:
+        """End it with the stage that it is at, or before it begins. False when it does not in time."""
+        self.gives_way = True
+        if self.work is not None:
+            self.work.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAKE_WAY_S):
+                await self.over.wait()
+        return self.over.is_set()
 
 
 class Healer:
@@ -104,7 +111,8 @@ class Healer:
         self._journal = journal
         self._clock = clock
         self._by_hand = set(by_hand)
-        self._running: dict[str, _Running] = {}
+        self._sources = Sources(roster)
+        self._heals: list[_Heal] = []
         self._looking: dict[Slot, asyncio.Task[None]] = {}
 
     def policy(self, model: str, *, by_hand: bool) -> None:
@@ -124,25 +132,32 @@ class Healer:
             return known
         slots = [self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         everyone = self._roster.slots.values()
-        slots = slots or [slot for slot in everyone if _needs_heal(slot) or self._lacks_adapters(slot)]
+        slots = slots or [slot for slot in everyone if needs_heal(slot) or self._sources.lacks_adapters(slot)]
         if not slots:
             raise Reason.NO_TARGETS.error("no stage is STALE, DIRTY or quarantined, and none lacks an adapter")
         slots = self._healable(slots, request.checkpoint, named=bool(request.slots))
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
         deadline = self._clock.now() + (timeout_s or HEAL_S)
+        heal = _Heal({slot.name for slot in slots})
 
         async def work(run: Run) -> None:
+            try:
+                await one_after_the_other(run)
+            finally:
+                self._over(heal)
+
+        async def one_after_the_other(run: Run) -> None:
             failure: RlctlError | None = None
             for index, slot in enumerate(slots):
                 try:
-                    if _needs_heal(slot) or not self._lacks_adapters(slot):
-                        source = self._source(slot, request.checkpoint)
+                    if needs_heal(slot) or not self._sources.lacks_adapters(slot):
+                        source = self._sources.of(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
-                        await self._one(run, slot, session, self._carry_out(session, run, source))
-                    for adapter in self._obtainable(slot):
+                        await self._one(heal, run, slot, session, self._carry_out(session, run, source))
+                    for adapter in self._sources.obtainable(slot):
                         session = self._session(run, slot, deadline, adapter)
-                        await self._one(run, slot, session, self._load(session, run, adapter))
+                        await self._one(heal, run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
                     # The update that a heal made way for waits for this operation, which holds all of its stages.
@@ -156,9 +171,18 @@ class Healer:
             if failure is not None and len(slots) == 1:
                 raise failure
 
-        return await self._operations.start(
-            request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
-        )
+        self._heals.append(heal)  # it holds its stages from before it is on record
+        try:
+            return await self._operations.start(
+                request, verb="HealStage", targets=slots, excluded=[], work=work, exclusive=True
+            )
+        except BaseException:
+            self._over(heal)
+            raise
+
+    def _over(self, heal: _Heal) -> None:
+        self._heals.remove(heal)
+        heal.over.set()
 
     def _healable(self, slots: Sequence[Slot], checkpoint: str, *, named: bool) -> list[Slot]:
         """Those that there is a source for. Raises why one that is ``named`` cannot be healed, or none can."""
@@ -166,8 +190,8 @@ class Healer:
         found = []
         for slot in slots:
             try:
-                if _needs_heal(slot) or not self._lacks_adapters(slot):
-                    self._source(slot, checkpoint)
+                if needs_heal(slot) or not self._sources.lacks_adapters(slot):
+                    self._sources.of(slot, checkpoint)
                 found.append(slot)
             except RlctlError as error:
                 failure = failure or error
@@ -179,12 +203,12 @@ class Healer:
         """Whether a stage is to be healed now: at once when it came late or lacks an adapter, after a while when
         something spoilt it or it was tried in vain.
         """
-        if not _needs_heal(slot) and not self._lacks_adapters(slot):
+        if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
             slot.spoilt_at, slot.unhealable = None, ""
             return False
         if slot.state == STAGE_STATE_STALE and slot.late:
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
-        if not _needs_heal(slot) and slot.spoilt_at is None:
+        if not needs_heal(slot) and slot.spoilt_at is None:
             return True
         if slot.spoilt_at is None:
             slot.spoilt_at = self._clock.now()
@@ -199,11 +223,11 @@ class Healer:
         """
         if slot.model in self._by_hand or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
             return
-        if slot.model in self._running or slot in self._looking or self._roster.models[slot.model].update_id:
+        if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
             return
         try:
-            if _needs_heal(slot):
-                self._source(slot, "")
+            if needs_heal(slot):
+                self._sources.of(slot, "")
             slot.unhealable = ""
         except RlctlError as error:
             if slot.unhealable != error.message:
@@ -220,22 +244,19 @@ class Healer:
 
     def sessions(self) -> list[Session]:
         """Those of the heals that run."""
-        return [running.session for running in self._running.values()]
+        return [heal.session for heal in self._heals if heal.session is not None]
 
     async def make_way(self, model: str) -> None:
-        """End a heal that holds stages of this model: an update is about to begin, and reaches them too."""
-        while (running := self._holding(model)) is not None:
-            running.work.cancel()
-            try:
-                async with asyncio.timeout(MAKE_WAY_S):
-                    await running.run.ended.wait()
-            except TimeoutError:
-                raise in_progress(self._roster.models[model]) from None
+        """End a heal that holds stages of this model: an update is about to begin, and reaches them too. It is refused
+        with the name of one that does not end.
+        """
+        while (heal := self._holding(model)) is not None and await heal.makes_way():
+            pass
 
-    def _holding(self, model: str) -> _Running | None:
+    def _holding(self, model: str) -> _Heal | None:
         """A heal whose operation has stages of this model, whichever it is at."""
         names = {slot.name for slot in self._roster.slots.values() if slot.model == model}
-        return next((r for r in self._running.values() if not names.isdisjoint(r.run.operation.targets)), None)
+        return next((heal for heal in self._heals if not names.isdisjoint(heal.slots)), None)
 
     async def stop(self) -> None:
         """End what runs. What takes longer to end is an operation that goes on until it has."""
@@ -243,9 +264,8 @@ class Healer:
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
-        for model in list(self._running):
-            with contextlib.suppress(RlctlError):
-                await self.make_way(model)
+        for heal in list(self._heals):
+            await heal.makes_way()
 
     async def _heal_alone(self, slot: Slot) -> None:
         for pause in AGAIN_S:
@@ -258,101 +278,37 @@ class Healer:
                 if not isinstance(error, Conflict):
                     break
             await asyncio.sleep(pause)
-            done = not _needs_heal(slot) and not self._lacks_adapters(slot)
+            done = not needs_heal(slot) and not self._sources.lacks_adapters(slot)
             if done or self._roster.slots.get(slot.name) is not slot:
                 break
-        if _needs_heal(slot):
+        if needs_heal(slot):
             slot.spoilt_at = self._clock.now()
             slot.late = False  # from now on it is tried once in a while
-        elif self._lacks_adapters(slot):
+        elif self._sources.lacks_adapters(slot):
             slot.spoilt_at = self._clock.now()
         # Another one may have waited for its turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:
                 self.look(other)
 
-    def _lacks_adapters(self, slot: Slot) -> bool:
-        return slot.state in _SOUND and bool(self._obtainable(slot))
-
-    def _obtainable(self, slot: Slot) -> list[Adapter]:
-        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
-        return [a for a in lacking(self._roster, slot) if a.path or self._holder(slot, a) is not None]
-
-    def _holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
-        """Another stage that serves the adapter, and can send it."""
-        if not adapter_travels(slot, *GROUPS):
-            return None
-        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
-
-    def _source(self, slot: Slot, checkpoint: str) -> str | Slot:
-        """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
-        model = self._roster.models[slot.model].record
-        if not _needs_heal(slot):
-            raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
-        if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
-            raise Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released", field="slots")
-        if slot.report is not None and slot.report.HasField("quarantine"):
-            # It would refuse every step, and those that can be healed would wait for it.
-            raise from_detail(slot.report.quarantine)
-        if not model.latest.sequence:
-            raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
-        found = checkpoint or model.checkpoint or self._peer(slot)
-        if not found:
-            raise Reason.UNHEALABLE.error(
-                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
-                field="slots",
-            )
-        if not model.model_digest and not self._witnesses(self._roster.models[slot.model], [slot]):
-            raise _unverifiable()
-        return found
-
-    def _peer(self, slot: Slot) -> Slot | None:
-        """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
-        able = self._senders(slot)
-        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
-
-    def _senders(self, slot: Slot) -> list[Slot]:
-        return [
-            peer
-            for peer in self._at_version(self._roster.models[slot.model], [slot])
-            if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
-        ]
-
-    def _at_version(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
-        return [
-            peer
-            for peer in self._roster.slots.values()
-            if peer.model == model.record.name
-            and peer not in but
-            and peer.state in _SOUND
-            and peer.report is not None
-            and peer.report.weight_version == model.record.latest
-            and peer.quarantine is None
-        ]
-
-    def _witnesses(self, model: ModelState, but: Sequence[Slot]) -> list[Slot]:
-        """Stages that are at the version and can say what they hold."""
-        return [slot for slot in self._at_version(model, but) if verification.digests(slot)]
-
-    async def _one(self, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
+    async def _one(self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
-        if model.update_id:
+        cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
+        if heal.gives_way or model.update_id:
             steps.close()
-            raise in_progress(model)
+            raise cancelled if heal.gives_way else in_progress(model)
         model.update_id, model.update_owner = session.update_id, f"{OWNER} {slot.name}"
-        running = _Running(session, run, asyncio.create_task(steps))
-        self._running[slot.model] = running
+        heal.session, heal.work = session, asyncio.create_task(steps)
         self._roster.changed()
         try:
-            await asyncio.gather(running.work)
+            await asyncio.gather(heal.work)
             slot.late = slot.late and session.adapter is not None
         except BaseException as error:  # noqa: BLE001 - the stage must not be left in an open update
-            cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
             typed = error if isinstance(error, RlctlError) else cancelled
             await session.abort(run, typed)
             raise typed from None
         finally:
-            del self._running[slot.model]
+            heal.session = heal.work = None
             slot.restoring = False
             self._peers.grant(slot)
             model.update_id = model.update_owner = ""
@@ -405,7 +361,7 @@ class Healer:
             )
             self._file(run, await session.step(read, session.targets))
         else:
-            holder = self._holder(slot, adapter)
+            holder = self._sources.holder(slot, adapter)
             if holder is None:
                 raise Reason.UNHEALABLE.error(f"no stage that can send adapter {adapter.name!r} serves it")
             self._file(run, await self._from_peer(session, holder).receive())
@@ -415,7 +371,8 @@ class Healer:
 
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
         await self._peers.hold_back(session.targets, UNVERIFIED)
-        session.reference = next(iter(self._witnesses(session.model, session.targets)), None)
+        (slot,) = session.targets
+        session.reference = next(iter(self._sources.witnesses(slot)), None)
         if isinstance(source, Slot):
             self._file(run, await self._from_peer(session, source).receive())
         else:
@@ -430,7 +387,8 @@ class Healer:
 
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
-        found = self._witnesses(session.model, session.targets)
+        (slot,) = session.targets
+        found = self._sources.witnesses(slot)
         if found:
             results = await self._fanout.run(
                 CheckWeightsRequest(),
@@ -442,25 +400,12 @@ class Healer:
             digests = {rank.check.model_digest for rank in results[0].rank_results}
             if len(digests) == 1 and (digest := digests.pop()):
                 return digest
-        raise _unverifiable()
+        raise unverifiable()
 
     def _file(self, run: Run, results: Sequence[StageResult]) -> None:
         for result in results:
             run.add(result)
         refuse_failed(results)
-
-
-def _unverifiable() -> RlctlError:
-    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
-
-
-def _holds(slot: Slot, adapter: Adapter) -> bool:
-    report = slot.report
-    return report is not None and any((a.name, a.version) == (adapter.name, adapter.version) for a in report.adapters)
-
-
-def _needs_heal(slot: Slot) -> bool:
-    return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in _SOUND)
 
 
 def _not_healed(slot: Slot, error: RlctlError) -> StageResult:

@@ -52,6 +52,8 @@ class GivenGroup(Places):
         self._named = named
         self._given = tuple(bundles)
         self._share = share
+        self._by_node: dict[str, Sequence[int]] = {}
+        """Bundles in the order of their nodes as it was at the first look, by the group's id."""
         self._held: dict[int, Placement] = {}
         self._holders: dict[Placement, list[tuple[int, Any, Any]]] = {}
         """Of bundles without a process: (bundle, actor, its GPUs to come)."""
@@ -102,7 +104,7 @@ class GivenGroup(Places):
         holders = self._holders.get(placement, [])
         try:
             if any(not ray.wait([gpus], timeout=0)[0] for _, _, gpus in holders):
-                return self._wait(placement, self._late(placement))
+                return self._wait(placement, self._late(placement), PLACE_S)
             placement.gpus = {bundle: ray.get(gpus) for bundle, _, gpus in holders}
         except ray.exceptions.RayError:
             raise self._late(placement) from None
@@ -165,7 +167,9 @@ class GivenGroup(Places):
         """Bundles in the order of the plan's places. Raises FIELD_INVALID."""
         if not self._given:
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-            return sorted(group.bundles, key=lambda bundle: (_number(addresses[group.nodes[bundle]]), bundle))
+            by_node = sorted(group.bundles, key=lambda bundle: (_number(addresses[group.nodes[bundle]]), bundle))
+            # A bundle keeps its place when it moves to another node: the others are in use.
+            return self._by_node.setdefault(group.id, by_node)
         if unknown := sorted(set(self._given) - group.bundles.keys()):
             raise Reason.FIELD_INVALID.error(
                 f"placement group {self._named!r} has no bundle {', '.join(map(str, unknown))}; it has 0 to "
@@ -222,9 +226,9 @@ class GivenGroup(Places):
                     )  # fmt: skip
         return None
 
-    def _wait(self, placement: Placement, error: RlctlError) -> bool:
+    def _wait(self, placement: Placement, error: RlctlError, most_s: float = TAKEN_S) -> bool:
         """For a while; then the error."""
-        if time.monotonic() - placement.since > TAKEN_S:
+        if time.monotonic() - placement.since > most_s:
             raise error
         return False
 

@@ -135,7 +135,7 @@ class Facts:
         admitted version, and whole, as far as they are not what the open update writes.
         """
         if self.update is None or self.update.aside:
-            return self.weights is not Weights.MIXED and self._admits(self._generated_at)
+            return self._admits(self._generated_at)  # of a mixture no version is known
         return self.update.vouched and (self.update.committed or self._admits(self.update.at))
 
     def refuse(self, verb: Verb, request: Message) -> None:
@@ -167,9 +167,8 @@ class Facts:
             self._refuse_staged(request)
         state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
         # The steps of a staged update leave the stage in whatever state it is.
-        a_step = verb.in_update or _of_staged(request)
-        in_staged = staging and a_step and verb.allows(common_pb2.STAGE_STATE_UPDATING)
-        if not in_staged and not verb.allows(self.state):
+        a_step = staging and (verb.in_update or _of_staged(request))
+        if not a_step and not verb.allows(self.state):
             raise Reason.ILLEGAL_STATE.error(
                 f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; this one is {state}",
                 metadata={"state": state},
@@ -189,20 +188,19 @@ class Facts:
     def _refuse_staged(self, request: Message) -> None:
         """What only a staged update has, only in one, and in its order: written, sealed, then committed."""
         update = self.update
-        if _of_staged(request) and (update is None or not update.aside):
+        if update is None or not update.aside:
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open: there is no shadow copy")
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow:
             fence = request.header.fence
-            if update is not None and fence.update_id != update.update_id:
+            if fence.update_id != update.update_id:
                 raise Reason.UPDATE_FENCED.error(
                     f"the shadow copy is update {update.update_id}'s", field="header.fence.update_id"
                 )
             if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
                 raise Reason.FIELD_CONFLICT.error("a shadow copy can only be digested", field="action")
-        prepared = update is not None and update.prepared
-        if isinstance(request, verbs_pb2.CommitUpdateRequest) and not prepared:
+        if isinstance(request, verbs_pb2.CommitUpdateRequest) and not update.prepared:
             raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
-        if isinstance(request, _WRITES) and prepared:
+        if isinstance(request, _WRITES) and update.prepared:
             raise Reason.ILLEGAL_STATE.error("the shadow copy is sealed: nothing more is written into it")
 
     def _refuse_update(self, request: verbs_pb2.PrepareUpdateRequest) -> None:

@@ -122,15 +122,15 @@ class Multiplexed:
                         continue
                     await self._room_until(deadline)
                     self._say(number, part)
-            if self._is_full:
-                kept, last = last, None
-                await self._room_until(deadline)
-                last = kept
         except RlctlError as failure:
             error = failure
         except Exception as failure:
             log.exception("request %s failed", request.rid)
             error = typed(failure)
+        try:
+            await self._room_until(deadline)
+        except RlctlError as late:
+            last, error = None, late
         self._say(number, last, ended=True, error=error)
 
     @property

@@ -112,6 +112,37 @@ def test_an_update_serves_nothing_until_its_version_is_admitted(ready: Facts) ->
     assert (state(ready), ready.version) == ("READY", version(2))
 
 
+def test_a_finished_update_takes_no_more_writes(ready: Facts) -> None:
+    update(ready)
+    assert refused(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), "u") == "ILLEGAL_STATE"
+    assert refused(ready, v.PrepareUpdateRequest(version=version(3)), "u") == "ILLEGAL_STATE"
+    ready.refuse(of_request(v.AbortUpdateRequest()), fenced(v.AbortUpdateRequest(), "u"))
+
+
+def test_what_an_update_writes_has_no_version_until_its_commit(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), OUTCOME_REJECTED, update_id="u")
+    assert ready.version == version(1), "no rank has taken anything in"
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    assert ready.version == WeightVersion()
+    assert refused(ready, v.ContinueGenerationRequest()) == "ILLEGAL_STATE", "it is the update's to end"
+
+
+def test_an_update_whose_writes_were_all_refused_leaves_the_stage_as_it_was(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), OUTCOME_REJECTED, update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert (state(ready), ready.version) == ("READY", version(1))
+
+
+def test_another_attempt_at_a_partial_update_may_begin_among_its_own_bytes(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2), kind=v.UPDATE_KIND_PARTIAL), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), OUTCOME_DIRTY, update_id="u")
+    update(ready, kind=v.UPDATE_KIND_PARTIAL)
+    ready.admit([version(2)], adopt=None)
+    assert (state(ready), ready.version) == ("READY", version(2))
+
+
 def test_an_update_that_ends_before_its_first_byte_leaves_the_stage_as_it_was(ready: Facts) -> None:
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
     apply(ready, v.AbortUpdateRequest(), update_id="u")
@@ -136,6 +167,11 @@ def test_a_stage_that_was_left_out_tells_nothing_while_it_takes_part_in_another_
     assert (state(ready), ready.vouched) == ("STALE", False)
     stage_adapter(ready, "1")
     assert (state(ready), ready.vouched) == ("UPDATING", False)
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    update(ready, 3)
+    assert (state(ready), ready.vouched) == ("UPDATING", False), "nor once that is committed"
+    ready.admit([version(3)], adopt=None)
+    assert (state(ready), ready.vouched) == ("READY", True)
 
 
 def test_what_comes_of_weights_that_are_written_by_halves_is_not_told_in_the_next_update(ready: Facts) -> None:
@@ -256,6 +292,14 @@ def test_weights_that_were_released_are_stale_when_resumed(ready: Facts) -> None
     assert state(ready) == "PAUSED"
 
 
+def test_a_mixture_that_was_released_stays_one(ready: Facts) -> None:
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    apply(ready, v.ReleaseMemoryRequest(), released=(MEMORY_TAG_WEIGHTS,))
+    assert refused(ready, v.CheckWeightsRequest()) == "MEMORY_RELEASED", "there is nothing to look at"
+    apply(ready, v.ResumeMemoryRequest())
+    assert state(ready) == "DIRTY"
+
+
 def test_a_release_of_unknown_outcome_counts_as_one(ready: Facts) -> None:
     apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]), OUTCOME_UNKNOWN)
     assert state(ready) == "ASLEEP"
@@ -359,6 +403,8 @@ def test_a_staged_update_is_written_sealed_and_committed_in_this_order(ready: Fa
     assert refused(ready, v.CheckWeightsRequest(shadow=True), "other") == "UPDATE_FENCED"
     scramble = v.CheckWeightsRequest(shadow=True, action=v.CHECK_ACTION_RESET_TENSORS)
     assert refused(ready, scramble, "s") == "FIELD_CONFLICT"
+    apply(ready, v.CheckWeightsRequest(shadow=True, action=v.CHECK_ACTION_CHECKSUM), update_id="s")
+    apply(ready, v.CheckWeightsRequest())  # of the weights that serve: anybody's
     apply(ready, v.SealUpdateRequest(), update_id="s")
     assert refused(ready, v.UpdateWeightsFromDiskRequest(model_path="/x"), "s") == "ILLEGAL_STATE"
     # Another attempt starts over.

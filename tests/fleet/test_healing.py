@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,18 @@ import pytest
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
 from rlctl.coordinator.healing import MAKE_WAY_S
+from rlctl.coordinator.sqlite_journal import SqliteJournal
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.fingerprints import fingerprints
+from rlctl.ports import Delete, Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import SlotRecord
+from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 Checkpoint = Callable[[str], str]
@@ -375,6 +377,32 @@ async def test_an_update_does_not_wait_for_the_rest_of_a_heal_of_several_stages(
         going_on.set()
         healed = await healing
         assert [(r.slot, r.error.reason) for r in healed.stage_results] == [("a", "CANCELLED"), ("b", "CANCELLED")]
+
+
+async def test_an_update_goes_before_a_heal_that_is_just_being_accepted(
+    fleet: InProcessFleet, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    accepting, going_on = asyncio.Event(), asyncio.Event()
+    write_down = SqliteJournal.write
+
+    async def slowly(self: SqliteJournal, changes: Sequence[Put | Delete]) -> None:
+        records = [OperationRecord.FromString(c.body) for c in changes if isinstance(c, Put) and c.kind == "operation"]
+        if not accepting.is_set() and any(record.operation.verb == "HealStage" for record in records):
+            accepting.set()
+            await going_on.wait()
+        await write_down(self, changes)
+
+    monkeypatch.setattr(SqliteJournal, "write", slowly)
+    await restart(fleet, "a")
+    await accepting.wait()
+    beginning = asyncio.ensure_future(begin(fleet, "three"))
+    await asyncio.wait({beginning}, timeout=0.1)
+    going_on.set()
+    plan = await beginning
+    assert [target.slot for target in plan.targets] == ["a", "b"]
+    healed = fleet.server.coordinator.operations.newest_first("HealStage", 0)[0].operation
+    assert healed.error.reason == "CANCELLED"
 
 
 async def test_an_update_does_not_wait_for_one_of_another_model_that_waits_for_a_heal(

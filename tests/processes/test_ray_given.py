@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from ray_cluster import Nodes, ray_cluster
-from up_helpers import WAIT_S, known, own_state, rlctl_command, until
+from up_helpers import WAIT_S, known, own_state, rlctl_command, until, when
 
 from rlctl.client.fleet import connect
 
@@ -145,6 +145,35 @@ def test_a_group_that_is_removed_ends_its_engines_and_one_of_its_name_has_them_a
     assert psutil.wait_procs(running, timeout=WAIT_S)[1] == []
     assert trainer(state="lost")["state"] == "CREATED"
     trainer(remove="lost")
+
+
+def test_an_engine_whose_node_is_lost_follows_its_bundle_to_another(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a bundle that no one else has, whichever node comes first now."""
+    with ray_cluster(tmp_path, 0, 1, 1) as cluster, a_trainer(cluster) as trainer:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        trainer(make="spread", bundles=[CORE] * 2)
+        two = {"worker_type": "regular", "num_gpus": 2}
+        file = written(tmp_path, checkpoint("one"), {"placement_group": "spread"}, two)
+        up = rlctl_command("up", file, "--detach", "-o", "json")
+        assert up.returncode == 0, up.stderr
+        endpoint = json.loads(up.stdout)["endpoint"]
+        assert nodes_of(endpoint) == {"actor-0": "127.0.0.3", "actor-1": "127.0.0.4"}
+        stays = psutil.Process(known("given").processes["actor-1"])
+        cluster("lose 127.0.0.3")
+        log = Path(known("given").directory) / "logs" / "supervisor.log"
+        until(lambda: "'spread' is RESCHEDULING: its cluster has no room for it" in log.read_text(), "it is not told")
+        with connect(endpoint) as fleet:
+            fleet.update_weights_from_disk(checkpoint("two"), version="two")
+        cluster("add 127.0.0.5 1")
+        with connect(endpoint) as fleet:
+            there = when(fleet, lambda stages: len(stages) == 2 and all(s.routable for s in stages.values()))
+        assert {stage.report.weight_version.label for stage in there.values()} == {"two"}
+        assert nodes_of(endpoint) == {"actor-0": "127.0.0.5", "actor-1": "127.0.0.4"}
+        assert stays.is_running()
+        assert rlctl_command("down", "--name", "given").returncode == 0
+        trainer(remove="spread")
 
 
 def test_what_a_group_has_no_place_for_is_refused_before_anything_starts(

@@ -1,0 +1,109 @@
+"""What a stage lacks of the published version, and whence it can get it: from a checkpoint, or from another stage."""
+
+from __future__ import annotations
+
+from rlctl.coordinator import verification
+from rlctl.coordinator.from_peer import alike
+from rlctl.coordinator.planning import GROUPS
+from rlctl.coordinator.roster import Roster, Slot, adapter_travels, unsupported
+from rlctl.coordinator.versions import lacking
+from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_READY,
+    STAGE_STATE_STALE,
+)
+from rlctl.v1.verbs_pb2 import Adapter
+
+_HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
+_SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
+"""States of stages that need a heal only if the coordinator has quarantined them."""
+
+
+def needs_heal(slot: Slot) -> bool:
+    """Whether a stage is not at the published version, or nobody vouches that it is."""
+    return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in _SOUND)
+
+
+def unverifiable() -> RlctlError:
+    """The refusal of a heal whose outcome could not be checked."""
+    return Reason.UNHEALABLE.error("nobody knows the version's digest, so nothing could be verified", field="slots")
+
+
+class Sources:
+    """Where each stage of a fleet could get what it lacks, as things stand."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def of(self, slot: Slot, checkpoint: str) -> str | Slot:
+        """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
+        model = self._roster.models[slot.model].record
+        if not needs_heal(slot):
+            raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
+        if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:
+            raise Reason.MEMORY_RELEASED.error(f"{slot.name}: the weights are released", field="slots")
+        if slot.report is not None and slot.report.HasField("quarantine"):
+            # It would refuse every step, and those that can be healed would wait for it.
+            raise from_detail(slot.report.quarantine)
+        if not model.latest.sequence:
+            raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
+        found = checkpoint or model.checkpoint or self._peer(slot)
+        if not found:
+            raise Reason.UNHEALABLE.error(
+                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
+                field="slots",
+            )
+        if not model.model_digest and not self.witnesses(slot):
+            raise unverifiable()
+        return found
+
+    def lacks_adapters(self, slot: Slot) -> bool:
+        """Whether a stage that is at its version lacks adapters that it could get."""
+        return slot.state in _SOUND and bool(self.obtainable(slot))
+
+    def obtainable(self, slot: Slot) -> list[Adapter]:
+        """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
+        return [a for a in lacking(self._roster, slot) if a.path or self.holder(slot, a) is not None]
+
+    def holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
+        """Another stage that serves the adapter, and can send it."""
+        if not adapter_travels(slot, *GROUPS):
+            return None
+        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
+
+    def witnesses(self, slot: Slot) -> list[Slot]:
+        """Other stages that are at the version and can say what they hold."""
+        return [peer for peer in self._at_version(slot) if verification.digests(peer)]
+
+    def _peer(self, slot: Slot) -> Slot | None:
+        """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
+        able = self._senders(slot)
+        return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
+
+    def _senders(self, slot: Slot) -> list[Slot]:
+        return [
+            peer
+            for peer in self._at_version(slot)
+            if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
+        ]
+
+    def _at_version(self, slot: Slot) -> list[Slot]:
+        latest = self._roster.models[slot.model].record.latest
+        return [
+            peer
+            for peer in self._roster.slots.values()
+            if peer.model == slot.model
+            and peer is not slot
+            and peer.state in _SOUND
+            and peer.report is not None
+            and peer.report.weight_version == latest
+            and peer.quarantine is None
+        ]
+
+
+def _holds(slot: Slot, adapter: Adapter) -> bool:
+    report = slot.report
+    return report is not None and any((a.name, a.version) == (adapter.name, adapter.version) for a in report.adapters)
