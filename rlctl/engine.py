@@ -34,6 +34,7 @@ the last; :class:`rlctl.weights.loading.Loading` calls each once.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -220,11 +221,16 @@ def installed_engines() -> list[str]:
     return sorted({point.name for point in entry_points(group="rlctl.engines")})
 
 
+@functools.cache
 def brings_ranks(name: str) -> bool:
-    """Whether the plug-in of this name has rank processes of its own; it is not loaded to find out."""
+    """Whether the plug-in of this name has rank processes of its own; it is not loaded to find out.
+
+    Asked for each engine at every look at it: the metadata of all that is installed are read once.
+    """
     return any(point.name == name for point in entry_points(group="rlctl.engines.own_ranks"))
 
 
+@functools.cache
 def spans_nodes(name: str) -> bool:
     """Whether a server of the plug-in of this name, with ranks of its own, can be started over several hosts."""
     return any(point.name == name for point in entry_points(group="rlctl.engines.nodes"))

@@ -1,7 +1,8 @@
 """How ``rlctl up FILE`` reaches the supervisor of a fleet that runs: a socket in its state directory.
 
-One request is one line of JSON, the deployment that is wanted; the answers are lines, ``{"say": ...}`` as it goes and
-at the end ``{"state": ...}`` or ``{"error": ...}``. Who asks may leave; what was begun goes on.
+One request is one line of JSON, the deployment that is wanted and the one that it was planned against; the answers are
+lines, ``{"say": ...}`` as it goes and at the end ``{"state": ...}`` or ``{"error": ...}``. Who asks may leave; what was
+begun goes on.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ READ_S = 5.0
 
 
 class Request:
-    """What somebody wants of the fleet."""
+    """What somebody wants of the fleet.
 
-    def __init__(self, connection: socket.socket, deployment: Deployment) -> None:
+    Attributes:
+        deployment: the fleet as it is wanted.
+        against: what it was planned against, as :attr:`FleetState.deployment` had it.
+    """
+
+    def __init__(self, connection: socket.socket, deployment: Deployment, against: dict[str, Any]) -> None:
         self.deployment = deployment
+        self.against = against
         self._connection = connection
 
     def say(self, line: str) -> None:
@@ -72,11 +79,12 @@ class Requests:
         connection.settimeout(READ_S)
         try:
             with connection.makefile("rb") as lines:
-                deployment = Deployment.of(json.loads(lines.readline()))
+                asked = json.loads(lines.readline())
+                deployment, against = Deployment.of(asked["wanted"]), dict(asked["against"])
         except (OSError, ValueError, TypeError, KeyError):
             connection.close()
             return None
-        return Request(connection, deployment)
+        return Request(connection, deployment, against)
 
 
 @contextlib.contextmanager
@@ -95,13 +103,15 @@ def listening(directory: Path) -> Iterator[Requests]:
 
 
 def apply(
-    directory: Path, deployment: Deployment, say: Callable[[str], None], *, timeout_s: float | None = None
+    running: FleetState, deployment: Deployment, say: Callable[[str], None], *, timeout_s: float | None = None
 ) -> FleetState:
     """Have the supervisor bring its fleet to what is wanted; returns the fleet's state then.
 
-    Raises what the supervisor refuses with or an engine fails with, OPERATION_CONFLICT when it is not ready to be
-    asked, DEADLINE_EXCEEDED after ``timeout_s`` without a word: it goes on all the same.
+    ``running``: what ``deployment`` was planned against. Raises what the supervisor refuses with or an engine fails
+    with, OPERATION_CONFLICT when it is not ready to be asked, or somebody else has changed the fleet since then, or
+    does before this is done; DEADLINE_EXCEEDED after ``timeout_s`` without a word: it goes on all the same.
     """
+    directory = Path(running.directory)
     with socket.socket(socket.AF_UNIX) as connection, _short(directory / SOCKET) as name:
         connection.settimeout(timeout_s)
         try:
@@ -112,7 +122,8 @@ def apply(
                 next_step="Try again when `rlctl up` has said Ready.",
             ) from None
         try:
-            connection.sendall(json.dumps(deployment.data).encode() + b"\n")
+            asked = {"wanted": deployment.data, "against": running.deployment}
+            connection.sendall(json.dumps(asked).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 return _follow(lines, say)
         except TimeoutError:

@@ -6,6 +6,7 @@ The header, repeated messages and bytes are left out; a nested message is flatte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from google.protobuf.message import Message
 
 from rlctl.cli.types import DURATION, EnumType
 from rlctl.descriptors import comment
+from rlctl.errors import RlctlError
 from rlctl.times import duration
 
 _DURATION = "google.protobuf.Duration"
@@ -46,6 +48,11 @@ class Field:
 
     path: tuple[FieldDescriptor, ...]
     flag: str
+
+    @property
+    def name(self) -> str:
+        """As errors name it."""
+        return ".".join(field.name for field in self.path)
 
     @property
     def parameter(self) -> str:
@@ -110,6 +117,15 @@ def assign(message: Message, field: Field, value: Any) -> None:
             setattr(message, descriptor.name, value)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=field.flag) from None
+
+
+def as_typed(error: RlctlError, options: Sequence[Field]) -> RlctlError:
+    """The error, with the option in place of the field that it names, if it is one."""
+    for field in options:
+        if error.field == field.name:
+            error.message = re.sub(rf"(?<![\w.-]){re.escape(field.name)}(?![\w.-])", field.flag, error.message)
+            error.field = field.flag
+    return error
 
 
 def _paths(message: Any) -> Iterator[tuple[FieldDescriptor, ...]]:

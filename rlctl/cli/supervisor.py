@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -11,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlctl.cli import state
-from rlctl.cli.apply import Request, listening
+from rlctl.cli.apply import Request, Requests, listening
 from rlctl.cli.session import time_limit
 from rlctl.cli.settings import Settings
 from rlctl.cli.state import FleetState
@@ -23,6 +24,7 @@ from rlctl.launch.deployment import Deployment
 from rlctl.launch.engine_run import BACKOFF_AT_MOST_S
 
 LOOK_S = 0.5
+POLL_S = 0.05
 
 
 class Stopped(BaseException):
@@ -72,7 +74,7 @@ class _Supervisor:
 
         self._settings = settings
         self._wanted = wanted
-        self._asking: Request | None = None
+        self._asking: list[Request] = []
         directory = state.state_directory(wanted.name)
         pid = os.getpid()
         self._state = FleetState(wanted.name, pid, state.identity(pid), state.STARTING, "", str(directory))
@@ -110,7 +112,7 @@ class _Supervisor:
                     self._look()
                     request = requests.wait(LOOK_S)
                     if request is not None:
-                        self._apply(request)
+                        self._apply(request, requests)
         except Stopped:
             if fleet.processes:  # else they were taken down while starting
                 self._settings.say(interrupted(len(fleet.processes)))
@@ -118,25 +120,69 @@ class _Supervisor:
         finally:
             fleet.stop()
 
-    def _apply(self, request: Request) -> None:
-        """Bring the fleet to what is wanted now. An engine that fails is tried again; the rest is left alone."""
-        wanted = request.deployment
-        if refused := wanted.refusal(self._wanted):
-            request.failed(refused)
+    def _apply(self, request: Request, requests: Requests) -> None:
+        """Bring the fleet to what is wanted now, or by a request that comes meanwhile and takes its place.
+
+        An engine that fails is tried again; the rest is left alone.
+        """
+        if not self._take(request):
             return
-        self._asking = request
+        self._asking = [request]
         try:
-            self._fleet.want(wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand)
-            self._wanted, self._fleet.limits = wanted, wanted.limits
-            self._fleet.settle()
+            for _ in self._fleet.settling():
+                self._tell_state(state.READY)
+                before, later = self._wanted, requests.wait(POLL_S)
+                if later is not None and self._take(later):
+                    if later.deployment != before:
+                        self._answer(
+                            Reason.OPERATION_CONFLICT.error(
+                                "another `rlctl up` has changed the fleet before this was done",
+                                next_step="`rlctl plan FILE` shows what is different now.",
+                            )
+                        )
+                    self._asking.append(later)
         except RlctlError as error:
             self._say(f"Warning: {error}")
-            self._asking = None
-            request.failed(error)
+            self._answer(error)
         else:
-            self._asking = None
             self._tell_state(state.READY)
-            request.done(self._state)
+            self._answer()
+
+    def _answer(self, error: RlctlError | None = None) -> None:
+        """Tell whoever asked that it is done, or why it is not."""
+        for request in self._asking:
+            if error is not None:
+                request.failed(error)
+            else:
+                request.done(self._state)
+        self._asking.clear()
+
+    def _take(self, request: Request) -> bool:
+        """Whether what is asked for is what is wanted from now on; else it is answered with the reason."""
+        wanted = request.deployment
+        try:
+            if refused := wanted.refusal(self._wanted):
+                raise refused
+            if request.against != json.loads(json.dumps(self._deployed)):
+                # Its GPUs may be somebody's, and nobody has agreed to what it would remove.
+                raise Reason.OPERATION_CONFLICT.error(
+                    f"fleet {wanted.name!r} has been changed since this was planned",
+                    next_step="The same command again plans anew.",
+                )
+            self._fleet.want(
+                wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand, limits=wanted.limits
+            )
+        except RlctlError as error:
+            request.failed(error)
+            return False
+        self._wanted = wanted
+        self._tell_state(state.READY)  # for whoever plans from now on
+        return True
+
+    @property
+    def _deployed(self) -> dict[str, Any]:
+        """What plans are made against."""
+        return {**self._wanted.data, "engines": [spec.data for spec in self._fleet.engines]}
 
     def _look(self) -> None:
         """Say what has ended, and start it again where that is wanted. Raises ENGINE_FAILED when nothing is left."""
@@ -193,7 +239,7 @@ class _Supervisor:
             engines={slot: run.phase.value for slot, run in fleet.runs.items()},
             gateways=fleet.gateways.addresses,
             routers=fleet.gateways.routers,
-            deployment={**self._wanted.data, "engines": [spec.data for spec in fleet.engines]},
+            deployment=self._deployed,
         )
         if fresh != self._state:
             try:
@@ -208,8 +254,8 @@ class _Supervisor:
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone
             self._settings.say(line)
-        if self._asking is not None:
-            self._asking.say(line)
+        for request in self._asking:
+            request.say(line)
 
 
 def set_journal_aside(directory: Path) -> None:

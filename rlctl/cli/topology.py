@@ -11,10 +11,9 @@ import click
 
 from rlctl.cli.options import Command
 from rlctl.cli.types import NUMBERS, pairs
-from rlctl.topology.flags import Flags
-from rlctl.topology.schema import DEVICES, LAUNCHERS, POLICIES
+from rlctl.topology.flags import ADDRESSES, Flags
+from rlctl.topology.schema import DEVICES, LAUNCHERS, MOST, POLICIES
 
-ADDRESSES = "--rollout-external-engine-addrs"
 _SGLANG = "rlctl.sglang"
 _ADDRESSES = "rlctl.addresses"
 
@@ -35,7 +34,10 @@ class TopologyCommand(Command):
             if name == "--sglang-config":
                 files.append(value if equals else _value_of(name, rest))
             elif name == ADDRESSES:
-                addresses += [value] if equals else _words(rest)
+                words = [value] if equals else _words(rest)
+                if not words:
+                    raise click.UsageError(f"{name} needs HOST:PORT")
+                addresses += words
             elif name.startswith("--sglang-"):
                 words = [value] if equals else _words(rest)
                 if not equals and words and words[-1].endswith((".yaml", ".yml")):
@@ -73,20 +75,20 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[FILE]"),
         click.option("--hf-checkpoint", metavar="DIR", help="Checkpoint of models that name none."),
         click.option(
-            "--rollout-num-gpus", "num_gpus", type=click.IntRange(1), help="GPUs of all groups (ranks, on a CPU)."
+            "--rollout-num-gpus", "num_gpus", type=click.IntRange(1, MOST), help="GPUs of all groups (ranks, on a CPU)."
         ),
         click.option(
-            "--rollout-num-gpus-per-engine", "num_gpus_per_engine", type=click.IntRange(1),
+            "--rollout-num-gpus-per-engine", "num_gpus_per_engine", type=click.IntRange(1, MOST),
             help="GPUs of each engine, where the file does not say.  [default: 1]",
         ),
-        click.option("--num-gpus-per-node", type=click.IntRange(1), help="GPUs of a node.  [default: 8]"),
+        click.option("--num-gpus-per-node", type=click.IntRange(1, MOST), help="GPUs of a node.  [default: 8]"),
         click.option("--rollout-external", "external", is_flag=True, help="Attach to engines that run already."),
         click.option(
             ADDRESSES, "external_addresses", multiple=True, metavar="HOST:PORT...",
             help="Their addresses.  [repeatable]",
         ),
         click.option(
-            "--prefill-num-servers", type=click.IntRange(1),
+            "--prefill-num-servers", type=click.IntRange(1, MOST),
             help="Without a file: this many prefill engines; the rest decode.",
         ),
         click.option("--router-policy", type=click.Choice(POLICIES), help="How gateways pick an engine."),

@@ -105,7 +105,7 @@ def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None
     gone = [change.slot for change in changes if change.action == REMOVE]
     if gone:
         settings.confirm(f"Drain and remove {', '.join(gone)}?")
-    ready = apply(Path(running.directory), prepared.deployment, settings.say, timeout_s=settings.timeout_s)
+    ready = apply(running, prepared.deployment, settings.say, timeout_s=settings.timeout_s)
     show(settings, _state_view(ready))
     settings.say(f"{_READY} {text.count(len(changes), 'engine')} changed.")
 

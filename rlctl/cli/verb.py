@@ -7,13 +7,15 @@ from typing import Any
 import click
 
 from rlctl import descriptors
+from rlctl.checks import check
 from rlctl.cli import fields, results
+from rlctl.cli.failures import machine_readable
 from rlctl.cli.fields import Field
 from rlctl.cli.options import Command, global_options
 from rlctl.cli.output import show
 from rlctl.cli.session import connected, interruptible
 from rlctl.cli.settings import Settings
-from rlctl.errors import OperationFailed, Reason
+from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
 from rlctl.verbs import Verb
 
@@ -85,12 +87,22 @@ def targeting() -> list[click.Parameter]:
 
 
 def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str, Any]) -> None:
-    """Send one verb, print its operation. Raises OperationFailed when it did not end OK."""
-    from rlctl.ports import new_uuid7
-
+    """Send one verb, print its operation. Raises OperationFailed when it did not end OK, and what is wrong with the
+    request before anybody is asked.
+    """
     request = verb.request()
     for field in options:
         fields.assign(request, field, values[field.parameter])
+    try:
+        check(request)
+        _send(settings, verb, request, values)
+    except RlctlError as error:
+        raise error if machine_readable(settings) else fields.as_typed(error, options) from None
+
+
+def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) -> None:
+    from rlctl.ports import new_uuid7
+
     mutates = verb.mutates(request)
     if mutates and verb.reads_if is not None and not settings.dry_run:
         settings.confirm(f"This {verb.cli} changes the stages. Go on?", unasked=False)

@@ -78,6 +78,7 @@ class EngineRun:
         processes: those that were started and not seen to have ended.
         error: why it failed last, or None.
         by_hand: the coordinator heals it only when somebody asks.
+        limits: how long what may take.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class EngineRun:
         self.failures = 0
         self._launcher = launcher
         self._coordinator = coordinator
-        self._limits = limits
+        self.limits = limits
         self._say = say
         self._since = time.monotonic()
         self._again_at = 0.0
@@ -181,14 +182,14 @@ class EngineRun:
                         self._say(f"{self.spec.slot}: {_loading(self.spec)}")
                 else:
                     self._remind("starting")
-                    self._limit(self._limits.start_s, "its followers did not come up")
+                    self._limit(self.limits.start_s, "its followers did not come up")
             case Phase.LOADING:
                 if self.leader.serves:
                     self._told = False
                     self._enter(Phase.HEALING)
                 else:
                     self._remind("loading")
-                    self._limit(self._limits.load_s, "it did not load")
+                    self._limit(self.limits.load_s, "it did not load")
             case Phase.HEALING | Phase.STALE:
                 facts = self.leader.facts
                 here = stage is not None and stage.registration.address == facts["address"]
@@ -206,7 +207,7 @@ class EngineRun:
                         self._say(f"{self.spec.slot}: loaded, healing ({why})")
                         self._told = True
                     self._remind(f"healing ({why})")
-                    self._limit(self._limits.heal_s, "not routable", why)
+                    self._limit(self.limits.heal_s, "not routable", why)
             case Phase.READY:
                 self._refuse_lost(stage)
                 if time.monotonic() - self._since > STEADY_S:
@@ -216,8 +217,11 @@ class EngineRun:
                 self._quiet_looks = self._quiet_looks + 1 if idle else 0
                 if self._quiet_looks > 1 or self._ended() is not None:
                     self.stop()
-                elif time.monotonic() - self._since > self._limits.drain_s:
-                    self._say(f"{self.spec.slot}: requests still run after {self._limits.drain_s:g} s; they are ended")
+                elif time.monotonic() - self._since > self.limits.drain_s:
+                    self._say(
+                        f"{self.spec.slot}: requests or an update still run after {self.limits.drain_s:g} s; "
+                        "they are ended"
+                    )
                     self.stop()
             case Phase.STOPPING:
                 if not self._reap():
@@ -279,7 +283,7 @@ class EngineRun:
 
     def _fail(self, error: RlctlError) -> None:
         self.error = error
-        pause_s = min(self._limits.backoff_s * 2**self.failures, BACKOFF_AT_MOST_S)
+        pause_s = min(self.limits.backoff_s * 2**self.failures, BACKOFF_AT_MOST_S)
         self.failures += 1
         self._again_at = time.monotonic() + pause_s
         for process in self.processes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -184,18 +184,23 @@ class LaunchedFleet:
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
         heal_by_hand: Sequence[str] = (),
+        limits: Limits | None = None,
     ) -> None:
-        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone.
+        """Say which engines there are to be; :meth:`look` does it. One whose spec is the same is left alone, and one
+        that has failed is tried again at once. ``limits``: from now on, for those that run too; None: as they are.
 
         Raises what the launcher refuses with; then nothing has changed.
         """
         placed = _placed(engines)
         self._launcher.make_room(placed, reserved)
         self.engines = placed
-        self.gateways.wanted = tuple(gateways)
+        self.limits = limits or self.limits
+        self.gateways.wanted, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
         self._by_hand = frozenset(heal_by_hand)
         for present in self.runs.values():
             present.healed_by(hand=present.spec.model in self._by_hand)
+            present.forgive()
+            present.limits = self.limits
         for spec in self.engines:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
@@ -216,19 +221,22 @@ class LaunchedFleet:
         return all(process.returncode is not None for process in self.processes)
 
     def settle(self) -> None:
-        """Look until everything is as wanted.
+        """Look until everything is as wanted. Raises as :meth:`settling`."""
+        for _ in self.settling():
+            time.sleep(POLL_S)
+
+    def settling(self) -> Iterator[None]:
+        """One look for each turn, until everything is as wanted; something else may be wanted in between.
 
         Raises what the first engine that fails has failed with; the others go on, and it is up to the caller what
         becomes of it.
         """
-        for run in self.runs.values():
-            run.forgive()
         while True:
             self.look(restart=True)
             if self.settled:
                 return
             self._refuse_failed()
-            time.sleep(POLL_S)
+            yield
 
     def look(self, *, restart: bool = False) -> None:
         """One step for every engine. Raises nothing for one that fails: :attr:`runs` tell.

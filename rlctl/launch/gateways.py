@@ -37,6 +37,7 @@ class Gateways:
     Attributes:
         wanted: what is to run.
         errors: why a gateway failed last, by model; a gateway that answers has none.
+        backoff_s: before the first attempt after a failure; doubles.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Gateways:
         self.wanted = tuple(wanted)
         self.errors: dict[str, RlctlError] = {}
         self._launcher = launcher
-        self._backoff_s = backoff_s
+        self.backoff_s = backoff_s
         self._say = say
         self._running: dict[str, _Gateway] = {}
         self._leaving: list[tuple[Launched, float]] = []
@@ -86,7 +87,7 @@ class Gateways:
             else:
                 self._advance(gateway, coordinator, restart=restart)
         for model, spec in wanted.items():
-            if model not in self._running:
+            if model not in self._running and not self._port_held(spec):
                 try:
                     self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec)
                 except RlctlError as error:
@@ -101,6 +102,11 @@ class Gateways:
         stop_all(self.processes)
         self._running.clear()
         self._leaving.clear()
+
+    def _port_held(self, spec: GatewaySpec) -> bool:
+        """Whether one that leaves, and may have requests to end, still listens where this one is to."""
+        held = {_bound(process.facts.get(kind, "")) for process, _ in self._leaving for kind in ("address", "router")}
+        return not held.isdisjoint({spec.listen, spec.router_listen} - {""})
 
     def _advance(self, gateway: _Gateway, coordinator: str, *, restart: bool) -> None:
         model = gateway.spec.model
@@ -128,7 +134,7 @@ class Gateways:
 
     def _failed(self, gateway: _Gateway, error: RlctlError) -> None:
         self.errors[gateway.spec.model] = error
-        gateway.again_at = time.monotonic() + min(self._backoff_s * 2**gateway.failures, BACKOFF_AT_MOST_S)
+        gateway.again_at = time.monotonic() + min(self.backoff_s * 2**gateway.failures, BACKOFF_AT_MOST_S)
         gateway.failures += 1
 
     def _reap(self) -> None:

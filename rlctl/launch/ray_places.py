@@ -7,17 +7,18 @@ its engine and is made anew for the next start, so an engine whose node is lost 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.launch.placing import Node, choose, room, shortage
 from rlctl.launch.spec import EngineSpec, Reservation
 
@@ -151,24 +152,39 @@ class Places:
         return placement.ready
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        """Hold these places and no others. Raises PLACE_UNAVAILABLE when there is no room."""
+        """Hold these places and no others. Raises PLACE_UNAVAILABLE: there is no room; then those before are held."""
         del engines  # each finds its room when it is started
-        for gone in self._reserved.keys() - set(places):
-            remove_placement_group(self._reserved.pop(gone))
-        for place in places:
-            if place in self._reserved:
-                continue
-            one = need(place.device, 1)
-            if sum(node.holds(one) for node in self._nodes()) >= place.ranks:
-                group = placement_group([one] * place.ranks, strategy="PACK", name=f"rlctl {place.name}")
-                if group.wait(PLACE_S):
-                    self._reserved[place] = group
-                    continue
-                remove_placement_group(group)
-            raise Reason.PLACE_UNAVAILABLE.error(
-                f"{place.name}: {place.ranks} of these are to be kept free, and {room(self._nodes(), one)}",
-                field=place.name,
-            )
+        before = set(self._reserved)
+        self._release(before - set(places))  # a place that grows needs its own room, too
+        try:
+            for place in places:
+                self._reserve(place)
+        except RlctlError:
+            self._release(self._reserved.keys() - before)
+            for place in before:
+                with contextlib.suppress(RlctlError):  # somebody has been quicker
+                    self._reserve(place)
+            raise
+
+    def _release(self, places: Iterable[Reservation]) -> None:
+        for place in list(places):
+            remove_placement_group(self._reserved.pop(place))
+
+    def _reserve(self, place: Reservation) -> None:
+        """Hold a place that is not held. Raises PLACE_UNAVAILABLE."""
+        if place in self._reserved:
+            return
+        one = need(place.device, 1)
+        if sum(node.holds(one) for node in self._nodes()) >= place.ranks:
+            group = placement_group([one] * place.ranks, strategy="PACK", name=f"rlctl {place.name}")
+            if group.wait(PLACE_S):
+                self._reserved[place] = group
+                return
+            remove_placement_group(group)
+        raise Reason.PLACE_UNAVAILABLE.error(
+            f"{place.name}: {place.ranks} of these are to be kept free, and {room(self._nodes(), one)}",
+            field=place.name,
+        )
 
     def close(self) -> None:
         """Give everything back."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlctl.engine import KnownOptions
-from rlctl.topology.flags import Flags
-from rlctl.topology.problems import Problems
+from rlctl.topology.flags import STANDS_FOR, Flags
+from rlctl.topology.problems import COMMAND_LINE, Problems
 from rlctl.topology.schema import Section
+
+LAST_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_HOST = re.compile(r"[^\s/@\[\]]+")
 
 
 @dataclass(frozen=True)
@@ -42,19 +48,48 @@ class Context:
     problems: Problems
     per_node: int
 
-    def an_address(self, section: Section, key: str) -> None:
-        """Have a problem with what is no HOST:PORT."""
-        address = section.get(key, "")
-        host, colon, port = address.rpartition(":")
-        if address and not address.startswith("unix:") and not (host and colon and is_port(port)):
-            self.complain(section, key, f"{address!r} is not HOST:PORT")
+    def an_address(self, section: Section, key: str, address: str, *, flag: str = "") -> None:
+        """Have a problem with what is no HOST:PORT. ``flag``: that said so, in place of the key."""
+        if address and not is_address(address):
+            brackets = "; a host of IPv6 stands in brackets" if address.count(":") > 1 else ""
+            self.complain(section, key, f"{address!r} is not HOST:PORT{brackets}", flag=flag)
 
-    def complain(self, section: Section, key: str, message: str, *, warning: bool = False) -> None:
-        """Have a problem with a key."""
+    def a_name(self, section: Section, key: str, name: str, *, flag: str = "") -> None:
+        """Have a problem with what cannot be part of a slot or a directory. ``flag``: that said so."""
+        if name and not _NAME.fullmatch(name):
+            must = "must be letters, digits, '.', '_' and '-', 63 at most"
+            self.complain(section, key, f"{name!r} {must}", flag=flag)
+
+    def complain(self, section: Section, key: str, message: str, *, warning: bool = False, flag: str = "") -> None:
+        """Have a problem with a key, or with the flag that said so in its place."""
         line, path = section.at(key)
-        self.problems.add(line, path, message, warning=warning)
+        if self.problems.source == COMMAND_LINE:
+            flag = flag or STANDS_FOR.get(key, "")
+        if flag:
+            self.problems.add(0, flag, message, warning=warning, source=COMMAND_LINE)
+        else:
+            self.problems.add(line, path, message, warning=warning)
 
 
-def is_port(text: str) -> bool:
-    """Whether it is a port's number."""
-    return text.isascii() and text.isdigit() and 0 <= int(text[:6]) <= 65535
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT, [HOST]:PORT for IPv6."""
+    host, _, port = text.rpartition(":")
+    brackets = host.startswith("[") and host.endswith("]")
+    known = is_host(host[1:-1]) if brackets else ":" not in host and is_host(host)
+    return known and 0 <= whole(port) <= LAST_PORT
+
+
+def is_host(text: str) -> bool:
+    """Whether it is a host: a name, or an address without brackets."""
+    if ":" not in text:
+        return bool(_HOST.fullmatch(text))
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def whole(text: str) -> int:
+    """The whole number that a text is; -1: it is none, or larger than any that is asked for here."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1

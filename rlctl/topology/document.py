@@ -6,6 +6,7 @@ contains itself, is nested too deep, or grows without measure through aliases is
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def parse(text: str, problems: Problems) -> Node | None:
         return _Reader(problems).node(root, "", root.start_mark.line + 1, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        told = " ".join(filter(None, (error.problem, error.context)))
+        told = ", ".join(filter(None, (error.context, error.problem)))
         problems.add(mark.line + 1 if mark else 0, "", f"no valid YAML: {told}")
     except yaml.YAMLError as error:
         problems.add(0, "", f"no valid YAML: {' '.join(str(error).split())}")
@@ -126,6 +127,9 @@ class _Reader:
                 self._problems.add(line, path, "a key must be a word")
                 continue
             name = str(key.value)
+            if not name.isprintable():
+                self._problems.add(line, path, f"a key must be a word, and {name[:40]!r} is none")
+                continue
             below = f"{path}.{name}".removeprefix(".")
             found = self.node(value, below, line, depth + 1)
             if name in own:
@@ -151,5 +155,9 @@ class _Reader:
             value: Value = self._scalars.construct_object(node)
         except (ValueError, KeyError, OverflowError, yaml.YAMLError):
             self._problems.add(line, path, f"{str(node.value)[:40]!r} is no {node.tag.rpartition(':')[2]}")
+            return None
+        if isinstance(value, str) and any(unicodedata.category(c) in ("Cc", "Cs") for c in value if c not in "\n\t"):
+            # No process takes them as an argument, and no terminal should.
+            self._problems.add(line, path, f"{value[:40]!r} has characters that are none of a text")
             return None
         return value

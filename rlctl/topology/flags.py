@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from rlctl.topology.problems import COMMAND_LINE, Problems
 
 if TYPE_CHECKING:
     from rlctl.topology.document import Node
+
+
+ADDRESSES = "--rollout-external-engine-addrs"
+STANDS_FOR = {"name": "--model", "num_gpus": "--rollout-num-gpus", "external": ADDRESSES}
+"""Keys of the file that flags without one stand for, by the flag that was typed."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,9 @@ def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:
             flags.prefill_num_servers is not None,
             "prefill and decode are groups of the file",
         ),
-        "--rollout-external": (external, "servers that run already have a topology of their own; name them in the "
-                                         "file with `external:`"),
+        "--rollout-external" if flags.external else ADDRESSES: (
+            external, "servers that run already have a topology of their own; name them in the file with `external:`",
+        ),
         "--model": (flags.model is not None, "the file names its models"),
     }  # fmt: skip
     if file:
@@ -87,7 +93,10 @@ def exclusions(flags: Flags, problems: Problems, *, file: bool) -> None:
             source=COMMAND_LINE,
         )  # fmt: skip
     if flags.external and not flags.external_addresses:
-        problems.add(0, "--rollout-external", "it needs --rollout-external-engine-addrs", source=COMMAND_LINE)
+        problems.add(0, "--rollout-external", f"it needs {ADDRESSES}", source=COMMAND_LINE)
+    for each in fields(flags):
+        if getattr(flags, each.name) == "":
+            problems.add(0, f"--{each.name.replace('_', '-')}", "it must not be empty", source=COMMAND_LINE)
 
 
 def document_of(flags: Flags, problems: Problems) -> Node:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rlctl.topology.context import Context, is_port
+from rlctl.topology.context import LAST_PORT, Context, is_address, whole
 from rlctl.topology.resolved import Group
 from rlctl.topology.schema import Section
 from rlctl.topology.settings import Settings
+
+BOOTSTRAP = "disaggregation_bootstrap_port"
+"""SGLang's argument, of its prefill servers."""
 
 
 class Groups:
@@ -17,12 +20,15 @@ class Groups:
         self._context = context
         self._complain = context.complain
         self._per_node = context.per_node
-        self._settings = Settings(context)
+        self.settings = Settings(context)
+        self._attached: dict[str, int] = {}
+        """Lines of servers that run already, by their URLs."""
 
     def group(self, group: Section, model: Section, engine: str) -> Group:
         """The group, without what names its slots."""
         kind = group.get("worker_type", "")
         external = self._external(group, engine)
+        self._context.a_name(group, "name", group.get("name", ""))
         per_engine = (
             group.get("num_gpus_per_engine")
             or model.get("num_gpus_per_engine")
@@ -41,7 +47,9 @@ class Groups:
                 self._complain(group, key, "a placeholder starts nothing")
         elif num_gpus and not external:
             self._shape(group, num_gpus, per_engine)
-        overrides = {} if kind == "placeholder" else self._settings.overrides(group, model, engine, external)
+        overrides = {} if kind == "placeholder" else self.settings.overrides(group, model, engine, external)
+        if kind == "prefill" and engine == "sglang":
+            self._bootstrap(group, num_gpus // per_engine, overrides)
         return Group(
             key=group.get("name", ""),
             worker_type=kind,
@@ -53,7 +61,7 @@ class Groups:
             or model.get("device")
             or self._context.flags.device
             or self._context.fleet.get("device", "auto"),
-            environment=self._settings.environment(model) | self._settings.environment(group),
+            environment=self.settings.environment(model) | self.settings.environment(group),
             cpus_per_rank=group.get("cpus_per_rank", 0),
             external=external,
             stages=self._stages(group, per_engine),
@@ -77,14 +85,17 @@ class Groups:
     def _external(self, group: Section, engine: str) -> tuple[str, ...]:
         urls = []
         for address in group.get("external", ()):
-            url = address if "://" in address else f"http://{address}"
-            host, colon, port = url.partition("://")[2].rstrip("/").rpartition(":")
-            if not url.startswith(("http://", "https://")) or not (host and colon and is_port(port)):
+            url = (address if "://" in address else f"http://{address}").rstrip("/")
+            there = url.partition("://")[2]
+            if not url.startswith(("http://", "https://")) or not is_address(there) or there.endswith(":0"):
                 self._complain(group, "external", f"{address!r} is not HOST:PORT")
             elif url in urls:
                 self._complain(group, "external", f"{address!r} is there twice")
-            urls.append(url.rstrip("/"))
-        if "external" in group.lines and not urls and group.get("external") is not None:
+            elif url in self._attached:
+                self._complain(group, "external", f"{url} is attached to already (line {self._attached[url]})")
+            urls.append(url)
+        self._attached |= dict.fromkeys(urls, group.at("external")[0])
+        if group.get("external") == ():
             self._complain(group, "external", "it must have one address or more")
         if urls and engine in ("torch", "fake"):
             self._complain(
@@ -110,7 +121,20 @@ class Groups:
     def _pipeline(self, group: Section, per_engine: int, overrides: dict[str, str]) -> int:
         """pp_size of the overrides; the tensor-parallel size is what is left of the engine's GPUs."""
         text = overrides.get("pp_size") or overrides.get("pipeline_parallel_size") or "1"
-        if not text.isdigit() or int(text) < 1 or per_engine % int(text):
-            self._complain(group, "overrides", f"pp_size {text} does not divide num_gpus_per_engine {per_engine}")
+        size = whole(text)
+        if size < 1 or per_engine % size:
+            self._complain(group, "overrides", f"pp_size {text!r} does not divide num_gpus_per_engine {per_engine}")
             return 1
-        return int(text)
+        return size
+
+    def _bootstrap(self, group: Section, servers: int, overrides: dict[str, str]) -> None:
+        """The port of the first prefill server of SGLang; each of the others has one of its own from there on."""
+        text = overrides.get(BOOTSTRAP, "")
+        first = whole(text)
+        if text and not 0 < first <= LAST_PORT:
+            self._complain(group, "overrides", f"{BOOTSTRAP} {text!r} is no port")
+        elif first + servers - 1 > LAST_PORT:
+            self._complain(
+                group, "overrides",
+                f"{BOOTSTRAP}: {servers} servers take ports from {first} on, and the last there is is {LAST_PORT}",
+            )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 from rlctl.engine import installed_engines, known_options
@@ -22,7 +23,8 @@ def engines_here() -> Engines:
 
 def load(path: Path | None, flags: Flags, engines: Engines | None = None) -> tuple[Topology | None, Problems]:
     """(topology, problems): that of the file, or what the flags alone stand for. None: it is no document."""
-    problems = Problems(str(path) if path is not None else COMMAND_LINE)
+    # A name that is not UTF-8 could not be printed.
+    problems = Problems(os.fsencode(path).decode(errors="backslashreplace") if path is not None else COMMAND_LINE)
     root = document.read(path, problems) if path is not None else document_of(flags, problems)
     if root is None:
         return None, problems

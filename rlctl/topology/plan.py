@@ -8,12 +8,15 @@ that runs already, unchanged, keeps its GPUs whatever comes before it in the fil
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.engine import spans_nodes
 from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
+from rlctl.topology.context import whole
+from rlctl.topology.groups import BOOTSTRAP
 from rlctl.topology.resolve import slot_stem
 from rlctl.topology.resolved import Group, Model, Topology
 
@@ -193,12 +196,16 @@ def plan(
     have; ``bind``: address on the interface.
     """
     places = _Places(topology.num_gpus_per_node)
+    ports = _bootstrap_ports(topology, running or {})
     drafts = [
-        (model, group, _spec(topology, model, group, index, gpus, bind))
+        (model, group, _spec(topology, model, group, index, gpus, bind, ports))
         for model in topology.models
         for group in model.groups
         for index in range(group.engines)
     ]
+    of_group: dict[str, list[EngineSpec]] = defaultdict(list)
+    for model, group, spec in drafts:
+        of_group[slot_stem(model, group)].append(spec)
     kept = {}
     for _, _, spec in drafts:
         present = (running or {}).get(spec.slot)
@@ -222,8 +229,8 @@ def plan(
                 held += [place for _ in range(group.num_gpus - len(held)) for place in places.take(1)]
                 reserved[name] = tuple(map(places.cell, held))
                 placeholders.append(Reservation(name, group.num_gpus, _device(group, gpus), tuple(held)))
-            for other, mine, spec in drafts:
-                if other is model and mine is group and not spec.attached:
+            for spec in of_group[slot_stem(model, group)]:
+                if not spec.attached:
                     specs[spec.slot] = replace(spec, gpus=kept.get(spec.slot) or places.take(spec.ranks))
     offsets: dict[str, int] = {}
     engines = []
@@ -236,8 +243,10 @@ def plan(
         engines.append(
             EnginePlan(spec, group.key or group.worker_type, _ranks(spec, group, places), offset, _commands(spec))
         )
-    models = [_model(model, [engine.spec for engine in engines if engine.spec.model == model.name], offsets)
-              for model in topology.models]  # fmt: skip
+    of_model: dict[str, list[EngineSpec]] = defaultdict(list)
+    for engine in engines:
+        of_model[engine.spec.model].append(engine.spec)
+    models = [_model(model, of_model[model.name], offsets) for model in topology.models]
     return Plan(topology, tuple(models), tuple(engines), reserved, tuple(placeholders))
 
 
@@ -280,18 +289,52 @@ class _Places:
         return divmod(place, self._per_node)
 
 
-def _spec(topology: Topology, model: Model, group: Group, index: int, gpus: int, bind: str) -> EngineSpec:
-    """One engine, without its places."""
+def _bootstrap_ports(topology: Topology, running: Mapping[str, EngineSpec]) -> dict[str, int]:
+    """Of SGLang's prefill servers, by slot: those of one host, whatever their group, each have one.
+
+    A server that runs keeps its own, the others take the first that are free: a group that grows moves nobody.
+    """
+    first = {
+        f"{slot_stem(model, group)}-{index}": int(group.overrides.get(BOOTSTRAP, BOOTSTRAP_PORT))
+        for model in topology.models
+        for group in model.groups
+        if model.engine == "sglang" and group.worker_type == "prefill"
+        for index in range(group.engines)
+    }
+    ports: dict[str, int] = {}
+    taken = set()
+    for slot, least in first.items():
+        port = whole(running[slot].options.get(BOOTSTRAP, "")) if slot in running else -1
+        if least <= port < least + len(first) and port not in taken:
+            ports[slot] = port
+            taken.add(port)
+    following: dict[int, int] = {}
+    for slot, least in first.items():
+        if slot not in ports:
+            port = following.get(least, least)
+            while port in taken:
+                port += 1
+            ports[slot] = port
+            taken.add(port)
+            following[least] = port + 1
+    return ports
+
+
+def _spec(
+    topology: Topology, model: Model, group: Group, index: int, gpus: int, bind: str, ports: Mapping[str, int]
+) -> EngineSpec:
+    """One engine, without its places. ``ports``: for bootstrapping, by slot."""
+    slot = f"{slot_stem(model, group)}-{index}"
     options = dict(group.overrides)
     match model.engine:
         case "sglang":
-            options |= _disaggregation(group, index)
+            options |= _disaggregation(group, ports.get(slot, 0))
         case "torch" if group.worker_type in ("prefill", "decode"):
             options["disaggregation_mode"] = group.worker_type
     if group.external:
         options = {**options, "url": group.external[index]}
     return EngineSpec(
-        slot=f"{slot_stem(model, group)}-{index}",
+        slot=slot,
         model_path=model.model_path,
         model=model.name,
         engine=model.engine,
@@ -322,12 +365,11 @@ def _device(group: Group, gpus: int) -> str:
     return ("cuda" if gpus else "cpu") if group.device == "auto" else group.device
 
 
-def _disaggregation(group: Group, index: int) -> dict[str, str]:
+def _disaggregation(group: Group, port: int) -> dict[str, str]:
     """What SGLang is told of its part."""
     match group.worker_type:
         case "prefill":
-            port = int(group.overrides.get("disaggregation_bootstrap_port", BOOTSTRAP_PORT)) + index
-            return {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": str(port)}
+            return {"disaggregation_mode": "prefill", BOOTSTRAP: str(port)}
         case "decode":
             return {"disaggregation_mode": "decode"}
         case "encoder":

@@ -11,6 +11,8 @@ from rlctl.errors import Reason, RlctlError
 
 COMMAND_LINE = "command line"
 """Source of what no file says."""
+LONGEST = 400
+"""Characters of a key or a message."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ class Problems:
 
     source: str
     found: list[Problem] = field(default_factory=list)
+    _seen: set[Problem] = field(default_factory=set)
 
     def add(self, line: int, key: str, message: str, *, warning: bool = False, source: str = "") -> None:
-        """One more."""
-        problem = Problem(source or self.source, line, key, message, warning)
-        if problem not in self.found:
+        """One more; what is quoted in it at length is cut."""
+        problem = Problem(source or self.source, line, _cut(key), _cut(message), warning)
+        if problem not in self._seen:
+            self._seen.add(problem)
             self.found.append(problem)
 
     @property
@@ -82,6 +86,10 @@ class Problems:
         """Raise TOPOLOGY_INVALID with every error, if there is one."""
         if self.errors:
             raise invalid(self.errors)
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]}..."
 
 
 def invalid(errors: list[Problem]) -> RlctlError:

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import ipaddress
 import posixpath
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from rlctl.launch.spec import LOAD_S
-from rlctl.topology.context import Context, Engines
+from rlctl.topology.context import Context, Engines, is_host
 from rlctl.topology.document import Node
 from rlctl.topology.flags import Flags, exclusions
 from rlctl.topology.groups import Groups
 from rlctl.topology.problems import COMMAND_LINE, Problems, did_you_mean
 from rlctl.topology.resolved import Group, Model, Topology
-from rlctl.topology.schema import FILE, Section, read
+from rlctl.topology.schema import FILE, MOST, Section, read
 
 GPUS_PER_NODE = 8
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _SERVING = ("regular", "prefill", "decode", "encoder")
 
 
@@ -43,6 +41,8 @@ class _Resolver:
         per_node: int = flags.num_gpus_per_node or fleet.get("num_gpus_per_node", GPUS_PER_NODE)
         self._context = Context(flags, fleet, engines, problems, per_node)
         self._groups = Groups(self._context)
+        self._listening: dict[str, tuple[str, int]] = {}
+        """(key, line) of whoever is to listen at an address."""
         self._problems = problems
         self._complain = self._context.complain
 
@@ -58,12 +58,10 @@ class _Resolver:
         self._given_group(ray, launcher)
         if launcher == "ray" and "advertise" in network.lines:
             self._complain(network, "advertise", "launcher ray has several nodes, and each has its own address")
-        self._context.an_address(fleet, "listen")
-        self._context.an_address(ray, "address")
+        self._addresses(fleet, ray)
         models = self._models()
         name = flags.name or fleet.get("name", "default")
-        if not _NAME.fullmatch(name):
-            self._complain(fleet, "name", f"{name!r} must be letters, digits, '.', '_' and '-'")
+        self._context.a_name(fleet, "name", name, flag="--name" if flags.name else "")
         return Topology(
             source=self._problems.source,
             name=name,
@@ -86,6 +84,29 @@ class _Resolver:
             drain_timeout_s=fleet.get("drain_timeout_s", 60.0),
             models=tuple(models),
         )
+
+    def _addresses(self, fleet: Section, ray: Section) -> None:
+        """Those of the whole fleet."""
+        flags = self._context.flags
+        listen, said = flags.listen or fleet.get("listen", ""), "--listen" if flags.listen else ""
+        if not listen.removeprefix("unix:") or not listen.startswith("unix:"):
+            self._context.an_address(fleet, "listen", listen, flag=said)
+        self._listens(fleet, "listen", listen, flag=said)
+        cluster, said = flags.address or ray.get("address", ""), "--address" if flags.address else ""
+        self._context.an_address(ray, "address", cluster, flag=said)
+        host, said = flags.gateways or fleet.get("gateways", ""), "--gateways" if flags.gateways else ""
+        if host and not is_host(host):
+            self._complain(fleet, "gateways", f"{host!r} is no host", flag=said)
+
+    def _listens(self, section: Section, key: str, address: str, *, flag: str = "") -> None:
+        """Have a problem with an address that something else of the fleet listens at."""
+        if not address or address.endswith(":0"):
+            return
+        line, path = section.at(key)
+        other, where = self._listening.setdefault(address, (flag or path, 0 if flag else line))
+        if other != (flag or path):
+            at = f" (line {where})" if where else ""
+            self._complain(section, key, f"{address} is where {other}{at} listens already")
 
     def _given_group(self, ray: Section, launcher: str) -> None:
         """A placement group that somebody else has made."""
@@ -124,32 +145,34 @@ class _Resolver:
         elif len(both) > 1:
             self._complain(self._root, "sglang", "`models:` and `sglang:` exclude each other; they take the same keys")
         models: list[Model] = []
+        first: dict[str, int] = {}
         for key in both:
             sections = self._root.get(key)
             if sections == []:
                 self._complain(self._root, key, "it must have one model or more")
             for section in sections or ():
                 model = self._model(section)
-                for other in models:
-                    if model.name and other.name == model.name:
-                        self._complain(
-                            section, "name", f"a model {model.name!r} was there already, in line {other.line}"
-                        )
+                if model.name in first:
+                    line = first[model.name]
+                    self._complain(section, "name", f"a model {model.name!r} was there already, in line {line}")
+                elif model.name:
+                    first[model.name] = model.line
                 models.append(model)
         self._distinct_slots(models)
         return models
 
     def _model(self, model: Section) -> Model:
         name = model.get("name", "")
-        if name and not _NAME.fullmatch(name):
-            self._complain(model, "name", f"{name!r} must be letters, digits, '.', '_' and '-', 63 at most")
+        self._context.a_name(model, "name", name)
         engine = model.get("engine") or self._default_engine()
         if engine not in self._context.engines.installed:
             where = model if "engine" in model.lines else self._context.fleet
+            flag = "--engine" if where is not model and self._context.flags.engine else ""
             known = ", ".join(self._context.engines.installed)
             self._complain(where, "engine", f"no plug-in {engine!r} is installed; there are: {known}"
-                           f"{did_you_mean(engine, self._context.engines.installed)}")  # fmt: skip
-        self._context.an_address(model, "gateway")
+                           f"{did_you_mean(engine, self._context.engines.installed)}", flag=flag)  # fmt: skip
+        self._context.an_address(model, "gateway", model.get("gateway", ""))
+        self._listens(model, "gateway", model.get("gateway", ""))
         groups = [self._groups.group(group, model, engine) for group in model.get("server_groups", ())]
         groups = self._keys(groups)
         if model.get("server_groups") == []:
@@ -196,7 +219,8 @@ class _Resolver:
         if own is not None and not gateway:
             self._complain(model, "router", "it stands in front of a gateway, and the model has none")
         if own is not None:
-            self._context.an_address(own, "listen")
+            self._context.an_address(own, "listen", own.get("listen", ""))
+            self._listens(own, "listen", own.get("listen", ""))
         fleets: Section | None = self._context.fleet.get("router") if gateway else None
         return own or fleets or Section("", 0)
 
@@ -214,9 +238,9 @@ class _Resolver:
         own: str = model.get("model_path", "") or self._checkpoint
         named: dict[str, tuple[int, str]] = {}
         for group in model.get("server_groups", ()):
-            node = group.get("overrides", {}).get("model_path") or group.get("overrides", {}).get("model-path")
+            _, node = self._groups.settings.named(group).get("model_path", ("", None))
             path = node.value if node is not None and isinstance(node.value, str) else own
-            if node is not None and not isinstance(node.value, str):
+            if node is not None and (not isinstance(node.value, str) or not node.value):
                 self._problems.add(node.line, f"{group.path}.overrides.model_path", "it must be a text")
             if group.get("worker_type") != "placeholder" or node is not None:
                 named.setdefault(path, (node.line if node else group.line, f"{group.path}.overrides.model_path"))
@@ -261,14 +285,17 @@ class _Resolver:
         """Groups with what names their slots: given, or the worker type with a number from the second on."""
         seen: Counter[str] = Counter()
         named: list[Group] = []
+        taken: set[str] = set()
         for group in groups:
             seen[group.worker_type] += 1
             number = seen[group.worker_type]
             key = group.key or f"{group.worker_type}{number if number > 1 else ''}"
             if not group.key and group.worker_type == "regular" and number == 1:
                 key = ""
-            if group.worker_type and any(other.worker_type and other.key == key for other in named):
+            if group.worker_type and key in taken:
                 self._problems.add(group.line, f"{group.path}.name", f"another group of the model is called {key!r}")
+            if group.worker_type:
+                taken.add(key)
             named.append(Group(**{**vars(group), "key": key}))
         return named
 
@@ -299,6 +326,8 @@ class _Resolver:
                 self._problems.add(0, "--rollout-num-gpus", message, source=COMMAND_LINE)
             else:
                 self._complain(self._context.fleet, "num_gpus", message)
+        elif total > MOST:
+            self._complain(self._context.fleet, "num_gpus", f"the groups have {total} GPUs, and {MOST} are the most")
         return total
 
     def _interface(self, network: Section) -> str:

@@ -205,10 +205,10 @@ def read(keys: tuple[Key, ...], node: Node, path: str, problems: Problems) -> Se
         if key.name in section.lines:
             problems.add(value.line, below, f"it is the same key as {section.written[key.name]!r}")
             continue
+        if value.value is None and not key.required:
+            continue  # `key:` with nothing behind it says nothing
         section.lines[key.name] = value.line
         section.written[key.name] = name
-        if value.value is None and not key.required:
-            continue  # `key:` with nothing behind it
         found = _value(key, value, below, problems)
         if found is not None:
             section.values[key.name] = found

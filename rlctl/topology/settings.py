@@ -29,9 +29,12 @@ class Settings:
             flag = f"--option {name}" if name in self._context.flags.options else f"--sglang-{name.replace('_', '-')}"
             places[plain] = (0, flag, COMMAND_LINE)
         for section in (model, group):
-            for name, (written, node) in self._named(section, "overrides").items():
-                if name == "model_path":
-                    continue  # of the cascade of paths
+            for name, (written, node) in self.named(section).items():
+                if name == "model_path":  # of the cascade of paths
+                    if section is model:
+                        key = f"{section.path}.overrides.{written}"
+                        self._problems.add(node.line, key, "write model_path in the model")
+                    continue
                 found[name] = None if node.value is None or node.value is False else _text(node)
                 places[name] = (node.line, f"{section.path}.overrides.{written}", "")
         overrides = {name: value for name, value in found.items() if value is not None}
@@ -71,14 +74,16 @@ class Settings:
                 found[name] = _text(node)
         return found
 
-    def _named(self, section: Section, key: str) -> dict[str, tuple[str, Node]]:
-        """(as it is written, value) by name with underscores for dashes. One in both spellings is a problem."""
+    def named(self, section: Section) -> dict[str, tuple[str, Node]]:
+        """Overrides: (as it is written, value) by name with underscores for dashes. One in both spellings is a
+        problem.
+        """
         found: dict[str, tuple[str, Node]] = {}
-        for name, node in section.get(key, {}).items():
+        for name, node in section.get("overrides", {}).items():
             plain = name.removeprefix("--").replace("-", "_")
             if plain in found:
                 self._problems.add(
-                    node.line, f"{section.path}.{key}.{name}", f"it is {plain} of line {found[plain][1].line} again"
+                    node.line, f"{section.path}.overrides.{name}", f"it is {plain} of line {found[plain][1].line} again"
                 )
             found[plain] = (name, node)
         return found

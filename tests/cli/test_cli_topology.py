@@ -12,9 +12,12 @@ import pytest
 from cli_helpers import Cli
 
 from rlctl.cli import state
+from rlctl.errors import InvalidRequest
 from rlctl.launch.deployment import Deployment
 from rlctl.launch.spec import EngineSpec
+from rlctl.transport.addresses import split
 
+ADDRESSES = "--rollout-external-engine-addrs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 BROKEN = """\
@@ -203,3 +206,31 @@ def test_addresses_of_external_engines_are_a_list_of_words(cli: Cli) -> None:
     ran = cli("plan", str(EXAMPLES / "slime-pd.yaml"), *arguments, "--hf-checkpoint", "/m")
     assert ran.code == 2
     assert "--rollout-external: it cannot be given with a file" in ran.err
+
+
+def test_addresses_that_are_not_given_are_not_passed_over(cli: Cli) -> None:
+    """A fleet of another engine was started in their place."""
+    for arguments in (["--rollout-external", ADDRESSES], [ADDRESSES, "--hf-checkpoint", "/m"]):
+        ran = cli("plan", *arguments)
+        assert ran.code == 2
+        assert f"{ADDRESSES} needs HOST:PORT" in ran.err
+
+
+def test_a_number_that_is_too_large_is_told_by_the_name_of_its_flag(cli: Cli) -> None:
+    flags = ("--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--num-gpus-per-node", "--prefill-num-servers")
+    for flag in flags:
+        ran = cli("validate", "--hf-checkpoint", "/m", flag, "9" * 30)
+        assert ran.code == 2
+        assert f"Invalid value for '{flag}'" in ran.err
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:²", "127.0.0.1:99999", "5080", "h:1:2"])
+def test_where_the_coordinator_is_to_listen_is_checked_before_anything_is_started(cli: Cli, listen: str) -> None:
+    ran = cli("validate", "--hf-checkpoint", "/m", "--listen", listen)
+    assert (ran.code, ran.out.strip().partition(";")[0]) == (2, f"command line: --listen: {listen!r} is not HOST:PORT")
+
+
+@pytest.mark.parametrize("address", ["h:²", "h:" + "9" * 5000, "h:-1", "h:", ":1", "h"])
+def test_an_address_that_is_none_is_refused_and_no_traceback(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not host:port"):
+        split(address)

@@ -318,3 +318,21 @@ def test_reads_print_their_data(rlctl: LiveFleet, words: str, columns: list[str]
     assert header[:5] == ["SLOT", "OUTCOME", "STATE", "VERSION", "SEQ"]
     assert header[5 : 5 + len(columns)] == columns
     assert [row[:3] for row in rows] == [["a", "APPLIED", "READY"], ["b", "APPLIED", "READY"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["weights", "update"], "--model-path is empty  (FIELD_REQUIRED [--model-path])"),
+        (["weights", "pull", "--source-dir", "/s"], "--local-checkpoint-dir is empty"),
+        (["weights", "update", "--model-path", "/m", "--weight-version", "a\nb"], "[--weight-version])"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_told_by_its_option_before_anybody_is_asked(
+    cli: Cli, arguments: list[str], told: str
+) -> None:
+    ran = cli(*arguments, "--endpoint", "127.0.0.1:1")
+    assert ran.code == 2
+    assert told in ran.err
+    data = cli(*arguments, "--endpoint", "127.0.0.1:1", "-o", "json").error
+    assert f"--{data['field'].replace('_', '-')}" in told, "data keeps to the names of the contract"

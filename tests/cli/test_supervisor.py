@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from children import Children
 
 from rlctl.cli import state
 from rlctl.cli.settings import Settings
 from rlctl.cli.supervisor import _Supervisor
+from rlctl.errors import Reason, RlctlError
 from rlctl.launch.deployment import Deployment
+from rlctl.launch.engine_run import Limits
+from rlctl.launch.spec import EngineSpec, Reservation
 
 
 class Full(io.StringIO):
@@ -37,3 +43,128 @@ def test_a_full_disk_does_not_end_a_fleet(monkeypatch: pytest.MonkeyPatch, capsy
     found = state.read("lab")
     assert found is not None
     assert found.phase == state.READY
+
+
+class Refusing(Children):
+    """A launcher that has no room for engines that are called so."""
+
+    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
+        if any(spec.slot == "too-much" for spec in engines):
+            raise Reason.FIELD_INVALID.error("there is no room", field="num_gpus")
+
+
+class Asked:
+    """A change that somebody wants, planned against what was known then."""
+
+    def __init__(self, holder: _Supervisor, *slots: str, restart: bool = True, listen: str = "127.0.0.1:0") -> None:
+        engines = tuple(EngineSpec(slot, "/m") for slot in slots)
+        self.deployment = Deployment("lab", listen, engines, restart=restart)
+        self.against = json.loads(json.dumps(holder._deployed))
+        self.said: list[str] = []
+        self.error: RlctlError | None = None
+        self.state: state.FleetState | None = None
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def failed(self, error: RlctlError) -> None:
+        self.error = error
+
+    def done(self, found: state.FleetState) -> None:
+        self.state = found
+
+
+class Coming:
+    """Requests that come one after the other."""
+
+    def __init__(self, *requests: Asked) -> None:
+        self.left = list(requests)
+
+    def wait(self, timeout_s: float) -> Asked | None:
+        del timeout_s
+        return self.left.pop(0) if self.left else None
+
+
+@pytest.fixture
+def holder() -> _Supervisor:
+    """Of a fleet of nothing, whose launcher is the test."""
+    holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", ()))
+    holder._fleet._launcher = Refusing()
+    holder._tell_state(state.READY)
+    return holder
+
+
+def kept() -> Deployment:
+    """What the next plan is made against."""
+    found = state.read("lab")
+    assert found is not None
+    return Deployment.of(found.deployment)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.1:1"])
+def test_a_refused_change_is_not_what_the_fleet_is_kept_at(holder: _Supervisor, listen: str) -> None:
+    """By the launcher, or because it cannot change. Engines would be left alone that nobody started again."""
+    before = kept()
+    refused = Asked(holder, "too-much", restart=False, listen=listen)
+    holder._apply(refused, Coming())  # type: ignore[arg-type]
+    assert refused.error is not None
+    assert refused.error.reason is (Reason.FIELD_INVALID if listen.endswith(":0") else Reason.FIELD_CONFLICT)
+    holder._tell_state(state.READY)
+    assert kept() == before
+    assert holder._wanted.restart
+    assert holder._fleet.engines == []
+
+
+def test_limits_that_change_hold_for_engines_that_run(holder: _Supervisor) -> None:
+    first, later = Asked(holder, "a"), Asked(holder, "a")
+
+    class Then(Coming):
+        def wait(self, timeout_s: float) -> Asked | None:
+            later.against = Asked(holder).against
+            later.deployment = Deployment("lab", "127.0.0.1:0", later.deployment.engines, limits=Limits(load_s=0))
+            return super().wait(timeout_s)
+
+    holder._apply(first, Then(later))  # type: ignore[arg-type]
+    assert later.error is not None
+    assert "a: it did not load within 0 s" in later.error.message
+
+
+def test_a_change_that_was_planned_against_another_fleet_is_refused(holder: _Supervisor) -> None:
+    """Two at once: GPUs would be given out twice, and what the other has added removed unasked."""
+    first, second = Asked(holder), Asked(holder, "b")
+    first.deployment = Deployment("lab", "127.0.0.1:0", (), restart=False)
+    holder._apply(first, Coming(second))  # type: ignore[arg-type]
+    assert first.state is not None
+    holder._apply(second, Coming())  # type: ignore[arg-type]
+    assert second.error is not None
+    assert second.error.reason is Reason.OPERATION_CONFLICT
+    assert "has been changed since this was planned" in second.error.message
+    assert holder._fleet.engines == []
+
+
+def test_a_change_that_does_not_come_to_an_end_gives_way_to_the_next(holder: _Supervisor) -> None:
+    stuck = Asked(holder, "a")
+    stale = Asked(holder, "b")
+
+    class Then(Coming):
+        """Planned when the first one was under way already."""
+
+        def wait(self, timeout_s: float) -> Asked | None:
+            if not self.left:
+                self.left = [Asked(holder, "a"), Asked(holder)]
+                self.asked = list(self.left)
+                self.asked[1].against = self.asked[0].against
+            return super().wait(timeout_s)
+
+    then = Then(stale)
+    holder._apply(stuck, then)  # type: ignore[arg-type]
+    same, other = then.asked
+    assert stale.error is not None
+    assert "since this was planned" in stale.error.message
+    for superseded in (stuck, same):
+        assert superseded.error is not None
+        assert superseded.error.reason is Reason.OPERATION_CONFLICT
+        assert "another `rlctl up`" in superseded.error.message
+    assert other.state is not None
+    assert "a: stopped" in other.said
+    assert kept().engines == ()

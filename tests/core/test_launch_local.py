@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from children import Child
 
 from rlctl.errors import InvalidRequest, Reason, RlctlError
 from rlctl.launch.gateways import Gateways
@@ -104,6 +106,35 @@ def test_a_process_that_the_system_does_not_start_has_failed(
     (process,) = gateways.processes
     assert process.announced(20)["token"] == "secret"
     gateways.stop()
+
+
+@pytest.mark.parametrize(("listen", "waits"), [("127.0.0.1:3000", True), ("127.0.0.1:0", False)])
+def test_a_gateway_that_is_changed_waits_for_the_port_of_the_one_before(listen: str, waits: bool) -> None:
+    """That one ends its requests first; another one at its port would have failed, and `rlctl up` with it."""
+    children: list[Child] = []
+
+    class Launcher:
+        def start(self, name: str, arguments: Sequence[str]) -> Child:
+            children.append(Child(name, arguments))
+            return children[-1]
+
+    gateways = Gateways([GatewaySpec("actor", listen)], Launcher(), 0.0, lambda _: None)  # type: ignore[arg-type]
+    gateways.look("c", restart=True)
+    before = children[0]
+    before.facts = {"address": "http://127.0.0.1:3000"}
+    before.terminate = lambda: None  # type: ignore[method-assign]
+    gateways.look("c", restart=True)
+    assert gateways.settled
+    gateways.wanted = (GatewaySpec("actor", listen, "round_robin"),)
+    gateways.look("c", restart=True)
+    assert len(children) == (1 if waits else 2)
+    assert not gateways.settled
+    before.returncode = 0
+    gateways.look("c", restart=True)
+    assert len(children) == 2
+    children[1].facts = before.facts
+    gateways.look("c", restart=True)
+    assert gateways.settled
 
 
 def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:

@@ -2,74 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import Children
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason
 from rlctl.launch import engine_run
 from rlctl.launch.devices import gpu_count
 from rlctl.launch.engine_run import EngineRun, Limits, Phase
 from rlctl.launch.processes import last_line, log_end
-from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
+from rlctl.launch.spec import EngineSpec
 from rlctl.stage import server
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_STALE, StageState
 from rlctl.v1.fleet_pb2 import Stage
-
-
-class Child:
-    """A process that does what the test says."""
-
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        self.name = name
-        self.arguments = list(arguments)
-        self.facts: dict[str, str] = {}
-        self.pid = 1
-        self.log = Path(f"/logs/{name}.log")
-        self.last = ""
-        self.returncode: int | None = None
-
-    def said(self) -> str:
-        return self.last
-
-    @property
-    def serves(self) -> bool:
-        return bool(self.facts)
-
-    def announce(self) -> None:
-        self.facts = {"address": f"at {self.name}", "rollout_address": "r"}
-
-    def announced(self, timeout_s: float) -> dict[str, str]:
-        return self.facts
-
-    def failure(self) -> RlctlError:
-        return Reason.ENGINE_FAILED.error(f"{self.name} ended with {self.returncode}")
-
-    def terminate(self) -> None:
-        self.returncode = self.returncode if self.returncode is not None else 0
-
-    kill = terminate
-
-    def wait(self, timeout_s: float = 0) -> bool:
-        return False
-
-
-class Children:
-    """A launcher of them."""
-
-    def __init__(self) -> None:
-        self.all: list[Child] = []
-
-    def launch(self, spec: EngineSpec, rank: int, coordinator: str, followers: Sequence[str] = ()) -> Child:
-        self.all.append(Child(spec.process(rank), rank_arguments(spec, rank, coordinator, followers)))
-        return self.all[-1]
-
-    def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -327,7 +274,7 @@ def test_requests_that_do_not_end_are_not_waited_for_for_ever(clock: Callable[[f
     clock(6)
     run.advance(READY, idle=False)
     assert run.phase is Phase.STOPPING
-    assert "requests still run after 5 s" in said[-1]
+    assert "requests or an update still run after 5 s" in said[-1]
 
 
 def test_what_does_not_end_is_killed(clock: Callable[[float], None]) -> None:

@@ -11,6 +11,7 @@ from test_topology_resolve import ENGINES, HF, PD, REGULAR, model
 
 from rlctl.topology import document
 from rlctl.topology.document import Node
+from rlctl.topology.load import load
 from rlctl.topology.plan import plan
 from rlctl.topology.problems import Problems
 from rlctl.topology.resolve import resolve
@@ -114,6 +115,12 @@ def test_any_bytes_have_problems_and_no_traceback(tmp_path_factory: pytest.TempP
         ("", 0, "it is empty"),
         ("a: 2001-99-99\nb: !!int x", 2, "is no int"),
         ("<<: 1", 1, "only mappings can be merged"),
+        ('a: 1\n"b\\nc": 2', 2, "a key must be a word, and 'b\\nc' is none"),
+        ('a: 1\n"\\ud800": 2', 2, "a key must be a word"),
+        ('a: 1\nb: "\\ud800"', 2, "'\\ud800' has characters that are none of a text"),
+        ('a: "x\\0y"', 1, "has characters that are none of a text"),
+        ('a: "\\e[31m"', 1, "has characters that are none of a text"),
+        ("a: 1\n---\nb: 2", 2, "expected a single document in the stream, but found another document"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_its_line(text: str, line: int, words: str) -> None:
@@ -161,6 +168,22 @@ def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     problems = Problems("latin")
     assert document.read(tmp_path / "latin", problems) is None
     assert (problems.errors[0].line, problems.errors[0].message) == (2, "it is not UTF-8")
+
+
+def test_a_file_whose_name_is_no_text_is_named_all_the_same(tmp_path: Path) -> None:
+    _, problems = load(tmp_path / "\udcff.yaml", HF, ENGINES)
+    assert (
+        str(problems.errors[0]).encode().decode()
+        == f"{tmp_path}/\\xff.yaml: it cannot be read: No such file or directory"
+    )
+
+
+def test_a_text_of_several_lines_is_one() -> None:
+    problems = Problems("f.yaml")
+    root = document.parse("a: |\n  one\n  two\té", problems)
+    assert root is not None
+    assert root.value == {"a": Node("one\ntwo\té", 1)}
+    assert problems.errors == []
 
 
 def test_values_without_a_file_have_no_lines() -> None:

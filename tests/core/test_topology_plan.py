@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 
 import pytest
-from test_topology_resolve import HF, REGULAR, flagged, good, model
+from test_topology_resolve import HF, REGULAR, flagged, good, load, model
 
 from rlctl.launch.spec import EngineSpec
 from rlctl.topology.diff import Change, difference
@@ -32,62 +34,170 @@ def shape(made: Plan) -> dict[str, tuple[str, int, tuple[int, ...]]]:
 
 # The examples of slime's page on --sglang-config.
 
-BASIC = "sglang:\n  - name: default\n    server_groups:\n      - worker_type: regular\n        num_gpus: 8\n"
+BASIC = """\
+sglang:
+  - name: default
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+"""
+PD_PAGE = """\
+sglang:
+  - name: actor
+    server_groups:
+      - worker_type: prefill
+        num_gpus: 4
+        num_gpus_per_engine: 2    # 2 prefill engines, TP=2
+      - worker_type: decode
+        num_gpus: 12
+        num_gpus_per_engine: 4    # 3 decode engines, TP=4
+"""
+MULTI = """\
+sglang:
+  - name: actor
+    update_weights: true              # receives weight updates from training
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+        num_gpus_per_engine: 4
+
+  - name: ref
+    model_path: /path/to/ref_model    # different model checkpoint
+    update_weights: false              # frozen, no weight updates
+    server_groups:
+      - worker_type: regular
+        num_gpus: 4
+        num_gpus_per_engine: 2
+
+  - name: reward
+    model_path: /path/to/reward_model
+    update_weights: false
+    server_groups:
+      - worker_type: regular
+        num_gpus: 4
+        num_gpus_per_engine: 2
+"""
+PD_AND_REF = """\
+sglang:
+  - name: actor
+    update_weights: true
+    server_groups:
+      - worker_type: prefill
+        num_gpus: 4
+        num_gpus_per_engine: 2
+      - worker_type: decode
+        num_gpus: 8
+        num_gpus_per_engine: 4
+
+  - name: ref
+    model_path: /path/to/ref_model
+    update_weights: false
+    server_groups:
+      - worker_type: regular
+        num_gpus: 4
+        num_gpus_per_engine: 2
+"""
+KEPT_FREE = """\
+sglang:
+  - name: actor
+    server_groups:
+      - worker_type: regular
+        num_gpus: 6
+        num_gpus_per_engine: 2
+      - worker_type: placeholder
+        num_gpus: 2                   # reserve 2 GPUs (no engines created)
+"""
+OVERRIDDEN = """\
+sglang:
+  - name: actor
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+        num_gpus_per_engine: 4
+        overrides:
+          mem_fraction_static: 0.85
+          context_length: 32768
+          chunked_prefill_size: 4096
+          enable_torch_compile: true
+"""
+AGENT = """\
+sglang:
+  - name: actor
+    update_weights: true
+    server_groups:
+      - worker_type: prefill
+        num_gpus: 4
+        num_gpus_per_engine: 2
+        overrides:
+          chunked_prefill_size: 8192
+      - worker_type: decode
+        num_gpus: 12
+        num_gpus_per_engine: 4
+        overrides:
+          mem_fraction_static: 0.88
+
+  - name: ref
+    model_path: /data/models/Qwen3-32B
+    update_weights: false
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+        num_gpus_per_engine: 4
+
+  - name: reward
+    model_path: /data/models/reward-model
+    update_weights: false
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+        num_gpus_per_engine: 4
+"""
 PD_TP = """
 - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2}
 - {worker_type: decode, num_gpus: 12, num_gpus_per_engine: 4}
 """
-MULTI = (
-    model(of(8, 4), "name: actor\nupdate_weights: true")
-    + model(of(4, 2), "name: ref\nmodel_path: /r\nupdate_weights: false")[8:]
-    + model(of(4, 2), "name: reward\nmodel_path: /w\nupdate_weights: false")[8:]
-)
-OVERRIDDEN = (
-    "overrides: {mem_fraction_static: 0.85, context_length: 32768, chunked_prefill_size: 4096, "
-    "enable_torch_compile: true}"
-)
-PD_AND_REF = (
-    model(PD_TP.replace("12", "8"), "name: actor\nupdate_weights: true")
-    + model(of(4, 2), "name: ref\nmodel_path: /r\nupdate_weights: false")[8:]
-)
-AGENT = (
-    model(
-        PD_TP.replace("engine: 2", "engine: 2, overrides: {chunked_prefill_size: 8192}")
-        .replace("engine: 4", "engine: 4, overrides: {mem_fraction_static: 0.88}"),
-        "name: actor\nupdate_weights: true",
-    )
-    + model(of(8, 4), "name: ref\nmodel_path: /data/32B\nupdate_weights: false")[8:]
-    + model(of(8, 4), "name: reward\nmodel_path: /data/reward\nupdate_weights: false")[8:]
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "engines", "sizes"),
+    ("text", "flags", "engines", "total"),
     [
-        (BASIC, {"num_gpus": 8, "num_gpus_per_engine": 2}, 4, {2}),
-        (model(PD_TP), {"num_gpus": 16}, 5, {2, 4}),
-        (MULTI, {"num_gpus": 16}, 6, {2, 4}),
+        (BASIC, {"num_gpus_per_engine": 2}, {("default", "regular", 2): 4}, 8),
+        (PD_PAGE, {}, {("actor", "prefill", 2): 2, ("actor", "decode", 4): 3}, 16),
         (
-            model(of(6, 2) + "\n- {worker_type: placeholder, num_gpus: 2}"),
-            {"num_gpus": 8},
-            3,
-            {2},
+            MULTI,
+            {},
+            {("actor", "regular", 4): 2, ("ref", "regular", 2): 2, ("reward", "regular", 2): 2},
+            16,
         ),
-        (model(of(8, 4, OVERRIDDEN)), {}, 2, {4}),
-        (PD_AND_REF, {"num_gpus": 16}, 6, {2, 4}),
-        (AGENT, {"num_gpus": 32}, 9, {2, 4}),
+        (PD_AND_REF, {}, {("actor", "prefill", 2): 2, ("actor", "decode", 4): 2, ("ref", "regular", 2): 2}, 16),
+        (KEPT_FREE, {}, {("actor", "regular", 2): 3}, 8),
+        (OVERRIDDEN, {}, {("actor", "regular", 4): 2}, 8),
+        (
+            AGENT,
+            {},
+            {
+                ("actor", "prefill", 2): 2, ("actor", "decode", 4): 3, ("ref", "regular", 4): 2,
+                ("reward", "regular", 4): 2,
+            },
+            32,
+        ),
     ],
-)
+)  # fmt: skip
 def test_slimes_examples_have_the_engines_that_it_states(
-    text: str, flags: dict[str, int], engines: int, sizes: set[int]
+    text: str, flags: dict[str, int], engines: dict[tuple[str, str, int], int], total: int
 ) -> None:
-    made = planned(text, Flags(hf_checkpoint="/m", **flags))  # type: ignore[arg-type]
-    assert len(made.engines) == engines
-    assert {engine.spec.tp_size for engine in made.engines} == sizes
+    """Word by word, with the sizes of their groups and the total that its commands name, and no other total."""
+    made = planned(text, Flags(hf_checkpoint="/m", num_gpus=total, **flags))  # type: ignore[arg-type]
+    assert Counter((e.spec.model, e.spec.worker_type, e.spec.tp_size) for e in made.engines) == engines
+    for other in (total - 1, total + 1):
+        _, problems = load(text, Flags(hf_checkpoint="/m", num_gpus=other, **flags))  # type: ignore[arg-type]
+        (wrong,) = problems.errors
+        assert wrong.key == "--rollout-num-gpus"
+        assert f"the groups have {total} GPUs" in wrong.message
 
 
 def test_the_arguments_of_slimes_examples_are_those_of_their_groups() -> None:
-    (options, _) = (engine.spec.options for engine in planned(model(of(8, 4, OVERRIDDEN))).engines)
+    (options, _) = (engine.spec.options for engine in planned(OVERRIDDEN).engines)
     assert options == {
         "mem_fraction_static": "0.85", "context_length": "32768", "chunked_prefill_size": "4096",
         "enable_torch_compile": "true",
@@ -116,6 +226,40 @@ def test_prefill_and_decode_have_slots_sizes_and_flags_of_their_own() -> None:
     assert options["actor-decode-0"] == {"disaggregation_mode": "decode"}
     assert {rank.node for rank in made.engines[3].ranks} == {1}
     assert "--worker-type prefill" in made.engines[0].commands["actor-prefill-0"]
+
+
+def test_every_prefill_server_of_sglang_has_a_bootstrap_port_of_its_own_and_keeps_it() -> None:
+    """All of them are on one host, whatever group or model they are of."""
+
+    def ports(made: Plan) -> dict[str, str]:
+        taken = {e.spec.slot: e.spec.options for e in made.engines if e.spec.worker_type == "prefill"}
+        return {slot: options["disaggregation_bootstrap_port"] for slot, options in taken.items()}
+
+    def text(prefill: int, first: str = "") -> str:
+        groups = (
+            f"- {{worker_type: prefill, num_gpus: {prefill}{first}}}\n"
+            "- {worker_type: prefill, num_gpus: 1, overrides: {disaggregation_bootstrap_port: 9000}}\n"
+            "- {worker_type: decode, num_gpus: 1}"
+        )
+        return model(groups) + model(groups.replace(": 9000", ": 8998"), "name: b")[8:]
+
+    before = planned(text(1))
+    assert ports(before) == {
+        "actor-prefill-0": "8998", "actor-prefill2-0": "9000", "b-prefill-0": "8999", "b-prefill2-0": "9001"
+    }  # fmt: skip
+    grown = planned(text(2), running=running(before))
+    assert ports(grown) == {**ports(before), "actor-prefill-1": "9002", "b-prefill-1": "9003"}
+    moved = planned(text(1, ", overrides: {disaggregation_bootstrap_port: 9500}"), running=running(grown))
+    assert ports(moved) == {
+        "actor-prefill-0": "9500", "actor-prefill2-0": "9000", "b-prefill-0": "9501", "b-prefill2-0": "9001"
+    }  # fmt: skip
+
+
+def test_a_plan_of_a_thousand_engines_is_made_in_time() -> None:
+    """What is installed was looked up twice for every engine, which took minutes."""
+    before = time.monotonic()
+    assert len(planned(model(of(2000, 2))).engines) == 1000
+    assert time.monotonic() - before < 15
 
 
 def test_pairs_of_the_torch_engine_are_told_their_part_and_find_each_other_by_themselves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,12 @@ from rlctl.topology.problems import COMMAND_LINE, Problems
 from rlctl.topology.resolve import resolve
 from rlctl.topology.resolved import Topology
 
-NAMES = frozenset({"mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size"})
+NAMES = frozenset(
+    {
+        "mem_fraction_static", "context_length", "chunked_prefill_size", "enable_torch_compile", "pp_size",
+        "disaggregation_bootstrap_port",
+    }
+)  # fmt: skip
 SGLANG = KnownOptions(NAMES, {"tp_size": "write num_gpus_per_engine"}, "SGLang 0")
 TORCH = KnownOptions(frozenset({"max_running"}), origin="the torch engine")
 
@@ -110,6 +116,13 @@ def test_whether_weights_are_received_follows_from_the_path_unless_it_is_said(
     topology, problems = load(model(REGULAR, head))
     assert topology.models[0].update_weights is expected
     assert bool(problems.found) == (not expected and not said), "a model that is frozen unasked is a warning"
+
+
+def test_without_a_checkpoint_of_the_fleet_every_model_receives_weights_unless_it_is_said() -> None:
+    text = model(REGULAR, "name: a\nmodel_path: /a")
+    text += model(REGULAR, "name: b\nmodel_path: /b\nupdate_weights: false")[8:]
+    topology, problems = load(text, Flags())
+    assert ([each.update_weights for each in topology.models], problems.found) == ([True, False], [])
 
 
 def test_arguments_are_the_groups_over_the_models_over_the_flags() -> None:
@@ -240,7 +253,7 @@ WRONG: dict[str, tuple[str, str]] = {
         model(REGULAR + "  overrides: {context-length: 1, context_length: 2}"),
         "context_length: it is context_length of line 6 again",
     ),
-    "a pipeline that does not divide": (model(REGULAR + "  overrides: {pp_size: 3}"), "pp_size 3 does not divide"),
+    "a pipeline that does not divide": (model(REGULAR + "  overrides: {pp_size: 3}"), "pp_size '3' does not divide"),
     "a placeholder with arguments": (
         model("- {worker_type: placeholder, num_gpus: 1, overrides: {context_length: 1}}"),
         "a placeholder starts nothing",
@@ -293,6 +306,61 @@ WRONG: dict[str, tuple[str, str]] = {
         "fleet: {launcher: ray, ray: {placement_group: g, bundle_share: 1.5}}\n" + model(REGULAR),
         "bundle_share: it must be 1 at most, not 1.5",
     ),
+    "GPUs that nobody has written": (
+        model("- worker_type: regular\n  num_gpus:"),
+        "f.yaml:4: sglang[0].server_groups[0].num_gpus: it is required: a whole number, 1 or more",
+    ),
+    "models that nobody has written": ("sglang:", "f.yaml:1: models: it is required"),
+    "a checkpoint among the arguments of a model": (
+        model(REGULAR, "name: a\noverrides: {model-path: /x}"),
+        "f.yaml:3: sglang[0].overrides.model-path: write model_path in the model",
+    ),
+    "an empty checkpoint of a group": (
+        model(REGULAR + "  overrides: {model_path: ''}"),
+        "server_groups[0].overrides.model_path: it must be a text",
+    ),
+    "a group whose name is no name": (
+        model(REGULAR + "  name: ../../x"),
+        "f.yaml:6: sglang[0].server_groups[0].name: '../../x' must be letters",
+    ),
+    "a pipeline size that is no number": (
+        model(REGULAR + "  overrides: {pp_size: ²}"),
+        "pp_size '²' does not divide num_gpus_per_engine 1",
+    ),
+    "a bootstrap port that is none": (
+        model(PD.replace("gpus: 2", "gpus: 2\n  overrides: {disaggregation_bootstrap_port: x}", 1)),
+        "f.yaml:6: sglang[0].server_groups[0].overrides: disaggregation_bootstrap_port 'x' is no port",
+    ),
+    "bootstrap ports that there are not": (
+        model(PD.replace("gpus: 2", "gpus: 2\n  overrides: {disaggregation_bootstrap_port: 65535}", 1)),
+        "2 servers take ports from 65535 on, and the last there is is 65535",
+    ),
+    "two gateways at one address": (
+        model(REGULAR, "name: a\ngateway: 127.0.0.1:3000") + model(REGULAR, "name: b\ngateway: 127.0.0.1:3000")[8:],
+        "f.yaml:8: sglang[1].gateway: 127.0.0.1:3000 is where sglang[0].gateway (line 3) listens already",
+    ),
+    "a router where the gateway is": (
+        model(REGULAR, "name: a\ngateway: h:3000\nrouter: {backend: sglang-router, listen: 'h:3000'}"),
+        "sglang[0].router.listen: h:3000 is where sglang[0].gateway (line 3) listens already",
+    ),
+    "a gateway where the coordinator is": (
+        "fleet: {listen: '127.0.0.1:3000'}\n" + model(REGULAR, "name: a\ngateway: 127.0.0.1:3000"),
+        "f.yaml:4: sglang[0].gateway: 127.0.0.1:3000 is where fleet.listen (line 1) listens already",
+    ),
+    "a server in two models": (
+        model("- {worker_type: regular, external: ['h:1']}", "name: a")
+        + model("- {worker_type: regular, external: ['h:1']}", "name: b")[8:],
+        "f.yaml:7: sglang[1].server_groups[0].external: http://h:1 is attached to already (line 4)",
+    ),
+    "a server without a port": (model("- {worker_type: regular, external: ['h:0']}"), "'h:0' is not HOST:PORT"),
+    "an address of two ports": ("fleet: {listen: 'h:1:2'}\n" + model(REGULAR), "listen: 'h:1:2' is not HOST:PORT"),
+    "an address with a space": (model(REGULAR, "name: a\ngateway: a b:1"), "gateway: 'a b:1' is not HOST:PORT"),
+    "an address of IPv6 without brackets": (
+        "fleet: {listen: '::1:5'}\n" + model(REGULAR),
+        "fleet.listen: '::1:5' is not HOST:PORT",
+    ),
+    "a gateway that is no port": (model(REGULAR, "name: a\ngateway: 'unix:/x'"), "'unix:/x' is not HOST:PORT"),
+    "gateways on a port": ("fleet: {gateways: 'h:1'}\n" + model(REGULAR), "fleet.gateways: 'h:1' is no host"),
     "a list for a section": ("fleet: [1]\n" + model(REGULAR), "fleet: it must be keys and values, not a list"),
 }
 
@@ -302,6 +370,51 @@ def test_is_an_error(case: str) -> None:
     text, expected = WRONG[case]
     found = errors(text)
     assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("nope: 1\n" + model(REGULAR), "nope"),
+        ("fleet: {nope: 1}\n" + model(REGULAR), "fleet.nope"),
+        ("fleet: {ray: {nope: 1}}\n" + model(REGULAR), "fleet.ray.nope"),
+        ("fleet: {auth: {nope: 1}}\n" + model(REGULAR), "fleet.auth.nope"),
+        ("fleet: {network: {nope: 1}}\n" + model(REGULAR), "fleet.network.nope"),
+        ("fleet: {restart: {nope: 1}}\n" + model(REGULAR), "fleet.restart.nope"),
+        ("fleet: {router: {backend: sglang-router, listen: 'h:1'}}\n" + model(REGULAR), "fleet.router.listen"),
+        (model(REGULAR, "name: a\nnope: 1"), "sglang[0].nope"),
+        (model(REGULAR, "name: a\nrouter: {nope: 1}"), "sglang[0].router.nope"),
+        (model(REGULAR + "  nope: 1"), "sglang[0].server_groups[0].nope"),
+        (model(REGULAR + "  stages: [{nope: 1}]"), "sglang[0].server_groups[0].stages[0].nope"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_an_error_at_every_level(text: str, key: str) -> None:
+    assert [each for each in errors(text) if f" {key}: there is no such key" in each], errors(text)
+
+
+def test_a_checkpoint_of_a_group_may_be_written_as_a_flag() -> None:
+    for name in ("model_path", "model-path", "--model-path"):
+        assert good(model(REGULAR + f"  overrides: {{{name}: /g}}")).models[0].model_path == "/g"
+
+
+def test_a_model_that_is_there_again_and_again_is_told_once_each() -> None:
+    found = errors(model(REGULAR) + model(REGULAR)[8:] * 2)
+    assert [each.partition(": sglang")[2] for each in found] == [
+        f"[{index}].name: a model 'actor' was there already, in line 2" for index in (1, 2)
+    ]
+
+
+def test_a_file_of_nothing_but_mistakes_is_told_in_time() -> None:
+    """It was the square of their number, and took minutes."""
+    before = time.monotonic()
+    assert len(errors("sglang:\n" + "  - {name: a}\n" * 5_000)) == 9_999
+    assert time.monotonic() - before < 30
+
+
+def test_a_message_is_in_bounds_however_large_the_value_is() -> None:
+    for text in (model(REGULAR, f"name: {'é' * 90_000}"), f"? {'k' * 90_000}\n: 1\n" + model(REGULAR)):
+        (found,) = errors(text)
+        assert len(found) < 1000
 
 
 def test_without_a_checkpoint_it_is_required() -> None:
@@ -348,13 +461,44 @@ def test_the_gpus_of_all_groups_are_those_of_the_file() -> None:
     [
         ({"prefill_num_servers": 1}, "--prefill-num-servers"),
         ({"external": True, "external_addresses": ["h:1"]}, "--rollout-external"),
-        ({"external_addresses": ["h:1"]}, "--rollout-external"),
+        ({"external_addresses": ["h:1"]}, "--rollout-external-engine-addrs"),
         ({"model": "x"}, "--model"),
     ],
 )
 def test_what_excludes_a_file(flags: dict[str, Any], name: str) -> None:
     found = errors(model(REGULAR), Flags(**{"hf_checkpoint": "/m", **flags}))
     assert found[0].startswith(f"command line: {name}: it cannot be given with a file")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"listen": "5080"}, "--listen: '5080' is not HOST:PORT"),
+        ({"address": "here", "launcher": "ray"}, "--address: 'here' is not HOST:PORT"),
+        ({"gateways": "h:1"}, "--gateways: 'h:1' is no host"),
+        ({"name": "../x"}, "--name: '../x' must be letters"),
+        ({"engine": "sglan"}, "--engine: no plug-in 'sglan' is installed"),
+        *(({name: ""}, f"--{name.replace('_', '-')}: it must not be empty") for name in (
+            "name", "engine", "listen", "hf_checkpoint", "gateways", "launcher", "address", "placement_group")),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_flag_is_told_under_its_name(given: dict[str, Any], expected: str) -> None:
+    found = errors(model(REGULAR), replace(HF, **given))
+    assert any(each.startswith(f"command line: {expected}") for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"model": "a/b"}, "--model: 'a/b' must be letters"),
+        ({"model": ""}, "--model: it must not be empty"),
+        ({"num_gpus": 5, "num_gpus_per_engine": 2}, "--rollout-num-gpus: 5 is not divisible by"),
+        ({"external_addresses": ["h"]}, "--rollout-external-engine-addrs: 'h' is not HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_with_flags_alone_is_told_under_their_names(given: dict[str, Any], expected: str) -> None:
+    found = [str(problem) for problem in flagged(**given)[1].errors]
+    assert any(each.startswith(f"command line: {expected}") for each in found), found
 
 
 def test_external_engines_exclude_prefill_servers_and_need_addresses() -> None:
@@ -405,6 +549,14 @@ def test_gateways_are_the_models_or_one_each() -> None:
     assert [made.gateway for made in good(text).models] == ["10.0.0.1:3000", "10.0.0.1:0"]
     assert [made.gateway for made in good(text, replace(HF, gateways="::1")).models] == ["10.0.0.1:3000", "[::1]:0"]
     assert [made.gateway for made in good(model(REGULAR)).models] == [""]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "consistent_hashing", "cache_aware"])
+def test_slimes_router_policies_are_a_flag_over_the_file(policy: str) -> None:
+    text = "fleet: {router_policy: random}\n" + model(REGULAR, "name: a\nrouter_policy: manual")
+    text += model(REGULAR, "name: b")[8:]
+    assert [each.router_policy for each in good(text).models] == ["manual", "random"]
+    assert [each.router_policy for each in good(text, replace(HF, router_policy=policy)).models] == [policy] * 2
 
 
 def test_routers_stand_in_front_of_gateways() -> None:

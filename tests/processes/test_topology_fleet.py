@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -75,6 +76,56 @@ def test_three_models_and_a_group_that_grows_under_load_and_shrinks_again(
     assert {slot: pid for slot, pid in last["processes"].items() if not slot.startswith("actor")} == frozen
     assert last["processes"]["actor-0"] == first["processes"]["actor-0"]
     assert rlctl_command("down", "--name", "multi-model").returncode == 0
+
+
+def test_a_model_is_added_to_a_fleet_that_serves_and_taken_out_again(tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = tiny
+    file = tmp_path / "fleet.yaml"
+
+    def up(*models: dict[str, Any], flags: Sequence[str] = ()) -> dict[str, Any]:
+        groups = {"server_groups": [{"worker_type": "regular", "num_gpus": 1}]}
+        fleet = {"name": "adds", "hf_checkpoint": str(checkpoint), "listen": "127.0.0.1:0", "gateways": "127.0.0.1"}
+        file.write_text(json.dumps({"fleet": fleet, "models": [{**groups, **each} for each in models]}))
+        ran = rlctl_command("up", str(file), "-o", "json", *flags)
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout)  # type: ignore[no-any-return]
+
+    actor, critic = {"name": "actor"}, {"name": "critic", "weight_version": "base"}
+    first = up(actor, flags=["--detach"])
+    args = argparse.Namespace()
+    with connect(first["endpoint"]) as fleet, Load(fleet, "actor") as load:
+        with contextlib.closing(fleet.publisher("actor")) as publisher:
+            load.least = publisher.update(model, version="step-1", pause="retract").version.sequence
+        (before,) = fleet.status("actor").stages
+        served = load.done
+        added = up(actor, critic)
+        assert load.done > served, "nothing was served meanwhile"
+        stages = {stage.registration.slot: stage for stage in fleet.status().stages}
+        assert stages.keys() == {"actor-0", "critic-0"}
+        assert stages["actor-0"].incarnation == before.incarnation
+        assert stages["actor-0"].report.weight_version == before.report.weight_version
+        assert stages["critic-0"].routable
+        assert stages["critic-0"].report.weight_version.label == "base"
+        # It is a model like the others: found by slime's code, and updated while the other serves.
+        set_model_routers(args, "adds")
+        assert asked(get_model_url(args, "critic", "/generate"))["meta_info"]["weight_version"] == "base"
+        with contextlib.closing(fleet.publisher("critic")) as publisher:
+            publisher.update(model, version="critic-1", pause="retract")
+        assert asked(get_model_url(args, "critic", "/generate"))["meta_info"]["weight_version"] == "critic-1"
+        assert asked(get_model_url(args, "actor", "/generate"))["meta_info"]["weight_version"] == "step-1"
+
+        removed = up(actor, flags=["--yes"])
+        assert [stage.registration.slot for stage in fleet.status().stages] == ["actor-0"]
+        set_model_routers(args, "adds")
+        with pytest.raises(NotFound, match=r"no model 'critic' has a gateway; there are: actor"):
+            get_model_url(args, "critic")
+    assert load.wrong == []
+    kept = first["processes"].keys()
+    assert {name: added["processes"][name] for name in kept} == first["processes"] == removed["processes"]
+    gone = added["processes"].keys() - kept
+    assert gone == {"critic-0", "gateway-critic"}
+    assert not any(psutil.pid_exists(added["processes"][name]) for name in gone)
+    assert rlctl_command("down", "--name", "adds").returncode == 0
 
 
 @pytest.fixture
