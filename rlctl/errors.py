@@ -332,7 +332,7 @@ class Reason(enum.Enum):
     QUORUM_NOT_MET = (
         PreconditionFailed,
         "Too few targets confirmed.",
-        "Send the update again when they are back, or ask for a smaller quorum.",
+        "Mend what the message names, or wait until they are back, and send the update again; or ask for less.",
     )
     STAGE_NOT_SERVING = (Unavailable, "The stage does not serve now.", "Ask another stage, or wait.")
     VERSION_TOO_OLD = (
