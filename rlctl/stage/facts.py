@@ -48,10 +48,7 @@ class OpenUpdate:
     Attributes:
         update_id: which.
         version: version that it leads to.
-        full: it writes every parameter, so that it clears MIXED and LOST.
-        before: what the weights were when it opened.
-        at: the version of what they had generated then.
-        vouched: whether what they had generated might be told then.
+        at: the version of what had been generated when it opened; of a mixture, none.
         checkpoint: checkpoint that it loaded, when it came from disk.
         touched: a byte of what serves may have been written.
         committed: this stage has finished it; it waits for the version's admission.
@@ -63,10 +60,7 @@ class OpenUpdate:
 
     update_id: str
     version: WeightVersion
-    full: bool
-    before: Weights
     at: WeightVersion
-    vouched: bool
     checkpoint: str = ""
     touched: bool = False
     committed: bool = False
@@ -132,11 +126,11 @@ class Facts:
     @property
     def vouched(self) -> bool:
         """Whether what the weights have generated may be told, be it in a pause, in an update or asleep: they are at an
-        admitted version, and whole, as far as they are not what the open update writes.
+        admitted version, or were when the update opened that writes them now.
         """
         if self.update is None or self.update.aside:
-            return self._admits(self._generated_at)  # of a mixture no version is known
-        return self.update.vouched and (self.update.committed or self._admits(self.update.at))
+            return self._admits(self._generated_at)
+        return self._admits(self.update.at)
 
     def refuse(self, verb: Verb, request: Message) -> None:
         """Raise why the verb is not carried out now, before any rank hears of it; or return."""
@@ -230,12 +224,9 @@ class Facts:
             case verbs_pb2.ResumeMemoryRequest() if applied:
                 self.released = _reported(results)
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
-                full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id
-                self.update = OpenUpdate(
-                    update_id, request.version, full, self.weights, self._generated_at, self.vouched, staged=staged
-                )
+                self.update = OpenUpdate(update_id, request.version, self._generated_at, staged=staged)
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
                     self.update.adapter.MergeFrom(request.adapter)
@@ -340,8 +331,7 @@ class Facts:
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
         update.committed = True
-        # An update that was not full leaves what it found around it as it was.
-        self.weights = Weights.WHOLE if update.full else update.before
+        self.weights = Weights.WHOLE  # one that was not full began with whole ones
         self.version = version
         self.model_digest = update.digest
         self.checkpoint = update.checkpoint

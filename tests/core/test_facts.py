@@ -292,6 +292,67 @@ def test_weights_that_were_released_are_stale_when_resumed(ready: Facts) -> None
     assert state(ready) == "PAUSED"
 
 
+def test_an_admission_closes_no_update_that_has_not_been_committed(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    ready.admit([version(1)], adopt=None)
+    assert state(ready) == "UPDATING"
+
+
+def test_a_version_is_adopted_for_whole_weights_only_and_outside_of_updates(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    ready.admit([version(3)], adopt=version(3))
+    assert ready.version == version(1)
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    ready.admit([version(3)], adopt=version(3))
+    assert (state(ready), ready.version) == ("DIRTY", WeightVersion())
+
+
+def digested(facts: Facts, *digests: str, **fields: object) -> None:
+    """A check that finds these model digests, one for each rank."""
+    request = fenced(v.CheckWeightsRequest(**fields))
+    results = [RankResult(outcome=OUTCOME_APPLIED, check=v.CheckReport(model_digest=found)) for found in digests]
+    facts.settle(of_request(request), request, OUTCOME_APPLIED, results)
+
+
+def test_a_digest_is_that_of_the_weights_where_all_ranks_agree_about_whole_ones(ready: Facts) -> None:
+    digested(ready, "a", "a", "")  # a rank that was not asked for it says none
+    assert ready.model_digest == "a"
+    for other in (v.CheckWeightsRequest(skip_tensors=["x"]), v.CheckWeightsRequest(adapter="math")):
+        digested(ready, "c", **{field.name: value for field, value in other.ListFields()})
+        assert ready.model_digest == "a", "it is not of all of the base weights"
+    digested(ready, "a", "b")
+    assert ready.model_digest == "a", "nobody knows which it is"
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    digested(ready, "c")
+    assert ready.model_digest == "", "it is of no version"
+
+
+def test_a_committed_update_without_a_write_is_not_served_either_once_it_is_aborted(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert state(ready) == "DIRTY"
+
+
+def test_an_update_does_not_take_a_pause_over_and_who_pauses_by_name_does(ready: Facts) -> None:
+    apply(ready, v.PauseGenerationRequest())
+    apply(ready, v.PauseGenerationRequest(), update_id="u")
+    assert ready.paused_by == ""
+    apply(ready, v.ContinueGenerationRequest())
+    apply(ready, v.PauseGenerationRequest(), update_id="u")
+    assert ready.paused_by == "u"
+    apply(ready, v.PauseGenerationRequest())
+    assert ready.paused_by == ""
+
+
+def test_the_cache_alone_is_released_without_loss_of_the_weights(ready: Facts) -> None:
+    apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_KV_CACHE]), released=(MEMORY_TAG_KV_CACHE,))
+    assert (state(ready), ready.version) == ("ASLEEP", version(1))
+    apply(ready, v.ResumeMemoryRequest())
+    assert state(ready) == "READY"
+
+
 def test_a_mixture_that_was_released_stays_one(ready: Facts) -> None:
     apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
     apply(ready, v.ReleaseMemoryRequest(), released=(MEMORY_TAG_WEIGHTS,))
