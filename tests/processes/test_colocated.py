@@ -28,7 +28,7 @@ from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.rollout_pb2 import GenerateResponse
 from rlctl.v1.verbs_pb2 import GetLoadsRequest, GetServerInfoRequest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 STEPS = 20
 PROMPT = encode("12+34=")
