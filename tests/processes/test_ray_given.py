@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from ray_cluster import Nodes, ray_cluster
-from up_helpers import WAIT_S, known, own_state, rlctl_command, until, when
+from ray_given import CORE, Trainer, a_trainer, nodes_of, written
+from up_helpers import WAIT_S, known, own_state, rlctl_command, until
 
 from rlctl.client.fleet import connect
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-CORE = {"CPU": 1}
-
-
-class Trainer:
-    """A driver of its own on the cluster."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def __call__(self, **order: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
-
-
-@contextmanager
-def a_trainer(cluster: Nodes) -> Iterator[Trainer]:
-    program = Path(__file__).parents[1] / "support" / "ray_trainer.py"
-    with subprocess.Popen(
-        [sys.executable, str(program), cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True,
-    ) as process:  # fmt: skip
-        yield Trainer(process)
-        process.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -67,25 +38,6 @@ def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cluster: Nodes) 
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with own_state(monkeypatch, tmp_path):
         yield
-
-
-def written(
-    tmp_path: Path, checkpoint: str | Path, ray: dict[str, object], *groups: dict[str, object], engine: str = "fake"
-) -> str:
-    """A file of one model with these groups."""
-    fleet = {"name": "given", "launcher": "ray", "listen": "127.0.0.2:0", "ray": ray, "num_gpus_per_node": 4}
-    model = {"name": "actor", "engine": engine, "model_path": str(checkpoint), "server_groups": list(groups)}
-    file = tmp_path / "given.yaml"
-    file.write_text(json.dumps({"fleet": {**fleet, "restart": {"backoff_s": 0.1}}, "models": [model]}))
-    return str(file)
-
-
-def nodes_of(endpoint: str) -> dict[str, str]:
-    with connect(endpoint) as fleet:
-        return {
-            stage.registration.slot: stage.registration.address.rpartition(":")[0]
-            for stage in fleet.status().stages
-        }  # fmt: skip
 
 
 def test_engines_are_in_the_bundles_that_a_trainer_gives_beside_what_it_runs_there(
@@ -145,35 +97,6 @@ def test_a_group_that_is_removed_ends_its_engines_and_one_of_its_name_has_them_a
     assert psutil.wait_procs(running, timeout=WAIT_S)[1] == []
     assert trainer(state="lost")["state"] == "CREATED"
     trainer(remove="lost")
-
-
-def test_an_engine_whose_node_is_lost_follows_its_bundle_to_another(
-    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each in a bundle that no one else has, whichever node comes first now."""
-    with ray_cluster(tmp_path, 0, 1, 1) as cluster, a_trainer(cluster) as trainer:
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        trainer(make="spread", bundles=[CORE] * 2)
-        two = {"worker_type": "regular", "num_gpus": 2}
-        file = written(tmp_path, checkpoint("one"), {"placement_group": "spread"}, two)
-        up = rlctl_command("up", file, "--detach", "-o", "json")
-        assert up.returncode == 0, up.stderr
-        endpoint = json.loads(up.stdout)["endpoint"]
-        assert nodes_of(endpoint) == {"actor-0": "127.0.0.3", "actor-1": "127.0.0.4"}
-        stays = psutil.Process(known("given").processes["actor-1"])
-        cluster("lose 127.0.0.3")
-        log = Path(known("given").directory) / "logs" / "supervisor.log"
-        until(lambda: "'spread' is RESCHEDULING: its cluster has no room for it" in log.read_text(), "it is not told")
-        with connect(endpoint) as fleet:
-            fleet.update_weights_from_disk(checkpoint("two"), version="two")
-        cluster("add 127.0.0.5 1")
-        with connect(endpoint) as fleet:
-            there = when(fleet, lambda stages: len(stages) == 2 and all(s.routable for s in stages.values()))
-        assert {stage.report.weight_version.label for stage in there.values()} == {"two"}
-        assert nodes_of(endpoint) == {"actor-0": "127.0.0.5", "actor-1": "127.0.0.4"}
-        assert stays.is_running()
-        assert rlctl_command("down", "--name", "given").returncode == 0
-        trainer(remove="spread")
 
 
 def test_what_a_group_has_no_place_for_is_refused_before_anything_starts(
