@@ -107,7 +107,7 @@ class Guard(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._heads = _Heads()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.answering = 0  # how many requests
+        self.unanswered = 0  # requests whose heads have come; aiohttp answers one after the other
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Await a head."""
@@ -117,7 +117,8 @@ class Guard(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Await the end of a head that has begun, wherever in the data."""
-        if self._heads.feed(data):
+        if ended := self._heads.feed(data):
+            self.unanswered += ended
             self._in_time("head")
         if self._heads.begun and "head" not in self._timers:
             self._await_head()
@@ -128,8 +129,8 @@ class Guard(asyncio.Protocol):
 
     def _late(self) -> None:
         assert self._transport is not None
-        if self.answering or "write" in self._timers:
-            self._await_head()  # the answer before it has not got through yet
+        if self.unanswered > 0 or "write" in self._timers:
+            self._await_head()  # what came before it has not been answered yet
         else:
             self._transport.close()
 
@@ -187,9 +188,9 @@ class _Heads:
         """Whether a head has begun and not ended."""
         return self._within == "head" and bool(self._part.strip())
 
-    def feed(self, data: bytes) -> bool:
-        """Whether a head has ended in these."""
-        ended, at, data = False, 0, self._part + data
+    def feed(self, data: bytes) -> int:
+        """How many heads have ended in these."""
+        ended, at, data = 0, 0, self._part + data
         self._part = b""
         while at < len(data):
             skipped = min(self._skip, len(data) - at)
@@ -202,7 +203,7 @@ class _Heads:
                 break
             part, at = data[at:end], end + len(mark)
             if self._within == "head":
-                ended = ended or bool(part.strip())
+                ended += bool(part.strip())
                 self._after_head(part)
             else:
                 self._after_line(part)
@@ -233,8 +234,8 @@ async def answering(
     guard = request.transport.get_protocol() if request.transport is not None else None
     if not isinstance(guard, Guard):
         return await handler(request)
-    guard.answering += 1
+    guard.unanswered = max(guard.unanswered, 1)  # whatever we have seen of its head
     try:
         return await handler(request)
     finally:
-        guard.answering -= 1
+        guard.unanswered -= 1

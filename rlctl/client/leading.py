@@ -236,7 +236,8 @@ class Leading:
                     # It rolled in place, and the batches before serve the version.
                     self._renew_identity()
                     return ended, Sent()
-                if reason not in ended.error.message:
+                itself = isinstance(error, OperationFailed) and error.operation.operation_id == ended.operation_id
+                if not itself and reason not in ended.error.message:
                     # It had been ended by its lease, an operator or another trainer: that is why we were cut off.
                     refuse_unpublished(ended)
             raise

@@ -68,7 +68,7 @@ async def test_nothing_is_kept_of_a_request_that_both_halves_have_come_of(first:
 async def test_a_prompt_whose_other_half_never_comes_is_not_kept_for_as_long_as_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(halves, "KEPT_S", 0.2)
+    monkeypatch.setattr(halves, "KEPT_S", 2.0)
     both = Halves()
     waiting = [asyncio.ensure_future(prompt(both, room)) for room in range(1000)]
     left = asyncio.ensure_future(prompt(both, -1))

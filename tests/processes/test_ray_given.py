@@ -161,7 +161,7 @@ def test_a_bundle_that_somebody_has_is_told_with_what_is_left_of_it(
 
 def generated(url: str) -> int:
     """Tokens of an answer to four that are asked for."""
-    body = json.dumps({"text": "1+2=", "sampling_params": {"max_new_tokens": 4}}).encode()
+    body = json.dumps({"text": "1+2=", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}).encode()
     request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=20) as answer:
         return int(json.load(answer)["meta_info"]["completion_tokens"])
