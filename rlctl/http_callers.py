@@ -8,8 +8,9 @@ of its connections is looked after by a :class:`Guard` that stands between it an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
 from aiohttp import web
@@ -107,7 +108,9 @@ class Guard(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._heads = _Heads()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.unanswered = 0  # requests whose heads have come; aiohttp answers one after the other
+        self._answering = 0  # how many requests
+        self._turns = 0  # how often one has begun to be answered, or has been
+        self._seen = 0  # of these, when the head was last looked for
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Await a head."""
@@ -117,20 +120,31 @@ class Guard(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Await the end of a head that has begun, wherever in the data."""
-        if ended := self._heads.feed(data):
-            self.unanswered += ended
+        if self._heads.feed(data):
             self._in_time("head")
         if self._heads.begun and "head" not in self._timers:
             self._await_head()
         self._inner.data_received(data)
 
+    @contextlib.contextmanager
+    def answer(self) -> Iterator[None]:
+        """While a request is answered its connection may be silent."""
+        self._answering += 1
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            self._turns += 1
+
     def _await_head(self) -> None:
+        self._seen = self._turns
         self._timers["head"] = self._loop.call_later(HEAD_S, self._late)
 
     def _late(self) -> None:
         assert self._transport is not None
-        if self.unanswered > 0 or "write" in self._timers:
-            self._await_head()  # what came before it has not been answered yet
+        if self._answering or self._turns != self._seen or "write" in self._timers:
+            self._await_head()  # what came before it has not been answered yet, or only just
         else:
             self._transport.close()
 
@@ -188,9 +202,9 @@ class _Heads:
         """Whether a head has begun and not ended."""
         return self._within == "head" and bool(self._part.strip())
 
-    def feed(self, data: bytes) -> int:
-        """How many heads have ended in these."""
-        ended, at, data = 0, 0, self._part + data
+    def feed(self, data: bytes) -> bool:
+        """Whether a head has ended in these."""
+        ended, at, data = False, 0, self._part + data
         self._part = b""
         while at < len(data):
             skipped = min(self._skip, len(data) - at)
@@ -203,7 +217,7 @@ class _Heads:
                 break
             part, at = data[at:end], end + len(mark)
             if self._within == "head":
-                ended += bool(part.strip())
+                ended = ended or bool(part.strip())
                 self._after_head(part)
             else:
                 self._after_line(part)
@@ -230,12 +244,9 @@ class _Heads:
 async def answering(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The outermost of an application's middlewares: while a request is answered its connection may be silent."""
+    """The outermost of an application's middlewares: tells a connection's guard of its requests."""
     guard = request.transport.get_protocol() if request.transport is not None else None
     if not isinstance(guard, Guard):
         return await handler(request)
-    guard.unanswered = max(guard.unanswered, 1)  # whatever we have seen of its head
-    try:
+    with guard.answer():
         return await handler(request)
-    finally:
-        guard.unanswered -= 1

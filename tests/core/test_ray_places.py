@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.launch import ray_places
 from rlctl.launch.placing import Node
 from rlctl.launch.spec import Reservation
-
-pytest.importorskip("ray")
-
-from rlctl.launch import ray_places
 
 ROOM = 4
 

@@ -311,6 +311,44 @@ async def test_half_a_head_that_comes_with_a_whole_request_is_given_no_longer(
 
 
 @pytest.mark.usefixtures("hasty")
+async def test_half_a_head_behind_a_request_that_no_handler_sees_is_given_no_longer(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with connected(http) as (reader, writer):
+        writer.write(WHOLE.replace(b"Host", b"Expect: what\r\nHost") + WHOLE[:20])
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 417")
+        async with asyncio.timeout(5):
+            await reader.read()
+
+
+class Wire(asyncio.Transport):
+    """Of a caller that says nothing more."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_nobody_is_cut_off_between_two_answers() -> None:
+    guard, wire = http_callers.Guard(asyncio.Protocol()), Wire()
+    guard.connection_made(wire)
+    guard.data_received(2 * WHOLE + WHOLE[:20])
+    with guard.answer():
+        guard._late()
+    guard._late()
+    assert not wire.closed, "the next one begins in a moment"
+    with guard.answer():
+        guard._late()
+    guard._late()
+    assert not wire.closed
+    guard._late()
+    assert wire.closed
+    guard.connection_lost(None)
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("whole", [WHOLE, CHUNKED, BARE])
 async def test_a_connection_is_kept_after_requests_that_came_together(
     http: aiohttp.ClientSession, whole: bytes
