@@ -38,6 +38,19 @@ async def dirty(fleet: InProcessFleet) -> None:
     assert {fleet.stage(spec.slot).state for spec in fleet.specs} == {common.STAGE_STATE_DIRTY}
 
 
+def held_read(fleet: InProcessFleet) -> tuple[asyncio.Event, asyncio.Event]:
+    """Stage a's first read from disk says that it has begun, and waits to be told to go on."""
+    reading, going_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
+            reading.set()
+            await going_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    return reading, going_on
+
+
 async def scramble(fleet: InProcessFleet, *slots: str) -> None:
     """Nobody knows what these hold."""
     for slot in slots:
@@ -149,14 +162,7 @@ async def test_a_version_that_no_checkpoint_has_needs_the_trainer(fleet: InProce
 
 async def test_an_update_does_not_wait_for_a_heal(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
     await from_disk(fleet, checkpoint("two"), "two")
-    reading, going_on = asyncio.Event(), asyncio.Event()
-
-    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
-        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
-            reading.set()
-            await going_on.wait()
-
-    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    reading, going_on = held_read(fleet)
     await restart(fleet, "a")
     await reading.wait()
     beginning = asyncio.ensure_future(begin(fleet, "three"))
@@ -194,14 +200,7 @@ async def test_an_update_that_is_refused_does_not_end_a_heal_for_good(
     fleet: InProcessFleet, checkpoint: Checkpoint
 ) -> None:
     await from_disk(fleet, checkpoint("two"), "two")
-    reading, going_on = asyncio.Event(), asyncio.Event()
-
-    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
-        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
-            reading.set()
-            await going_on.wait()
-
-    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    reading, going_on = held_read(fleet)
     await restart(fleet, "a")
     await reading.wait()
     beginning = asyncio.ensure_future(refusal(begin(fleet, "x", options=v.UpdateOptions(quorum=99))))
@@ -217,14 +216,7 @@ async def test_a_trainer_that_is_over_ends_no_heal(fleet: InProcessFleet, checkp
     """It may ask again every second, which no heal would get through."""
     await abort(fleet, await begin(fleet, "x", trainer=u.Trainer(incarnation=5)))
     await from_disk(fleet, checkpoint("two"), "two")
-    reading, going_on = asyncio.Event(), asyncio.Event()
-
-    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
-        if name == "update_weights_from_disk" and engine.config.tp_size == 1 and not reading.is_set():
-            reading.set()
-            await going_on.wait()
-
-    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    reading, going_on = held_read(fleet)
     await restart(fleet, "a")
     await reading.wait()
     older = await asyncio.wait_for(refusal(begin(fleet, "x", trainer=u.Trainer(incarnation=4))), 5)
