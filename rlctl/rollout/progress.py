@@ -113,9 +113,9 @@ class Progress:
 
     def take(self, response: GenerateResponse) -> None:
         """Take in a message of the attempt under way."""
-        if response.prompt_ids and not self._prompt_ids:
+        if not self._prompt_ids:
             self._prompt_ids = list(response.prompt_ids)
-        if response.input_logprobs and not self._base:
+        if not self._base:
             self._input_logprobs.extend(response.input_logprobs)
         for sample in response.samples:
             self._begin_part(response, sample)
@@ -137,15 +137,16 @@ class Progress:
             self._parts.append(Part(*here, start=self.tokens))
 
     def _look_for_stop(self) -> None:
-        """End at a stop string that begins before the cut: the engine took that for the prompt."""
+        """End at the first stop string that begins before the cut: the engine took that for the prompt."""
         params, text, cut = self._request.sampling_params, self._whole.text, self._text_base
-        if not cut or self.tokens < params.min_new_tokens:
+        if self.tokens < params.min_new_tokens:
             return
-        for stop in params.stop:
-            at = text.find(stop, max(cut - len(stop) + 1, 0), cut + len(stop) - 1)
-            if at >= 0:
-                self._whole.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
-                self._whole.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
+        places = [(text.find(stop, max(cut - len(stop) + 1, 0), cut + len(stop) - 1), stop) for stop in params.stop]
+        found = [place for place in places if place[0] >= 0]
+        if found:
+            at, stop = min(found, key=lambda place: place[0] + len(place[1]))
+            self._whole.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
+            self._whole.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
 
     def full(self, refusal: RlctlError) -> bool:
         """Whether an attempt was refused since the sample fills the context: then it has ended, by its length."""
