@@ -161,13 +161,19 @@ async def test_reads_and_what_must_get_through_wait_for_nobody(worker: Worker, e
     abort.header.fence.update_id = "u"
     async with asyncio.timeout(SOON_S):
         await eventually(lambda: "held" in engine.held)
+        following = pause(worker, "next")
         for request in (v.GetLoadsRequest(), v.CheckWeightsRequest(), v.AbortRequestsRequest(abort_all=True)):
             (result,) = await send(worker, request, type(request).__name__)
             assert result.outcome == OUTCOME_APPLIED
+        # Nor have they given back a turn that was not theirs.
         assert not held.done()
-        (result,) = await send(worker, abort, "abort")
-        assert (result.outcome, engine.interrupted) == (OUTCOME_APPLIED, "u")
+        assert "next" not in engine.held
+        aborting = send(worker, abort, "abort")
         assert (await held)[0].error.reason == "CANCELLED"
+        await eventually(lambda: "next" in engine.held)
+        engine.held["next"].set_result(None)
+        assert (await following)[0].outcome == (await aborting)[0].outcome == OUTCOME_APPLIED
+        assert engine.interrupted == "u"
 
 
 async def test_an_engine_that_has_failed_is_asked_for_nothing_that_takes_a_turn(
