@@ -21,6 +21,7 @@ from rlctl.v1.common_pb2 import (
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_CANCELLED,
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
     OPERATION_STATE_PARTIAL,
@@ -87,6 +88,14 @@ def test_who_is_alone_is_not_numbered_and_who_says_nothing_is_said_to() -> None:
     failed = outcomes.explain_operation(Operation(stage_results=stages(OUTCOME_REJECTED)))
     assert failed is not None
     assert failed.message == "s0: cause 0"
+
+
+def test_an_operation_is_cancelled_only_where_that_is_why_each_target_refused() -> None:
+    cancelled, refused = stages(OUTCOME_REJECTED, OUTCOME_REJECTED)
+    cancelled.error.CopyFrom(Reason.CANCELLED.error().detail())
+    assert outcomes.of_targets([cancelled, cancelled]) == OPERATION_STATE_CANCELLED
+    for results in ([cancelled, refused], [refused], []):
+        assert outcomes.of_targets(results) == OPERATION_STATE_FAILED
 
 
 @pytest.mark.parametrize("outcome", EVERY)
