@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import cast
@@ -72,32 +71,10 @@ class Generation:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
         async with contextlib.aclosing(self._engine().generate(request)) as parts:
-            async for part in self._watched(parts, deadline, request.adapter):
+            while (part := await self._ongoing.next(parts, deadline, request.adapter)) is not None:
                 part.slot, part.incarnation = serving.slot, serving.incarnation
                 part.elapsed.CopyFrom(duration(self._clock.now() - started))
                 yield part
-
-    async def _watched(
-        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float, adapter: str
-    ) -> AsyncGenerator[GenerateResponse, None]:
-        """What the engine says while the stage may serve; an engine that says nothing is not waited for blindly."""
-        coming: asyncio.Future[GenerateResponse] | None = None
-        try:
-            while True:
-                coming = asyncio.ensure_future(anext(parts))
-                await self._ongoing.wait(coming, deadline, adapter)
-                done, coming = coming, None
-                if done.cancelled():  # which would end the caller's request as if it had been the caller's wish
-                    raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why")
-                try:
-                    part = done.result()
-                except StopAsyncIteration:
-                    return
-                yield part
-        finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
 
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
         """End requests early."""
