@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TypeVar
 
 from rlctl.errors import Reason, RlctlError
@@ -18,78 +18,93 @@ LOOK_S = 0.5
 
 
 class Ongoing:
-    """Waits for what an engine says next, no longer than the stage may tell of it.
+    """All of them.
 
-    A timer for each request would be the dearest part of thousands of quiet streams, and a task for each part of an
-    answer that of short ones (docs/benchmarks.md, rollout): whoever waits is cancelled when the wait is over.
+    A timer for each request's gate would be the dearest part of thousands of quiet streams, and a task or a timer for
+    each part of an answer that of short ones (docs/benchmarks.md, rollout).
     """
 
     def __init__(self, serving: Callable[[], Serving], clock: Clock) -> None:
         self._serving = serving
         self._clock = clock
-        self._waiting: set[_Wait] = set()
+        self._requests: set[_Request] = set()
         self._looking: asyncio.TimerHandle | None = None
 
-    async def next(self, parts: AsyncGenerator[T, None], deadline: float, adapter: str) -> T | None:
-        """What an engine says next; None: it has said everything. ``deadline`` is a time of the clock, in seconds.
+    @contextlib.contextmanager
+    def request(self, deadline: float, adapter: str) -> Iterator[_Request]:
+        """One of them, from beginning to end. ``deadline`` is a time of the clock, in seconds."""
+        loop = asyncio.get_running_loop()
+        request = _Request(self._serving, self._clock, deadline, adapter)
+        left = deadline - self._clock.now()
+        limit = None if left == float("inf") else loop.call_later(max(left, 0.0), request.time_up)
+        self._requests.add(request)
+        if self._looking is None:
+            self._looking = loop.call_later(LOOK_S, self._look)
+        try:
+            yield request
+        finally:
+            self._requests.discard(request)
+            if limit is not None:
+                limit.cancel()
+
+    def _look(self) -> None:
+        serving, now = self._serving(), self._clock.now()
+        refusals = {adapter: _refusal(serving, now, adapter) for adapter in {each.adapter for each in self._requests}}
+        for request in self._requests:
+            refusal = refusals[request.adapter]
+            if refusal is not None:
+                request.cut(refusal)
+        again = asyncio.get_running_loop().call_later
+        self._looking = again(LOOK_S, self._look) if self._requests else None
+
+
+class _Request:
+    """One of them: waits for what the engine says next, no longer than the stage may tell of it."""
+
+    def __init__(self, serving: Callable[[], Serving], clock: Clock, deadline: float, adapter: str) -> None:
+        self.adapter = adapter
+        self._serving = serving
+        self._clock = clock
+        self._deadline = deadline
+        self._task: asyncio.Task[object] | None = None  # while it waits
+        self._cancelled = 0
+        self._error: RlctlError | None = None
+
+    async def next(self, parts: AsyncGenerator[T, None]) -> T | None:
+        """What the engine says next; None: it has said everything.
 
         Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING when nothing more may be told of what is being generated,
         ENGINE_FAILED where the engine gives the request up without a word, and what it fails with.
         """
-        left = deadline - self._clock.now()
-        if left <= 0:
+        if self._clock.now() >= self._deadline:
             raise _late()
-        loop = asyncio.get_running_loop()
-        wait = _Wait(adapter)
-        limit = None if left == float("inf") else loop.call_later(left, lambda: wait.cut(_late()))
-        self._waiting.add(wait)
-        if self._looking is None:
-            self._looking = loop.call_later(LOOK_S, self._look)
         part: T | None = None
-        try:
-            with wait, contextlib.suppress(StopAsyncIteration):
-                part = await anext(parts)
-        finally:
-            self._waiting.discard(wait)
-            if limit is not None:
-                limit.cancel()
-        self._serving().refuse_ongoing(self._clock.now(), adapter)
+        with self, contextlib.suppress(StopAsyncIteration):
+            part = await anext(parts)
+        self._serving().refuse_ongoing(self._clock.now(), self.adapter)
         return part
 
-    def _look(self) -> None:
-        serving, now = self._serving(), self._clock.now()
-        refusals = {adapter: _refusal(serving, now, adapter) for adapter in {wait.adapter for wait in self._waiting}}
-        for wait in self._waiting:
-            refusal = refusals[wait.adapter]
-            if refusal is not None:
-                wait.cut(refusal)
-        again = asyncio.get_running_loop().call_later
-        self._looking = again(LOOK_S, self._look) if self._waiting else None
-
-
-class _Wait:
-    """One of them: what is awaited inside of it, by the task that makes it."""
-
-    def __init__(self, adapter: str) -> None:
-        self.adapter = adapter
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancelled = task.cancelling()
-        self._error: RlctlError | None = None
+    def time_up(self) -> None:
+        """It has taken too long."""
+        self.cut(_late())
 
     def cut(self, error: RlctlError) -> None:
-        """It is over, and fails with this."""
-        if self._error is None:
+        """If it waits now: its wait is over, and fails with this."""
+        if self._task is not None and self._error is None:
             self._error = error
             self._task.cancel()
 
     def __enter__(self) -> None:
-        """Wait."""
+        """Wait, in the task that runs."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelled, self._error = task, task.cancelling(), None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Tell apart who has cancelled it: the stage, the caller, who goes before, or the engine."""
-        cancelled = self._task.cancelling() if self._error is None else self._task.uncancel()
+        task, self._task = self._task, None
+        assert task is not None
+        cancelled = task.cancelling() if self._error is None else task.uncancel()
         if cancelled > self._cancelled:
             return
         if self._error is not None:

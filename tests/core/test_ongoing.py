@@ -53,9 +53,10 @@ class Host:
 
         async with aclosing(said()) as parts:
             try:
-                part = await self.ongoing.next(parts, deadline, adapter)
-                assert part is None or await self.ongoing.next(parts, deadline, adapter) is None
-                return part
+                with self.ongoing.request(deadline, adapter) as request:
+                    part = await request.next(parts)
+                    assert part is None or await request.next(parts) is None
+                    return part
             except RlctlError:
                 task = asyncio.current_task()
                 assert task is not None
@@ -217,3 +218,31 @@ async def test_a_caller_may_leave_while_the_engine_is_being_ended(host: Host) ->
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
+
+
+async def test_time_that_is_up_while_the_caller_takes_its_time_ends_the_next_wait(host: Host) -> None:
+    async def said() -> AsyncGenerator[str, None]:
+        yield "x"
+        yield "y"
+
+    async with aclosing(said()) as parts:
+        with host.ongoing.request(host.clock.now() + 3 * SOON_S, "") as request:
+            assert await request.next(parts) == "x"
+            await asyncio.sleep(5 * SOON_S)
+            with pytest.raises(RlctlError) as late:
+                await request.next(parts)
+    assert late.value.reason is Reason.DEADLINE_EXCEEDED
+
+
+async def test_a_gate_that_was_shut_for_a_moment_while_nobody_waited_ends_nothing(host: Host) -> None:
+    async def said() -> AsyncGenerator[str, None]:
+        yield "x"
+        yield "y"
+
+    async with aclosing(said()) as parts:
+        with host.ongoing.request(float("inf"), "") as request:
+            assert await request.next(parts) == "x"
+            host.serving = READY._replace(lease_until=0.0)
+            await asyncio.sleep(3 * SOON_S)
+            host.serving = READY
+            assert await request.next(parts) == "y"
