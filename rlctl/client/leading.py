@@ -110,7 +110,7 @@ class Leading:
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
-            offers = await self._offers(source, request.version)
+            offers = await self._offers(source)
             if checkpoint:
                 operation, sent = await self._from_disk(source, offers, request, checkpoint, deadline)
             else:
@@ -122,16 +122,12 @@ class Leading:
         self._members.end(JoinResponse(ended=operation))
         return operation, sent
 
-    async def _offers(self, source: WeightSource, version: str) -> list[Offered]:
+    async def _offers(self, source: WeightSource) -> list[Offered]:
         """What each source sends, once every trainer rank has come to this update."""
         found: dict[int, Offered] = {}
         if self._part.source is not None:
             found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id())
-        for rank, offer in (await self._members.offers()).items():
-            if offer.version != version:
-                raise Reason.FIELD_CONFLICT.error(
-                    f"trainer rank {rank} updates to {offer.version!r}, rank 0 to {version!r}", field="version"
-                )
+        for offer in (await self._members.offers()).values():
             self._going_on |= offer.goes_on
             if offer.HasField("source"):
                 if offer.source in found:

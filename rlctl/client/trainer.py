@@ -36,6 +36,9 @@ _FOR_GOOD = (1 << 31) - 1
 _MISSED = 8
 """Updates that a member did not come to, of which it is told when it does."""
 
+_IN_CONFLICT = ("", Reason.FIELD_CONFLICT.name)
+"""Why a call failed whose member was told that rank 0 updates to another version; "" while it has not said so."""
+
 
 @dataclass
 class _Call:
@@ -57,8 +60,9 @@ class Members:
 
     An update is one call at every rank. Which calls belong together is found by their order: a member's oldest that has
     not been answered is its part in the lead's present update. Ranks may count differently, because one of them was not
-    called or failed before it could come: a call that was given up before the lead came to a version is not taken for a
-    part in another one, and a member that comes too late to an update is told how that ended.
+    called or failed before it could come: a call that was given up is not taken for a part in an update to another
+    version, also when word of that comes after the lead has begun it, and a member that comes too late to an update is
+    told how that ended.
 
     Attributes:
         shipments: segments that members have written, in the order in which they came.
@@ -124,7 +128,10 @@ class Members:
         self._present = {}
 
     async def offers(self) -> dict[int, Offer]:
-        """What every member brings to the update, by rank. Raises what the first said that cannot go on."""
+        """What every member brings to the update, by rank.
+
+        Raises FIELD_CONFLICT where one waits in an update to another version, or what the first said that cannot go on.
+        """
         return {rank: said.offer for rank, said in (await self._collect(0)).items()}
 
     async def sent(self, attempt: int) -> dict[int, Sent]:
@@ -147,20 +154,40 @@ class Members:
             now = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
             for rank, said in sorted(now.items()):
                 if said.HasField("failed"):
+                    if self._is_elsewhere(rank):
+                        raise self._conflict(rank)
                     error = from_detail(said.failed)
                     error.message = f"trainer rank {rank}: {error.message}"
                     raise error
-            if len(now) == len(self._ranks):
+            if len(now) == len(self._ranks) and not any(self._is_elsewhere(rank) for rank in now):
                 return now
             await self._more()
 
     def _take_in(self) -> None:
-        """Take the members' calls for parts in the present update."""
+        """Take the members' calls for parts in the present update.
+
+        Whether one for another version is still waited in, its member alone knows: it is told of the conflict, and says
+        that it has failed with that or, of a call that it had given up before, with something else.
+        """
         for rank, waiting in self._waiting.items():
+            if self._is_elsewhere(rank) and self._present[rank].said.failed.reason not in _IN_CONFLICT:
+                del self._present[rank]
             while waiting and rank not in self._present:
                 call = waiting.popleft()
-                if not call.said.HasField("failed") or call.version == self._version:
+                if call.version == self._version:
                     self._present[rank] = call
+                elif not call.said.HasField("failed"):
+                    self._present[rank] = call
+                    self.answer(rank, JoinResponse(failed=self._conflict(rank).detail()))
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        return rank in self._present and self._present[rank].version != self._version
+
+    def _conflict(self, rank: int) -> RlctlError:
+        return Reason.FIELD_CONFLICT.error(
+            f"trainer rank {rank} updates to {self._present[rank].version!r}, rank 0 to {self._version!r}",
+            field="version",
+        )
 
     async def _more(self) -> None:
         """Wait for something new. Raises TRAINER_RANK_LOST once a member is gone."""

@@ -46,6 +46,7 @@ from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
     UPDATE_KIND_FULL,
+    UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
     AbortUpdateRequest,
     Adapter,
@@ -125,6 +126,7 @@ class Session:
         self._ended = False
         self.unprepared: list[StageResult] = []
         self.missed: set[str] = set()
+        self._digesting: set[str] = set()
         self.writing = {transport: asyncio.Lock() for transport in (*_FROM_MEMORY, *BACKENDS)}
         if self.rolls_in_place:
             self.waiting, self.targets = self.targets, []
@@ -309,12 +311,14 @@ class Session:
     def _prepares(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
         """The steps that prepare the targets: those that digest what comes are told apart from the others."""
         options, transports = self.record.request.options, self._transports
+        partial = self.record.request.kind == UPDATE_KIND_PARTIAL
         apart: dict[bool, list[Slot]] = {False: [], True: []}
         for slot in self.targets:
             digests = self.adapter is None and verification.digests_what_comes(
-                options, slot, transports[slot.name], self._together
+                options, slot, transports[slot.name], self._together, partial=partial
             )
             apart[digests].append(slot)
+        self._digesting = {slot.name for slot in apart[True]}
         return [
             self.step(self._prepare_request(digest_received=digests), slots)
             for digests, slots in apart.items()
@@ -396,6 +400,7 @@ class Session:
             self._transports,
             expected,
             self._together,
+            digesting=self._digesting,
             adapter=self.adapter is not None,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -128,11 +128,12 @@ def levels(
     expected: Expected,
     together: Sequence[Slot],
     *,
+    digesting: Collection[str],
     adapter: bool = False,
 ) -> dict[str, Level]:
     """At which level each target is verified, by slot. AUTO takes the highest that it reaches. ``together`` as for
-    :func:`reached`. ``adapter``: it is one, which an engine that answers for its ranks says to be loaded when every
-    rank has.
+    :func:`reached`. ``digesting``: slots that were told to digest what they take in. ``adapter``: it is one, which an
+    engine that answers for its ranks says to be loaded when every rank has.
 
     Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
     VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by.
@@ -147,6 +148,8 @@ def levels(
         obstacles = reached(slot, transports[slot.name], options, together)
         if adapter:
             obstacles[VERIFICATION_LEVEL_NONE] = ""
+        if slot.name not in digesting:
+            obstacles[VERIFICATION_LEVEL_RECEIVED] = "it was not told to digest what it takes in"
         possible = [level for level, obstacle in obstacles.items() if not obstacle and level not in missing]
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not possible:
             raise _unreachable(slot, wanted, obstacles)
@@ -155,12 +158,16 @@ def levels(
 
 
 def digests_what_comes(
-    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, together: Sequence[Slot]
+    options: UpdateOptions, slot: Slot, transport: Transport.ValueType, together: Sequence[Slot], *, partial: bool
 ) -> bool:
-    """Whether a target must digest what it takes in, because it may be verified at level RECEIVED."""
+    """Whether a target must digest what it takes in, because it may be verified at level RECEIVED. Of a ``partial``
+    update the sources know no digest of all weights, which level EXPECTED needs.
+    """
     if options.verify != VERIFICATION_LEVEL_UNSPECIFIED:
         return options.verify == VERIFICATION_LEVEL_RECEIVED
     obstacles = reached(slot, transport, options, together)
+    if partial:
+        del obstacles[VERIFICATION_LEVEL_EXPECTED]
     return max((level for level, why in obstacles.items() if not why), default=0) == VERIFICATION_LEVEL_RECEIVED
 
 

@@ -108,9 +108,9 @@ class Progress:
 
     def take(self, response: GenerateResponse) -> None:
         """Take in a message of the attempt under way."""
-        if response.prompt_ids and not self._prompt_ids:
+        if not self._prompt_ids:
             self._prompt_ids = list(response.prompt_ids)
-        if response.input_logprobs and not self._base:
+        if not self._base:
             self._input_logprobs.extend(response.input_logprobs)
         for sample in response.samples:
             self._begin_part(response, sample)
@@ -132,18 +132,18 @@ class Progress:
             self._parts.append(Part(*here, start=self.tokens))
 
     def _look_for_stop(self) -> None:
-        """End at a stop string that begins before the cut: the engine took that for the prompt."""
-        params, text_base = self._request.sampling_params, self._text_base
-        if not text_base or not params.stop or self._stop_sought or self.tokens < params.min_new_tokens:
+        """End at the first stop string that begins before the cut: the engine took that for the prompt."""
+        params, cut = self._request.sampling_params, self._text_base
+        if not cut or not params.stop or self._stop_sought or self.tokens < params.min_new_tokens:
             return
-        longest = max(map(len, params.stop))
-        self._stop_sought = self._had.text_length >= text_base + longest - 1
+        self._stop_sought = self._had.text_length >= cut + max(map(len, params.stop)) - 1
         text = self._had.text
-        for stop in params.stop:
-            at = text.find(stop, max(text_base - len(stop) + 1, 0), text_base + len(stop) - 1)
-            if at >= 0:
-                self._had.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
-                self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
+        places = [(text.find(stop, max(cut - len(stop) + 1, 0), cut + len(stop) - 1), stop) for stop in params.stop]
+        found = [place for place in places if place[0] >= 0]
+        if found:
+            at, stop = min(found, key=lambda place: place[0] + len(place[1]))
+            self._had.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
+            self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
 
     def full(self, refusal: RlctlError) -> bool:
         """Whether an attempt was refused since the sample fills the context: then it has ended, by its length."""

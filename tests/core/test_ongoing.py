@@ -137,6 +137,25 @@ async def test_time_is_up_between_two_looks(host: Host, monkeypatch: pytest.Monk
     assert await reason(host.wait(new(), left=0.0)) is Reason.DEADLINE_EXCEEDED
 
 
+async def test_one_look_serves_all_who_wait_and_wakes_nobody_in_vain(host: Host) -> None:
+    asked = 0
+
+    def counted() -> Serving:
+        nonlocal asked
+        asked += 1
+        return READY
+
+    host.ongoing = Ongoing(counted, host.clock)
+    said = [new() for _ in range(20)]
+    started = host.clock.now()
+    waits = [host.wait(each, left=3600.0) for each in said]
+    await asyncio.sleep(5 * SOON_S)
+    assert 0 < asked <= (host.clock.now() - started) / SOON_S
+    for each in said:
+        each.set_result("x")
+    await asyncio.gather(*waits)
+
+
 async def test_nobody_looks_when_nobody_waits(host: Host) -> None:
     looked = 0
 

@@ -29,7 +29,7 @@ from rlctl.v1.results_pb2 import (
     RankResult,
     StageResult,
 )
-from rlctl.verbs import VERBS
+from rlctl.verbs import VERBS, Verb
 
 EVERY = (OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
 PAUSE, READ, WRITE = VERBS["PauseGeneration"], VERBS["GetModelInfo"], VERBS["UpdateWeightsFromDistributed"]
@@ -52,6 +52,41 @@ def stages(*given_outcomes: int) -> list[StageResult]:
         StageResult(slot=f"s{index}", outcome=outcome, error=Reason.INTERNAL.error(f"cause {index}").detail())
         for index, outcome in enumerate(given_outcomes)
     ]
+
+
+@pytest.mark.parametrize(
+    ("verb", "ended", "stage"),
+    [
+        (PAUSE, (OUTCOME_REJECTED, OUTCOME_SKIPPED), OUTCOME_REJECTED),
+        (WRITE, (OUTCOME_NOT_SENT, OUTCOME_REJECTED), OUTCOME_REJECTED),
+        (WRITE, (OUTCOME_SKIPPED, OUTCOME_NOT_SENT), OUTCOME_NOT_SENT),
+        (PAUSE, (OUTCOME_APPLIED, OUTCOME_SKIPPED), OUTCOME_APPLIED),
+        (WRITE, (OUTCOME_APPLIED, OUTCOME_SKIPPED), OUTCOME_DIRTY),
+        (PAUSE, (OUTCOME_APPLIED, OUTCOME_SKIPPED, OUTCOME_REJECTED), OUTCOME_DIRTY),
+    ],
+)
+def test_only_where_a_rank_has_changed_something_is_there_a_mixture(
+    verb: Verb, ended: tuple[int, ...], stage: int
+) -> None:
+    results = ranks(*ended)
+    assert outcomes.of_ranks(verb, results, mutates=True) == stage
+    explained = outcomes.explain(stage, results)  # type: ignore[arg-type]
+    assert (explained is None) == (stage == OUTCOME_APPLIED)
+
+
+def test_who_is_alone_is_not_numbered_and_who_says_nothing_is_said_to() -> None:
+    (alone,) = ranks(OUTCOME_REJECTED)
+    explained = outcomes.explain(OUTCOME_REJECTED, [alone])
+    assert explained is not None
+    assert explained.message == alone.error.message
+    silent = RankResult(outcome=OUTCOME_UNKNOWN)
+    explained = outcomes.explain(OUTCOME_UNKNOWN, [silent, silent])
+    assert explained is not None
+    assert explained.reason == Reason.INTERNAL.name
+    assert outcomes.explain_operation(Operation(stage_results=stages(OUTCOME_APPLIED))) is None
+    failed = outcomes.explain_operation(Operation(stage_results=stages(OUTCOME_REJECTED)))
+    assert failed is not None
+    assert failed.message == "s0: cause 0"
 
 
 @pytest.mark.parametrize("outcome", EVERY)

@@ -216,3 +216,29 @@ async def test_what_is_withdrawn_before_every_rank_has_accepted_is_not_ordered()
         assert outcome(await running) == OUTCOME_REJECTED
         await withdrawing
     assert not steps.ordered
+
+
+async def test_what_is_given_up_before_it_is_ordered_is_given_up_by_every_rank_at_once() -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1, "silent")]
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    running = asyncio.create_task(relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", CLOCK.now() + 5)))
+    await asyncio.sleep(0)
+    await relay.withdraw("c")
+    assert [rank.withdrawn for rank in ranks] == [True, True]
+    assert not steps.withdrawn
+    ranks[1].finish(OUTCOME_REJECTED, Reason.CANCELLED.error("withdrawn"))
+    assert outcome(await running) == OUTCOME_REJECTED
+    assert not steps.ordered
+
+
+async def test_what_no_step_is_for_is_not_ordered() -> None:
+    steps, ranks = Steps(), [Rank(0), Rank(1)]
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], CLOCK)
+    running = asyncio.create_task(
+        relay.run(VERBS["AbortRequests"], v.AbortRequestsRequest(abort_all=True), Call("c", CLOCK.now() + 5))
+    )
+    await asyncio.sleep(0)
+    for rank in ranks:
+        rank.finish(OUTCOME_APPLIED)
+    assert outcome(await running) == OUTCOME_APPLIED
+    assert not steps.ordered

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.admission import Admission, max_staleness, parse
+from rlctl.rollout.candidates import Candidates
 from rlctl.rollout.health import FAILED_S, REFUSED_S, Health
 from rlctl.rollout.policies import POLICIES, ConsistentHashing, policy
 from rlctl.rollout.ring import Ring
@@ -77,6 +78,22 @@ def stage(
 def model(*admitted: int) -> Model:
     versions = [WeightVersion(sequence=sequence) for sequence in admitted]
     return Model(name="actor", latest=versions[-1], admitted=versions)
+
+
+def test_who_may_be_picked_is_of_the_model_enabled_there_and_of_its_kind() -> None:
+    off = stage("off")
+    off.enabled = False
+    gone = stage("gone", state=STAGE_STATE_UNREACHABLE)
+    prompts = [
+        stage("p", kind=WORKER_TYPE_PREFILL),
+        stage("q", kind=WORKER_TYPE_PREFILL, state=STAGE_STATE_UNREACHABLE),
+    ]
+    stages = [stage("z"), stage("paused", state=STAGE_STATE_PAUSED), off, gone, *prompts, stage("ref", model="ref")]
+    ours = Candidates(stages, "actor")
+    assert [each.slot for each in ours.all] == ["gone", "off", "p", "paused", "q", "z"]
+    assert (ours.members, ours.prefill_members, ours.paired) == (["paused", "z"], ["p"], True)
+    assert Candidates(stages, "").members == ["paused", "ref", "z"]
+    assert not Candidates(stages, "ref").paired
 
 
 # Admission.

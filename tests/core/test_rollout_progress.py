@@ -148,6 +148,10 @@ def test_every_sample_and_every_attempt_draws_on_its_own() -> None:
     assert len(seeds) == 10
     assert not begin(request()).request.sampling_params.HasField("seed")
     assert 0 <= derived_seed(2**64 - 1, 1) < 2**63
+    drawn = Progress(begin(request()))
+    drawn.attempt(0)
+    drawn.take(said(1))
+    assert not drawn.attempt(0).sampling_params.HasField("seed")
 
 
 @pytest.mark.parametrize(("trim", "text"), [(True, "so "), (False, "so STOP")])
@@ -162,6 +166,48 @@ def test_a_stop_string_that_lies_across_a_cut_ends_the_sample(trim: bool, text: 
     sample = progress.result(latest=1)
     assert (sample.finish, sample.text, sample.output_ids) == ("stop", text, [1, 2, 3, 4])
     assert sample.whole.finish_reason.matched_string == "STOP"
+
+
+@pytest.mark.parametrize("stops", [["ab", "xab", "abc"], ["abc", "ab", "xab"]])
+def test_of_stop_strings_that_lie_across_a_cut_the_first_to_end_counts(stops: list[str]) -> None:
+    progress = Progress(begin(request(stop=stops)))
+    progress.attempt(0)
+    progress.take(said(1, text="-xa"))
+    progress.attempt(0)
+    progress.take(said(2, 3, text="bc"))
+    sample = progress.result(latest=1)
+    assert (sample.text, sample.whole.finish_reason.matched_string) == ("-x", "ab")
+
+
+def test_a_stop_string_counts_from_the_least_number_of_tokens_on() -> None:
+    progress = Progress(begin(request(stop=["ab"], min_new_tokens=3)))
+    progress.attempt(0)
+    progress.take(said(1, text="a"))
+    progress.attempt(0)
+    progress.take(said(2, text="b"))
+    assert not progress.finished
+
+
+def test_what_is_known_of_the_prompt_is_had_once() -> None:
+    scores = [r.TokenLogprob(token_id=token, logprob=-token) for token in PROMPT]
+    progress = Progress(begin(r.GenerateRequest(text="ab", rid="mine", logprob_start_len=0)))
+    rids = []
+    for number, tokens in enumerate([[], [1], [2], [3]]):
+        asked = progress.attempt(0)
+        rids.append(asked.rid)
+        assert asked.HasField("logprob_start_len") == (number < 2)
+        told = said(*tokens, slot="a" if number < 3 else "b")
+        told.prompt_ids.extend([*PROMPT, *[1, 2, 3][: max(number - 1, 0)]])
+        told.input_logprobs.extend(scores)
+        progress.take(told)
+        assert not progress.ended
+        progress.take(said(finish=r.FINISH_TYPE_ABORT, start=1))
+    sample = progress.result(latest=1)
+    assert list(sample.prompt_ids) == PROMPT
+    assert list(sample.input_logprobs) == scores
+    assert rids[0] == "mine"
+    assert len(set(rids)) == 4, "a rid that an engine may still have is not used again"
+    assert [(part.slot, part.start) for part in sample.parts] == [("a", 0), ("b", 2)]
 
 
 def test_a_sample_that_fills_the_context_has_ended_by_its_length() -> None:

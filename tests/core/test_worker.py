@@ -26,11 +26,32 @@ class Ordered:
 
     def __init__(self) -> None:
         self.held: dict[str, asyncio.Future[None]] = {}
+        self.accepting = asyncio.Event()
+        self.accepting.set()
+        self.interrupted = ""
 
     async def pause_generation(self, request: v.PauseGenerationRequest, call: Call) -> None:
         self.held[call.command_id] = asyncio.get_running_loop().create_future()
+        await self.accepting.wait()
         call.accept()
         await self.held[call.command_id]
+
+    async def get_loads(self, request: v.GetLoadsRequest, call: Call) -> v.Loads:
+        return v.Loads(running=1)
+
+    async def check_weights(self, request: v.CheckWeightsRequest, call: Call) -> None:
+        call.accept()
+
+    async def abort_requests(self, request: v.AbortRequestsRequest, call: Call) -> None:
+        pass
+
+    async def abort_update(self, request: v.AbortUpdateRequest, call: Call) -> None:
+        call.accept()
+
+    async def interrupt(self, update_id: str) -> None:
+        self.interrupted = update_id
+        for held in self.held.values():
+            held.set_exception(Reason.CANCELLED.error("interrupted"))
 
     async def withdraw(self, command_id: str) -> None:
         self.held[command_id].set_exception(Reason.CANCELLED.error("withdrawn"))
@@ -46,9 +67,13 @@ def worker(engine: Ordered) -> Worker:
     return Worker(cast(Any, engine), WorkerCoordinates(rank=1), SystemClock())
 
 
-def pause(worker: Worker, command_id: str) -> asyncio.Task[list[RankResult]]:
-    call = Call(command_id, asyncio.get_running_loop().time() + 30)
-    return asyncio.create_task(worker.carry_out(v.PauseGenerationRequest(), call))
+def send(worker: Worker, request: Any, command_id: str, seconds: float = 30.0) -> asyncio.Task[list[RankResult]]:
+    call = Call(command_id, asyncio.get_running_loop().time() + seconds)
+    return asyncio.create_task(worker.carry_out(request, call))
+
+
+def pause(worker: Worker, command_id: str, seconds: float = 30.0) -> asyncio.Task[list[RankResult]]:
+    return send(worker, v.PauseGenerationRequest(), command_id, seconds)
 
 
 async def test_what_is_withdrawn_while_it_waits_its_turn_does_not_start(worker: Worker, engine: Ordered) -> None:
@@ -83,6 +108,82 @@ async def test_what_is_withdrawn_once_the_engine_holds_it_ends_there(worker: Wor
         await eventually(lambda: "next" in engine.held)
         engine.held["next"].set_result(None)
         assert (await following)[0].outcome == OUTCOME_APPLIED
+
+
+async def test_what_is_withdrawn_before_the_engine_holds_it_ends_as_soon_as_it_does(
+    worker: Worker, engine: Ordered
+) -> None:
+    engine.accepting.clear()
+    starting = pause(worker, "starting")
+    async with asyncio.timeout(SOON_S):
+        await eventually(lambda: "starting" in engine.held)
+        await worker.withdraw("starting")
+        engine.accepting.set()
+        assert (await starting)[0].error.reason == "CANCELLED"
+
+
+async def test_what_comes_too_late_does_not_start_and_leaves_the_turn_as_it_was(
+    worker: Worker, engine: Ordered
+) -> None:
+    async with asyncio.timeout(SOON_S):
+        (result,) = await pause(worker, "expired", -1.0)
+        assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "DEADLINE_EXCEEDED")
+        assert not engine.held
+        first, second = pause(worker, "first"), pause(worker, "second")
+        await eventually(lambda: "first" in engine.held)
+        # A read has no turn that it could give back: the first command still has it.
+        (read,) = await send(worker, v.GetLoadsRequest(), "late read", -1.0)
+        assert (read.outcome, read.error.reason) == (OUTCOME_REJECTED, "DEADLINE_EXCEEDED")
+        await asyncio.sleep(0.01)
+        assert "second" not in engine.held
+        for running, command_id in ((first, "first"), (second, "second")):
+            await eventually(lambda held=command_id: held in engine.held)  # type: ignore[misc]
+            engine.held[command_id].set_result(None)
+            assert (await running)[0].outcome == OUTCOME_APPLIED
+
+
+async def test_the_next_command_waits_for_an_engine_that_was_given_up(worker: Worker, engine: Ordered) -> None:
+    async with asyncio.timeout(SOON_S):
+        (result,) = await pause(worker, "first", 0.05)
+        assert (result.outcome, result.error.reason) == (OUTCOME_UNKNOWN, "RANK_SILENT")
+        second = pause(worker, "second")
+        await asyncio.sleep(0.01)
+        assert "second" not in engine.held
+        engine.held["first"].set_result(None)
+        await eventually(lambda: "second" in engine.held)
+        engine.held["second"].set_result(None)
+        assert (await second)[0].outcome == OUTCOME_APPLIED
+
+
+async def test_reads_and_what_must_get_through_wait_for_nobody(worker: Worker, engine: Ordered) -> None:
+    held = pause(worker, "held")
+    abort = v.AbortUpdateRequest()
+    abort.header.fence.update_id = "u"
+    async with asyncio.timeout(SOON_S):
+        await eventually(lambda: "held" in engine.held)
+        following = pause(worker, "next")
+        for request in (v.GetLoadsRequest(), v.CheckWeightsRequest(), v.AbortRequestsRequest(abort_all=True)):
+            (result,) = await send(worker, request, type(request).__name__)
+            assert result.outcome == OUTCOME_APPLIED
+        # Nor have they given back a turn that was not theirs.
+        assert not held.done()
+        assert "next" not in engine.held
+        aborting = send(worker, abort, "abort")
+        assert (await held)[0].error.reason == "CANCELLED"
+        await eventually(lambda: "next" in engine.held)
+        engine.held["next"].set_result(None)
+        assert (await following)[0].outcome == (await aborting)[0].outcome == OUTCOME_APPLIED
+        assert engine.interrupted == "u"
+
+
+async def test_an_engine_that_has_failed_is_asked_for_nothing_that_takes_a_turn(
+    worker: Worker, engine: Ordered
+) -> None:
+    worker.failure = Reason.ENGINE_FAILED.error("its thread has ended", outcome=OUTCOME_REJECTED)
+    async with asyncio.timeout(SOON_S):
+        assert (await pause(worker, "pause"))[0].error.reason == "ENGINE_FAILED"
+        assert not engine.held
+        assert (await send(worker, v.GetLoadsRequest(), "read"))[0].outcome == OUTCOME_APPLIED
 
 
 class Faulty(Ordered):

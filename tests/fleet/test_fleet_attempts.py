@@ -8,7 +8,20 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from updating import begin, commit, digest, join, unreachable, version_of, weights, write
+from updating import (
+    begin,
+    commit,
+    digest,
+    fault,
+    join,
+    refusal,
+    restart,
+    retry,
+    unreachable,
+    version_of,
+    weights,
+    write,
+)
 
 from rlctl.control import commander
 from rlctl.coordinator import peers
@@ -18,7 +31,6 @@ from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
-from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 
@@ -55,17 +67,14 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
         if lost_in.startswith("update"):
             # What another source writes meanwhile has failed in the same way: its trainer may try again.
             assert (await write(fleet, plan, "late")).error.reason == "GROUP_FAILED"
-        again = u.RetryWeightUpdateRequest(
-            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
-        )
-        plan = await fleet.stub.RetryWeightUpdate(again)
+        plan = await retry(fleet, plan)
         assert list(plan.lost) == ["c"]
         await join(fleet, plan)
         assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
         assert all(fleet.stage(slot).report.paused for slot in "ab")
         assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
         assert version_of(fleet) == ("step-1", 2)
-        assert weights(fleet)[:2] == ["w2", "w2"]
+        assert [fleet.stages[slot]._engine.weights for slot in "ab"] == ["w2", "w2"]
         assert [fleet.stage(slot).routable for slot in "ab"] == [True, True]
 
 
@@ -81,10 +90,7 @@ async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Cal
         plan = await begin(fleet, retries=1)
         await join(fleet, plan)
         assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
-        again = u.RetryWeightUpdateRequest(
-            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
-        )
-        retried = asyncio.ensure_future(fleet.stub.RetryWeightUpdate(again))
+        retried = asyncio.ensure_future(retry(fleet, plan))
         await away.aclose()
         plan = await retried
         assert list(plan.lost) == []
@@ -112,10 +118,7 @@ async def test_a_write_of_the_attempt_before_does_not_spoil_the_next_one(make_fl
         await join(fleet, plan)
         first = asyncio.ensure_future(write(fleet, plan, "w1"))
         await writing.wait()
-        again = u.RetryWeightUpdateRequest(
-            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
-        )
-        retrying = asyncio.ensure_future(fleet.stub.RetryWeightUpdate(again))
+        retrying = asyncio.ensure_future(retry(fleet, plan))
         opened = fleet.server.coordinator.updates.get(plan.update_id)
         await eventually(opened.planning.locked)
         late = asyncio.ensure_future(write(fleet, plan, "late"))
@@ -127,3 +130,33 @@ async def test_a_write_of_the_attempt_before_does_not_spoil_the_next_one(make_fl
         await join(fleet, plan)
         assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
         assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_OK
+
+
+async def test_another_attempt_is_planned_once_as_often_as_was_asked_for_and_with_enough_targets(
+    make_fleet: Callable[..., Any],
+) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        plan = await begin(fleet, retries=2)
+        await join(fleet, plan)
+        fault(fleet, 1, 2, "update_weights_from_distributed", Reason.GROUP_FAILED.error("broken"))
+        assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
+        fake_engine.FAULTS.clear()
+        error = await refusal(retry(fleet, plan, 2))
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "failed_attempt")
+        again = await retry(fleet, plan)
+        assert (again.attempt, list(again.lost)) == (2, [])
+        assert [group.group_name for group in again.groups] != [group.group_name for group in plan.groups]
+        assert await retry(fleet, plan) == again, "another source has asked for it"
+        last = await retry(fleet, again)
+        assert last.attempt == 3
+        assert (await refusal(retry(fleet, last))).reason is Reason.RETRIES_EXHAUSTED
+        await join(fleet, last)
+        assert (await write(fleet, last, "w2")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, last, digest("w2"))).state == OPERATION_STATE_OK
+
+        plan = await begin(fleet, version="step-2", retries=1)
+        await restart(fleet, "b")
+        await fleet.until(lambda stages: len(stages) == 2)
+        error = await refusal(retry(fleet, plan))
+        assert error.reason is Reason.QUORUM_NOT_MET
+        assert "gone: b" in error.message

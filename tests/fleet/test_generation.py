@@ -23,6 +23,16 @@ from rlctl.transport.channel import open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import (
+    OUTCOME_DIRTY,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    STAGE_STATE_READY,
+    PauseMode,
+)
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 
@@ -100,6 +110,93 @@ async def test_nothing_new_is_taken_while_one_rank_has_lost_its_weights_and_anot
         assert verb in (await refusal(RolloutServiceStub(channel).Generate(request))).message
         going.set()
         await told
+
+
+class Between:
+    """Pauses stop every rank of the engine, but it has not said so yet: the stage is READY."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stopped, self.telling = asyncio.Event(), asyncio.Event()
+        pause = FakeEngine.pause_generation
+
+        async def pausing(engine: FakeEngine, request: v.PauseGenerationRequest, call: Call) -> None:
+            await pause(engine, request, call)
+            self.stopped.set()
+            await self.telling.wait()
+
+        monkeypatch.setattr(FakeEngine, "pause_generation", pausing)
+
+
+async def ask_between(fleet: InProcessFleet, pause: Between, stub: Any, **fields: Any) -> Any:
+    """A request of two tokens that passes the gate after the engine's pause and before the stage's."""
+    await pause.stopped.wait()
+    assert fleet.stages["a"]._serving().state == STAGE_STATE_READY
+    asked = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=2), **fields)
+    call = stub.GenerateStream(asked)
+    await eventually(lambda: fleet.stages["a"]._engine._running)
+    return call
+
+
+MODES = [PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_comes_between_an_engines_pause_and_its_stages_is_generated_by_the_new_weights(
+    make_fleet: Callable, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, mode: PauseMode.ValueType
+) -> None:
+    pause = Between(monkeypatch)
+    async with make_fleet(a=1) as fleet, open_channel(fleet.stages["a"].rollout_address) as channel:
+        options = v.UpdateOptions(pause=mode)
+        update = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="two", options=options)
+        updating = asyncio.ensure_future(fleet.stub.UpdateWeightsFromDisk(update))
+        call = await ask_between(fleet, pause, RolloutServiceStub(channel))
+        pause.telling.set()
+        parts = [part async for part in call]
+        assert [span.version.label for part in parts for span in part.samples[0].versions] == ["two", "two"]
+        assert parts[-1].samples[0].finish_reason.type == r.FINISH_TYPE_LENGTH
+        assert (await updating).state == OPERATION_STATE_OK
+
+
+async def test_what_comes_between_an_engines_pause_and_its_stages_ends_with_weights_that_nobody_vouches_for(
+    make_fleet: Callable, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = Between(monkeypatch)
+
+    async def broken(_: FakeEngine, name: str, __: Call) -> None:
+        if name == "update_weights_from_disk":
+            raise Reason.ENGINE_FAILED.error("half of it", outcome=OUTCOME_DIRTY)
+
+    async with make_fleet(a=1) as fleet, open_channel(fleet.stages["a"].rollout_address) as channel:
+        FAULTS[fleet.specs[0].model_path, 0] = broken
+        options = v.UpdateOptions(pause=PAUSE_MODE_RETRACT)
+        update = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), weight_version="two", options=options)
+        updating = asyncio.ensure_future(fleet.stub.UpdateWeightsFromDisk(update))
+        call = await ask_between(fleet, pause, RolloutServiceStub(channel))
+        pause.telling.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            assert not [part async for part in call]
+        assert from_grpc(caught.value).reason is Reason.STAGE_NOT_SERVING
+        assert (await updating).state == OPERATION_STATE_FAILED
+        await eventually(lambda: not fleet.stages["a"]._engine._running)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_comes_between_an_engines_pause_and_its_stages_waits_as_long_as_its_caller(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch, mode: PauseMode.ValueType
+) -> None:
+    pause = Between(monkeypatch)
+    async with make_fleet(a=1) as fleet, open_channel(fleet.stages["a"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=mode)))
+        patient, other = [await ask_between(fleet, pause, stub, rid=rid) for rid in ("patient", "other")]
+        await eventually(lambda: len(fleet.stages["a"]._engine._running) == 2)
+        pause.telling.set()
+        await pausing
+        await stub.Abort(r.AbortRequest(rids=["other"]))
+        assert [part.samples[0].finish_reason.type async for part in other] == [r.FINISH_TYPE_ABORT]
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+        parts = [part async for part in patient]
+        assert [len(part.samples[0].output_ids) for part in parts] == [1, 1, 0]
 
 
 async def test_a_request_ends_at_its_deadline_and_is_gone_from_the_engine(fleet: InProcessFleet) -> None:

@@ -125,6 +125,33 @@ async def test_level_received_of_a_partial_update_goes_by_what_was_sent(fleet: I
     assert (await commit(fleet, plan, sent_digest=digest("w2"))).state == OPERATION_STATE_OK
 
 
+async def test_a_part_for_one_target_alone_is_verified_by_what_it_took_in(make_fleet: Callable) -> None:
+    """There is no replica, and of the whole of the weights the sources know nothing."""
+
+    async def part(sent: str) -> Operation:
+        plan = await begin(fleet, kind=v.UPDATE_KIND_PARTIAL)
+        await join(fleet, plan)
+        await write(fleet, plan, "w2")
+        return await commit(fleet, plan, sent_digest=digest(sent))
+
+    async with make_fleet(b=2) as fleet:
+        operation = await part("w2")
+        assert operation.state == OPERATION_STATE_OK
+        assert [result.verified for result in operation.stage_results] == [common.VERIFICATION_LEVEL_RECEIVED]
+        assert (await part("another")).state == OPERATION_STATE_FAILED
+
+
+async def test_who_was_not_told_to_digest_what_comes_is_not_verified_by_that(make_fleet: Callable) -> None:
+    """It was to be verified by a digest of the whole, which then nobody gave."""
+    async with make_fleet(b=2) as fleet:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "w2")
+        operation = await commit(fleet, plan, sent_digest=digest("w2"))
+        assert operation.state == OPERATION_STATE_OK
+        assert [result.verified for result in operation.stage_results] == [common.VERIFICATION_LEVEL_NONE]
+
+
 async def test_level_probe_compares_log_probabilities(fleet: InProcessFleet) -> None:
     level = common.VERIFICATION_LEVEL_PROBE
     operation = await update(fleet, verify=level, probe=probe_of("w1"))

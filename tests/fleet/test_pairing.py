@@ -23,11 +23,12 @@ from rlctl.v1.rollout_pb2 import (
 
 LOST = Reason.HANDOVER_FAILED.error("nothing came")
 GONE = Reason.UNREACHABLE.error("it is gone")
-Told = GenerateResponse | RlctlError | asyncio.Event
+SOON_S = 0.02
+Told = GenerateResponse | RlctlError | asyncio.Event | float
 
 
 class Half:
-    """A stage that says these things, and waits at events."""
+    """A stage that says these things, and waits at events, or for so many seconds."""
 
     def __init__(self, *told: Told) -> None:
         self._told = told
@@ -39,6 +40,8 @@ class Half:
             for each in self._told:
                 if isinstance(each, asyncio.Event):
                     await each.wait()
+                elif isinstance(each, float):
+                    await asyncio.sleep(each)
                 elif isinstance(each, RlctlError):
                     raise each
                 else:
@@ -87,10 +90,12 @@ async def together(prefill: Half, decode: Half, *, scored: bool = False, n: int 
     return outcome
 
 
-async def test_what_is_generated_is_the_decode_stages_and_the_prompts_scores_are_the_prefill_stages() -> None:
-    late = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.02, late.set)
-    outcome = await together(Half(late, SCORED, COMPUTED), Half(tokens(1, 2), tokens(3, ends=True)), scored=True)
+async def test_what_is_generated_is_the_decode_stages_and_the_prompts_scores_are_the_prefill_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairing, "CAUSE_S", 3600.0)
+    outcome = await together(Half(SOON_S, SCORED, COMPUTED), Half(tokens(1, 2), tokens(3, ends=True)), scored=True)
+    assert not outcome.at_prefill
     assert [list(part.samples[0].output_ids) for part in outcome.parts] == [[1, 2], [3]]
     assert [[entry.token_id for entry in part.input_logprobs] for part in outcome.parts] == [[7], []]
     without = await together(Half(asyncio.Event()), Half(tokens(1, ends=True)))
@@ -104,6 +109,8 @@ async def test_what_is_generated_is_the_decode_stages_and_the_prompts_scores_are
         ([asyncio.Event()], [GONE], GONE, False),
         ([COMPUTED], [GONE], GONE, False),
         ([GONE], [LOST], GONE, True),  # the cause, not what follows from it
+        ([SOON_S, GONE], [LOST], GONE, True),
+        ([COMPUTED], [SOON_S, LOST], LOST, True),
         ([COMPUTED], [LOST], LOST, True),
         ([COMPUTED], [tokens(1), GONE], GONE, False),
     ],
@@ -120,9 +127,19 @@ async def test_a_prefill_stage_that_dies_after_it_has_given_everything_disturbs_
     outcome = await together(Half(SCORED, GONE), Half(tokens(1), tokens(2, ends=True)))
     assert outcome.error is None
     assert len(outcome.parts) == 2
-    outcome = await together(Half(GONE), Half(tokens(1, ends=True)), scored=True)
+    for end in (GONE, ABORTED):
+        outcome = await together(Half(end), Half(tokens(1, ends=True)))
+        assert [list(part.samples[0].output_ids) for part in outcome.parts] == [[1]]
+        assert not outcome.at_prefill
+    outcome = await together(Half(SOON_S, GONE), Half(tokens(1, ends=True)), scored=True)
     assert outcome.error is GONE, "what was asked for is not there"
     assert outcome.at_prefill
+
+
+async def test_a_decode_stage_that_says_nothing_at_all_is_no_part() -> None:
+    for scored in (False, True):
+        outcome = await together(Half(COMPUTED), Half(), scored=scored)
+        assert (outcome.parts, outcome.error) == ([], None)
 
 
 async def test_the_cause_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +149,12 @@ async def test_the_cause_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyP
     assert outcome.at_prefill
 
 
-@pytest.mark.parametrize("decode", [[asyncio.Event()], [LOST]])
-async def test_a_prompt_that_is_aborted_cuts_every_sample(decode: Sequence[Told]) -> None:
-    outcome = await together(Half(ABORTED), Half(*decode), n=2)
+@pytest.mark.parametrize(("decode", "n", "samples"), [([asyncio.Event()], 0, 1), ([LOST], 2, 2)])
+async def test_a_prompt_that_is_aborted_cuts_every_sample(decode: Sequence[Told], n: int, samples: int) -> None:
+    outcome = await together(Half(ABORTED), Half(*decode), n=n)
     [part] = outcome.parts
     assert [(s.index, s.finish_reason.type, s.finish_reason.message) for s in part.samples] == [
-        (index, FINISH_TYPE_ABORT, "why") for index in range(2)
+        (index, FINISH_TYPE_ABORT, "why") for index in range(samples)
     ]
     assert outcome.error is None
 

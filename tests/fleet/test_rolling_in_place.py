@@ -18,6 +18,7 @@ from updating import (
     join,
     refusal,
     restart,
+    retry,
     unreachable,
     version_of,
     weights,
@@ -311,14 +312,27 @@ async def test_a_lost_batch_is_left_out_by_another_attempt(three: InProcessFleet
     await restart(three, "b")
     await three.until(lambda stages: len(stages) == 3)
     assert (await send(three, plan)).state != OPERATION_STATE_OK
-    again = u.RetryWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=1)
-    plan = await three.stub.RetryWeightUpdate(again)
+    plan = await retry(three, plan)
     assert (list(plan.lost), plan.batch.number, list(plan.batch.slots), plan.batch.last) == (["b"], 3, ["c"], True)
     await send(three, plan)
     operation = await commit(three, plan, digest("w1"))
     assert operation.state == OPERATION_STATE_PARTIAL
     assert [three.stages[slot]._engine.weights for slot in "ac"] == ["w1", "w1"]
     assert routable(three) == [True, False, True]
+
+
+async def test_where_the_last_batch_is_lost_there_is_no_other_attempt(three: InProcessFleet) -> None:
+    options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT, quorum=2)
+    plan = await first_batch(three, options=options, retries=1)
+    await send(three, plan)
+    plan = (await commit_batch(three, plan, digest("w1"))).next
+    assert (list(plan.batch.slots), plan.batch.last) == (["c"], True)
+    await restart(three, "c")
+    await three.until(lambda stages: len(stages) == 3)
+    assert (await refusal(retry(three, plan))).reason is Reason.NO_TARGETS
+    assert (await abort(three, plan)).state == OPERATION_STATE_PARTIAL
+    assert version_of(three) == ("step-1", 2)
+    assert routable(three) == [True, True, False]
 
 
 async def test_what_a_quorum_allows_to_fail_does_not_stop_the_rolling(three: InProcessFleet) -> None:

@@ -78,6 +78,15 @@ async def commit(
     return await fleet.stub.CommitWeightUpdate(request)
 
 
+async def retry(
+    fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, failed_attempt: int = 0
+) -> u.BeginWeightUpdateResponse:
+    request = u.RetryWeightUpdateRequest(
+        update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=failed_attempt or plan.attempt
+    )
+    return await fleet.stub.RetryWeightUpdate(request)
+
+
 async def abort(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse, token: int | None = None) -> Operation:
     token = plan.fencing_token if token is None else token
     return await fleet.stub.AbortWeightUpdate(

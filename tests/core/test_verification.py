@@ -1,0 +1,245 @@
+"""At which level a target is verified, and what its answers prove."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlctl.coordinator import verification
+from rlctl.coordinator.roster import Slot
+from rlctl.coordinator.verification import NOTHING, Expected
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1.common_pb2 import (
+    EVIDENCE_ENGINE,
+    EVIDENCE_RANK,
+    OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    TRANSPORT_DISK,
+    TRANSPORT_TORCH_GLOO,
+    WorkerCoordinates,
+)
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_EXPECTED as EXPECTED
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_NONE as NONE
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_PROBE as PROBE
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_RECEIVED as RECEIVED
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_REPLICA as REPLICA
+from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration, StageReport
+from rlctl.v1.journal_pb2 import SlotRecord
+from rlctl.v1.results_pb2 import RankResult, StageResult
+from rlctl.v1.verbs_pb2 import CheckReport, Probe, UpdateOptions, WeightsReport
+
+ALL = (PROBE, RECEIVED, REPLICA, EXPECTED)
+WHOLE = Expected("digest", "sent")
+
+
+def slot(name: str = "a", can: tuple[int, ...] = ALL, *, opaque: bool = False, released: tuple[int, ...] = ()) -> Slot:
+    capabilities = Capabilities(verification=can, answers_for_ranks=opaque)  # type: ignore[arg-type]
+    record = SlotRecord(registration=StageRegistration(slot=name, capabilities=capabilities))
+    return Slot(record, report=StageReport(released=released))  # type: ignore[arg-type]
+
+
+def options(verify: int = 0, *, probe: bool = False) -> UpdateOptions:
+    return UpdateOptions(verify=verify, probe=Probe() if probe else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "transport", "probe", "replicas", "levels"),
+    [
+        (slot(), TRANSPORT_TORCH_GLOO, True, 2, {NONE, PROBE, RECEIVED, REPLICA, EXPECTED}),
+        (slot(), TRANSPORT_TORCH_GLOO, False, 2, {NONE, RECEIVED, REPLICA, EXPECTED}),
+        (slot(), TRANSPORT_DISK, True, 1, {NONE, PROBE, EXPECTED}),
+        (slot(can=(PROBE,), opaque=True), TRANSPORT_TORCH_GLOO, True, 2, {PROBE}),
+        (slot(can=(PROBE,), opaque=True), TRANSPORT_TORCH_GLOO, False, 2, set()),
+        (slot(can=(PROBE,), released=(common.MEMORY_TAG_KV_CACHE,)), TRANSPORT_TORCH_GLOO, True, 2, {NONE}),
+        (slot(can=(PROBE,), released=(common.MEMORY_TAG_WEIGHTS,)), TRANSPORT_TORCH_GLOO, True, 2, {NONE, PROBE}),
+        (Slot(slot().record), TRANSPORT_DISK, True, 1, {NONE, PROBE, EXPECTED}),
+    ],
+)
+def test_a_level_is_reached_where_engine_path_and_fleet_allow_it(
+    target: Slot,
+    transport: Any,
+    probe: bool,
+    replicas: int,
+    levels: set[int],
+) -> None:
+    together = [target, slot("b")][:replicas]
+    obstacles = verification.reached(target, transport, options(probe=probe), together)
+    assert {level for level, why in obstacles.items() if not why} == levels
+
+
+def refused(wanted: int, *targets: Slot, probe: bool = False) -> RlctlError | None:
+    transports: dict[str, Any] = {each.name: TRANSPORT_TORCH_GLOO for each in targets}
+    try:
+        verification.refuse_unreachable(options(wanted, probe=probe), targets, transports, targets)
+    except RlctlError as error:
+        return error
+    return None
+
+
+def test_a_level_that_one_target_cannot_reach_is_refused_and_names_it() -> None:
+    able, unable = slot("able"), slot("unable", can=(RECEIVED,))
+    for level in (0, NONE, RECEIVED):
+        assert refused(level, able, unable) is None
+    error = refused(EXPECTED, able, unable)
+    assert error is not None
+    assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.verify")
+    assert error.message.startswith("unable cannot verify at level expected: ")
+    assert error.message.endswith("it reaches: none, received")
+    assert not error.next_step
+    error = refused(EXPECTED, slot(can=(PROBE,)))
+    assert error is not None
+    assert not error.next_step, "its ranks answer for themselves"
+    missing = refused(PROBE, able)
+    assert missing is not None
+    assert (missing.reason, missing.field) == (Reason.FIELD_REQUIRED, "options.probe")
+    assert refused(PROBE, able, probe=True) is None
+
+
+def test_who_reaches_no_level_at_all_is_refused_and_told_what_would_do() -> None:
+    for can, step in (((PROBE,), "Pass a probe"), ((), "")):
+        error = refused(0, slot(), slot("b", can=can, opaque=True))
+        assert error is not None
+        assert error.message.startswith("b reaches no level of verification; none: its engine gives one answer")
+        assert error.next_step.startswith(step)
+        assert bool(error.next_step) == bool(step)
+    assert refused(0, slot("b", can=(PROBE,), opaque=True), probe=True) is None
+
+
+def chosen(
+    target: Slot, verify: int = 0, expected: Expected = WHOLE, *, digesting: bool = True, **more: Any
+) -> common.VerificationLevel.ValueType:
+    together = [target, slot("b")]
+    transports: dict[str, Any] = {target.name: TRANSPORT_TORCH_GLOO}
+    return verification.levels(
+        options(verify), [target], transports, expected, together, digesting=["a"] if digesting else [], **more
+    )["a"]
+
+
+def test_the_highest_level_that_can_be_judged_is_taken() -> None:
+    assert chosen(slot()) == EXPECTED
+    assert chosen(slot(), NONE) == NONE
+    assert chosen(slot(), expected=Expected(sent="sent")) == REPLICA
+    assert chosen(slot(can=(RECEIVED,))) == RECEIVED
+    assert chosen(slot(can=(RECEIVED,)), digesting=False) == NONE
+    assert chosen(slot(can=(RECEIVED,)), expected=NOTHING) == NONE
+    opaque = slot(can=(EXPECTED,), opaque=True)
+    with pytest.raises(RlctlError) as nothing:
+        chosen(opaque, expected=NOTHING)
+    assert nothing.value.reason is Reason.VERIFICATION_UNREACHABLE
+    assert chosen(opaque, expected=NOTHING, adapter=True) == NONE
+
+
+@pytest.mark.parametrize(
+    ("verify", "given"), [(EXPECTED, Expected(sent="sent")), (RECEIVED, Expected(digest="digest"))]
+)
+def test_a_level_by_name_needs_its_digest(verify: int, given: Expected) -> None:
+    assert chosen(slot(), verify) == verify
+    with pytest.raises(RlctlError) as caught:
+        chosen(slot(), verify, given)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_REQUIRED, "expected_digest")
+
+
+@pytest.mark.parametrize(
+    ("can", "verify", "partial", "replicas", "digests"),
+    [
+        (ALL, 0, False, 1, False),
+        (ALL, 0, True, 1, True),
+        (ALL, 0, True, 2, False),
+        ((RECEIVED,), 0, False, 2, True),
+        ((PROBE,), 0, False, 2, False),
+        (ALL, RECEIVED, False, 2, True),
+        (ALL, EXPECTED, True, 1, False),
+    ],
+)
+def test_a_target_digests_what_comes_where_nothing_higher_will_be_judged(
+    can: tuple[int, ...],
+    verify: int,
+    partial: bool,
+    replicas: int,
+    digests: bool,
+) -> None:
+    target = slot(can=can)
+    together = [target, slot("b")][:replicas]
+    found = verification.digests_what_comes(options(verify), target, TRANSPORT_TORCH_GLOO, together, partial=partial)
+    assert found == digests
+
+
+def said(name: str, *digests: str, outcome: int = OUTCOME_APPLIED, inconsistent: str = "") -> StageResult:
+    reports = [
+        CheckReport(model_digest=digest, inconsistent=[inconsistent] if inconsistent else []) for digest in digests
+    ]
+    ranks = [RankResult(check=report) for report in reports]
+    return StageResult(slot=name, outcome=outcome, rank_results=ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected", "answers", "wrong"),
+    [
+        (EXPECTED, WHOLE, [said("a", "digest", "digest"), said("b", "digest")], ""),
+        (EXPECTED, WHOLE, [said("a", "digest")], ""),
+        (EXPECTED, WHOLE, [said("a", "digest"), said("b", "other")], "b"),
+        (EXPECTED, WHOLE, [said("a", "other"), said("b", "other")], "ab"),
+        (EXPECTED, WHOLE, [said("a", "digest", "other")], "a"),
+        (EXPECTED, WHOLE, [said("a", "digest", "")], "a"),
+        (EXPECTED, NOTHING, [said("a", "")], "a"),
+        (EXPECTED, WHOLE, [said("a")], "a"),
+        (EXPECTED, WHOLE, [said("a", "digest", inconsistent="w")], "a"),
+        (EXPECTED, WHOLE, [said("a", "digest", outcome=OUTCOME_REJECTED)], "a"),
+        (REPLICA, NOTHING, [said("a", "one"), said("b", "one")], ""),
+        (REPLICA, NOTHING, [said("a", "one"), said("b", "other")], "ab"),
+        (REPLICA, NOTHING, [said("a", "one")], "a"),
+        (REPLICA, NOTHING, [said("a", "one"), said("b", "")], "ab"),
+        (REPLICA, Expected(held="one"), [said("a", "one")], ""),
+        (REPLICA, Expected(held="one"), [said("a", "one"), said("b", "other")], "b"),
+        (REPLICA, Expected(held="other"), [said("a", "one"), said("b", "one")], "ab"),
+    ],
+)
+def test_a_digest_proves_what_it_is_compared_with(
+    level: Any, expected: Expected, answers: list[StageResult], wrong: str
+) -> None:
+    found = verification.judge_digests(answers, {"a": level, "b": level}, expected)
+    assert sorted(found) == sorted(wrong)
+    assert {error.outcome for error in found.values()} <= {OUTCOME_DIRTY}
+
+
+def test_levels_are_judged_side_by_side() -> None:
+    answers = [said("a", "digest"), said("b", "digest"), said("c", "other")]
+    found = verification.judge_digests(answers, {"a": EXPECTED, "b": REPLICA, "c": REPLICA}, WHOLE)
+    assert sorted(found) == ["b", "c"]
+    answers[1] = said("b", "other")
+    found = verification.judge_digests(answers, {"a": EXPECTED, "b": REPLICA, "c": REPLICA}, WHOLE)
+    assert not found, "what the source vouches for is no replica"
+
+
+def test_a_digest_that_may_never_have_been_computed_is_not_known_to_be_wrong() -> None:
+    silent = said("a", outcome=OUTCOME_UNKNOWN)
+    assert verification.judge_digests([silent], {"a": EXPECTED}, WHOLE)["a"].outcome == OUTCOME_UNKNOWN
+    assert verification.judge_probe([silent], Probe())["a"].outcome == OUTCOME_UNKNOWN
+    assert verification.judge_probe([said("a", outcome=OUTCOME_REJECTED)], Probe())["a"].outcome == OUTCOME_DIRTY
+
+
+def test_what_each_rank_took_in_is_what_was_sent() -> None:
+    def took(*digests: str) -> StageResult:
+        ranks = [
+            RankResult(coordinates=WorkerCoordinates(rank=rank), weights=WeightsReport(received_digest=digest))
+            for rank, digest in enumerate(digests)
+        ]
+        return StageResult(slot="a", rank_results=ranks)
+
+    assert not verification.judge_received([took("sent", "sent")], WHOLE)
+    for digests, rank in ((("sent", "other"), "1"), (("", "sent"), "0"), (("other", "other"), "0")):
+        found = verification.judge_received([took(*digests)], WHOLE)
+        assert (found["a"].metadata["ranks"], found["a"].outcome) == (rank, OUTCOME_DIRTY)
+
+
+def test_one_answer_for_all_ranks_proves_nothing_where_nothing_is_verified() -> None:
+    answers = [
+        StageResult(slot=name, evidence=evidence) for name, evidence in (("a", EVIDENCE_ENGINE), ("b", EVIDENCE_RANK))
+    ]
+    assert list(verification.judge_evidence(answers, {"a": NONE, "b": NONE})) == ["a"]
+    assert not verification.judge_evidence(answers, {"a": PROBE, "b": NONE})
+    assert not verification.judge_evidence(answers, {})

@@ -1,0 +1,129 @@
+"""Which weights a stage may be told to be the latest version, and what the first version of a model is."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from rlctl.coordinator import versions
+from rlctl.coordinator.roster import ModelState, Roster, Slot
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1.common_pb2 import STAGE_STATE_READY, STAGE_STATE_STALE, WeightVersion
+from rlctl.v1.fleet_pb2 import StageRegistration, StageReport
+from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
+from rlctl.v1.verbs_pb2 import Adapter
+
+LATEST = WeightVersion(label="now", sequence=5)
+UNUSABLE = (
+    common.STAGE_STATE_UNSPECIFIED,
+    common.STAGE_STATE_JOINING,
+    common.STAGE_STATE_UPDATING,
+    common.STAGE_STATE_DIRTY,
+    common.STAGE_STATE_ASLEEP,
+)
+
+
+def slot(label: str = "", **said: Any) -> Slot:
+    registration = StageRegistration(slot="a", model="actor", weight_version=label)
+    return Slot(SlotRecord(registration=registration), report=StageReport(**{"state": STAGE_STATE_STALE} | said))
+
+
+def adoptable(said: Slot, **known: Any) -> bool:
+    record = ModelRecord(**{"name": "actor", "latest": LATEST, "former_labels": ["was", "now"]} | known)
+    roster = cast(Roster, type("Models", (), {"models": {"actor": ModelState(record)}})())
+    return versions.adoptable(roster, said)
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "adopted"),
+    [
+        ({"model_digest": "d"}, {"model_digest": "d"}, True),
+        ({"model_digest": "d"}, {"model_digest": "other"}, False),
+        # A checkpoint of that name may have been written anew: where there is a digest, it alone counts.
+        ({"model_digest": "d", "checkpoint": "/c"}, {"model_digest": "other", "checkpoint": "/c"}, False),
+        ({"model_digest": "d", "checkpoint": "/c"}, {"checkpoint": "/c"}, False),
+        ({"checkpoint": "/c"}, {"model_digest": "d", "checkpoint": "/c"}, False),
+        ({"checkpoint": "/c"}, {"checkpoint": "/c"}, True),
+        ({"checkpoint": "/c"}, {"checkpoint": "/other"}, False),
+        ({}, {}, False),
+        ({"model_digest": "d", "latest": WeightVersion()}, {"model_digest": "d"}, False),
+    ],
+)
+def test_weights_are_the_latest_version_by_their_digest_or_without_one_by_their_checkpoint(
+    known: dict[str, Any], said: dict[str, Any], *, adopted: bool
+) -> None:
+    assert adoptable(slot(**said), **known) == adopted
+    for state in UNUSABLE:
+        assert not adoptable(slot(**said, state=state), **known)
+
+
+@pytest.mark.parametrize(
+    ("held", "adopted"),
+    [
+        (WeightVersion(label="was", sequence=5), True),
+        (WeightVersion(label="never", sequence=5), False),
+        (WeightVersion(label="was", sequence=4), False),
+        (LATEST, False),
+    ],
+)
+def test_a_stage_at_a_version_is_told_another_label_of_it_and_no_other_version(
+    held: WeightVersion, *, adopted: bool
+) -> None:
+    assert adoptable(slot(weight_version=held, model_digest="d"), model_digest="d") == adopted
+
+
+def test_a_stage_that_has_said_nothing_holds_nothing() -> None:
+    silent = Slot(SlotRecord(registration=StageRegistration(slot="a", model="actor")))
+    assert not adoptable(silent, model_digest="d")
+    assert versions.first_version(ModelState(ModelRecord(name="actor")), silent, 7) is None
+
+
+def test_the_first_version_is_what_the_first_stage_has_loaded_or_has_been_brought_to() -> None:
+    model = ModelState(ModelRecord(name="actor", group_generation=3, reserved_sequence=1))
+    fresh = versions.first_version(model, slot(model_digest="d", checkpoint="/c"), 1000)
+    assert fresh is not None
+    assert (fresh.latest, fresh.reserved_sequence) == (WeightVersion(label="initial", sequence=1), 1)
+    assert (fresh.model_digest, fresh.checkpoint, fresh.group_generation) == ("d", "/c", 3)
+    named = versions.first_version(model, slot("base"), 1000)
+    assert named is not None
+    assert named.latest.label == "base"
+    # Another coordinator was here: its groups may stand, and its sequences are used.
+    used = versions.first_version(model, slot("base", weight_version=LATEST, state=STAGE_STATE_READY), 1000)
+    assert used is not None
+    assert (used.latest, used.reserved_sequence, used.group_generation) == (LATEST, 5, 1000)
+    assert versions.first_version(ModelState(used), slot(model_digest="d"), 1000) is None
+    for state in UNUSABLE:
+        assert versions.first_version(model, slot(model_digest="d", state=state), 1000) is None
+
+
+def test_what_a_version_leaves_behind() -> None:
+    before = ModelState(ModelRecord(name="actor", latest=LATEST, former_labels=["was"], reserved_sequence=5))
+    assert versions.reserved(ModelState(ModelRecord()), 2).reserved_sequence == 2, "1 is the first version's"
+    reserved = versions.reserved(before, 2)
+    assert (reserved.reserved_sequence, reserved.trainer_incarnation, reserved.latest) == (6, 2, LATEST)
+    after = WeightVersion(label="next", sequence=6)
+    record = versions.published(before, after, model_digest="d", checkpoint="/c")
+    assert (record.latest, list(record.former_labels), record.model_digest, record.checkpoint) == (after, [], "d", "/c")
+    with pytest.raises(AssertionError):
+        versions.published(before, LATEST, model_digest="", checkpoint="")
+    versions.publish(before, record, [LATEST])
+    assert (before.record, before.admitted) == (record, [LATEST, after])
+    versions.close(before)
+    assert before.admitted == [after]
+
+
+def test_an_adapter_is_lacking_at_another_version_and_surplus_only_where_something_is_held() -> None:
+    model = ModelState(ModelRecord(name="actor", latest=LATEST))
+    for name, version in (("b", "1"), ("b", "2"), ("a", "1"), ("e", "1")):
+        model.record = versions.with_adapter(model, Adapter(name=name, version=version))
+    assert [(each.name, each.version) for each in model.record.adapters] == [("a", "1"), ("b", "2"), ("e", "1")]
+    assert model.record.latest == LATEST
+    roster = cast(Roster, type("Models", (), {"models": {"actor": model}})())
+    held = slot(adapters=[Adapter(name=name, version=version) for name, version in ("a1", "b1", "c1", ("d", ""))])
+    assert [each.name for each in versions.lacking(roster, held)] == ["b", "e"]
+    assert [each.name for each in versions.surplus(roster, held)] == ["c"]
+    silent = Slot(SlotRecord(registration=StageRegistration(slot="a", model="actor")))
+    assert versions.lacking(roster, silent) == versions.surplus(roster, silent) == []
+    model.record = versions.without_adapter(model, "b")
+    assert [each.name for each in model.record.adapters] == ["a", "e"]
