@@ -195,6 +195,10 @@ class DiffusionEngine(Engine):
         self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
         await self._server.stop()
 
+    def can_restart(self) -> bool:
+        """Whoever runs the server may start it again: it is then attached to as a new incarnation."""
+        return True
+
     def _failed(self, error: RlctlError) -> None:
         """The server is gone, or stuck; from any thread."""
         if self._failure is None:

@@ -118,12 +118,17 @@ class DiffusionServer:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = place / "server.log"
+        self._place = place
         command = [python, "-m", "sglang.multimodal_gen.runtime.entrypoints.cli.main", "serve"]
         command += ["--model-path", str(checkpoint), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--warmup-mode", "off", "--sleep-on-idle", *arguments]
+        self._command = [*command, "--warmup-mode", "off", "--sleep-on-idle", *arguments]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, after :meth:`stop` again, at the same address."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env=environment(), cwd=place, stdout=log, stderr=log, start_new_session=True
+                self._command, env=environment(), cwd=self._place, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +21,10 @@ from rlctl_sglang.diffusion import DiffusionEngine
 from rlctl_sglang.diffusion_modules import Pipelines
 from safetensors.torch import load_file, save_file
 from server_stage import Driver
+from up_helpers import when
 
 import rlctl
+from rlctl.client.fleet import connect
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
@@ -289,8 +295,52 @@ def test_a_fleet_of_it_is_updated(native: DiffusionServer, checkpoints: Checkpoi
         frozen = v.UpdateOptions(pause=common.PAUSE_MODE_IN_PLACE)
         error = refused(lambda: fleet.update_weights_from_disk(str(checkpoints.first), options=frozen))
         assert (error.reason, error.field) == (Reason.UNSUPPORTED, "options.pause")
-        operation = fleet.update_weights_from_disk(str(checkpoints.first), target_modules=["transformer"])
+        digest = ModelDigest()
+        for place, module in ((checkpoints.first, "transformer"), (checkpoints.second, "vae")):
+            for name, tensor in load_file(weights_of(place, module)).items():
+                digest.add(f"{module}.{name}", tensor)
+        operation = fleet.update_weights_from_disk(
+            str(checkpoints.first), target_modules=["transformer"], expected_digest=digest.digest()
+        )
         assert operation.state == OPERATION_STATE_OK
+        assert operation.stage_results[0].verified == common.VERIFICATION_LEVEL_EXPECTED
+        assert operation.model_digest == digest.digest()
+
+
+@pytest.mark.long
+def test_a_server_that_was_started_again_is_a_new_incarnation_and_is_healed(
+    native: DiffusionServer, checkpoints: Checkpoints
+) -> None:
+    plain = [sys.executable, "-m", "rlctl"]
+    with contextlib.ExitStack() as ending:
+
+        def run(*arguments: str) -> dict[str, str]:
+            child = subprocess.Popen([*plain, *arguments], stdout=subprocess.PIPE, text=True)
+            ending.callback(child.wait, 30)
+            ending.callback(child.terminate)
+            assert child.stdout is not None
+            ending.callback(child.stdout.close)
+            said: dict[str, str] = json.loads(child.stdout.readline())
+            return said
+
+        journal = str(native.log.with_name("journal.db"))
+        coordinator = run("coordinator", "--listen", "127.0.0.1:0", "--journal", journal)["address"]
+        options = ["--option", f"url={native.url}", "--option", "reload=true"]
+        stage = ["--slot", "actor-0", "--engine", "sglang-diffusion", "--model-path", str(checkpoints.first)]
+        run("stage", *stage, *options, "--coordinator", coordinator)
+        fleet = ending.enter_context(connect(coordinator))
+        when(fleet, lambda known: "actor-0" in known and not known["actor-0"].not_routable)
+        fleet.update_weights_from_disk(str(checkpoints.second), version="two")
+        held = sums(native)
+        native.stop()
+        native.start()
+        native.wait()
+        assert sums(native) != held
+        deadline = time.monotonic() + 150
+        while not any(stage.incarnation == 2 and not stage.not_routable for stage in fleet.status().stages):
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        assert sums(native) == held
 
 
 def test_it_is_noticed_that_the_process_is_gone_that_does_the_work(
