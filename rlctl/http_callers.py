@@ -72,14 +72,16 @@ def _too_large(size: int, most: int) -> Exception:
     return Reason.MESSAGE_TOO_LARGE.error(f"the body has {size} bytes or more; {most} are taken", field="body")
 
 
+BACKLOG = 4096
+"""Connections that may wait to be taken in: a trainer sends its batch in one go."""
+
+
 class Site(web.BaseSite):
     """A listener whose connections are guarded."""
 
-    def __init__(
-        self, runner: web.AppRunner, host: str, port: int, *, share_port: bool = False, backlog: int = 128
-    ) -> None:
+    def __init__(self, runner: web.AppRunner, host: str, port: int, *, share_port: bool = False) -> None:
         """``share_port``: other processes listen there too (SO_REUSEPORT). The application has :func:`answering`."""
-        super().__init__(runner, backlog=backlog)
+        super().__init__(runner, backlog=BACKLOG)
         self._host = host
         self._port = port
         self._share_port = share_port

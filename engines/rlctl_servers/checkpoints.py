@@ -29,8 +29,8 @@ from rlctl.weights.storage import Patience
 from rlctl.weights.tensors import TensorMeta, dtype_name
 
 _VOLATILE = (
-    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "auto_map", "pretraining_tp"),
+    *("_name_or_path", "transformers_version", "_diffusers_version", "torch_dtype", "dtype", "use_cache"),
+    *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map", "pretraining_tp"),
 )
 """Entries of a config that may differ between checkpoints of one model."""
 
@@ -43,6 +43,21 @@ def digest_of(checkpoint: Checkpoint) -> str:
     for name in checkpoint.metas:
         digest.add(name, checkpoint.read(name))
     return digest.digest()
+
+
+def compare_configs(path: str, config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
+    """Raise CHECKPOINT_MISMATCH where a config says of a model what the one that it was started with does not."""
+    # What only one of them has is a default that another version of the library writes out.
+    names = sorted((reference.keys() & config.keys()) - set(_VOLATILE) | {"architectures", "model_type"})
+    different = [
+        f"{name} is {config.get(name)!r} instead of {reference.get(name)!r}"
+        for name in names
+        if config.get(name) != reference.get(name)
+    ]
+    if different:
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{path} is of another architecture: {'; '.join(different)}", field="model_path"
+        )
 
 
 class Checkpoints:
@@ -110,7 +125,7 @@ class Checkpoints:
         checkpoint = open_checkpoint(self.resolve(path, field="model_path"))
         try:
             compare(checkpoint.metas, self.reference, what=f"the checkpoint {path}")
-            self._compare_configs(path, checkpoint.config)
+            compare_configs(path, checkpoint.config, self._config)
         except BaseException:
             checkpoint.close()
             raise
@@ -135,16 +150,3 @@ class Checkpoints:
     def stop(self) -> None:
         """End pulls that are under way."""
         self._stop.set()
-
-    def _compare_configs(self, path: str, config: Mapping[str, Any]) -> None:
-        # What only one of them has is a default that another version of transformers writes out.
-        names = sorted((self._config.keys() & config.keys()) - set(_VOLATILE) | {"architectures", "model_type"})
-        different = [
-            f"{name} is {config.get(name)!r} instead of {self._config.get(name)!r}"
-            for name in names
-            if config.get(name) != self._config.get(name)
-        ]
-        if different:
-            raise Reason.CHECKPOINT_MISMATCH.error(
-                f"{path} is of another architecture: {'; '.join(different)}", field="model_path"
-            )

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rlctl.errors import Reason, RlctlError
-from rlctl_servers.http import Http
+from rlctl_servers.http import Answer, Http
+from rlctl_servers.options import address
 from rlctl_servers.process import ServerProcess
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,9 @@ SILENT_S = 90.0
 async def told_at(product: str, url: str, path: str, api_key: str) -> dict[str, Any]:
     """The JSON object that a server answers a GET with; {} where what is there has no such answer.
 
-    Raises UNREACHABLE, and FIELD_INVALID where it does not take the key.
+    Raises UNREACHABLE, and FIELD_INVALID for no http address, or where it does not take the key.
     """
-    http = Http(product, url.rstrip("/"), api_key)
+    http = Http(product, address({"url": url}, ()), api_key)
     try:
         answer = await http.call(path, timeout_s=PROBE_S, admin=False)
     except TimeoutError:
@@ -62,6 +63,9 @@ class Server(abc.ABC):
     @abc.abstractmethod
     async def refuse_unready(self) -> None:
         """Raise why a server that runs already cannot be attached to."""
+
+    def refuse_ill(self, answer: Answer) -> None:  # noqa: B027
+        """Raise UNREACHABLE where a front that answers the probe says that there is no server behind it any more."""
 
     @property
     def pid(self) -> int:
@@ -104,7 +108,7 @@ class Server(abc.ABC):
         while unreachable < UNREACHABLE_LOOKS and now() - heard < SILENT_S:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.http.call(self.probe, timeout_s=PROBE_S)
+                self.refuse_ill(await self.http.call(self.probe, timeout_s=PROBE_S))
                 heard, unreachable = now(), 0
             except TimeoutError:
                 log.warning("%s did not answer in %g s", name, PROBE_S)

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from rlctl_servers import server
 from rlctl_servers.http import Http
+from rlctl_servers.options import key
 
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
-from rlctl_sglang.options import Options, parse_options
+from rlctl_sglang.options import Options
 from rlctl_sglang.process import PRODUCT, Meeting, SGLangProcess
 
 DIFFUSION = "diffusion"
@@ -19,8 +20,8 @@ DIFFUSION = "diffusion"
 
 async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
     """See :func:`rlctl.engine.recognise`."""
-    told = await server.told_at(PRODUCT, url, "/model_info", parse_options({**options, "url": url}).api_key)
-    return str(told.get("model_path", ""))
+    told = await server.told_at(PRODUCT, url, "/model_info", key(options, "api_key_file"))
+    return "" if told.get("model_type") == DIFFUSION else str(told.get("model_path", ""))
 
 
 class Server(server.Server):
@@ -54,9 +55,9 @@ class Server(server.Server):
         known = await self.http.call("/model_info", timeout_s=server.PROBE_S, admin=False)
         if isinstance(known.body, dict) and known.body.get("model_type") == DIFFUSION:
             raise Reason.UNSUPPORTED.error(
-                f"at {self.http.url} is SGLang-Diffusion, which makes pictures and not tokens: it cannot be a stage",
+                f"at {self.http.url} is SGLang-Diffusion, which makes pictures and not tokens",
                 field="options.url",
-                next_step="Give it weights by its own POST /update_weights_from_disk, with target_modules.",
+                next_step="Attach to it with --engine sglang-diffusion.",
             )
         if answer.status != 200:
             raise Reason.ILLEGAL_STATE.error(

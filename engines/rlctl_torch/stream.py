@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 
 from rlctl.errors import RlctlError
+from rlctl.merging import MergedSample
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FinishReason, GenerateResponse, Sample, TokenLogprob, VersionSpan
 from rlctl_torch.sampling import Choice
@@ -101,44 +102,36 @@ class Stream:
             prompt_tokens=len(self._prompt),
             elapsed=Duration(seconds=int(elapsed), nanos=int(elapsed % 1 * 1e9)),
         )
-        samples: dict[int, Sample] = {}
+        samples: dict[int, MergedSample] = {}
         ended = 0
         while self._deltas:
             delta = self._deltas.popleft()
-            sample = samples.get(delta.index)
-            if sample is None:
-                sample = samples[delta.index] = message.samples.add(index=delta.index)
-            self._add(sample, delta)
+            if delta.index not in samples:
+                samples[delta.index] = MergedSample(Sample(index=delta.index))
+            samples[delta.index].add(self._said(delta))
             ended += delta.finish is not None
+        for sample in samples.values():
+            sample.fill(message.samples.add())
         if self._scores is not None:
             scores, self._scores = self._scores, None
             message.input_logprobs.extend(_logprob(score) for score in scores)
         return message, ended
 
-    def _add(self, sample: Sample, delta: Delta) -> None:
-        sample.text += delta.text
+    def _said(self, delta: Delta) -> Sample:
         end = delta.start + len(delta.tokens)
-        sample.completion_tokens = end
-        sample.retractions = delta.retractions
+        sample = Sample(text=delta.text, completion_tokens=end, retractions=delta.retractions)
         if delta.finish is not None:
             sample.finish_reason.CopyFrom(delta.finish)
         if not delta.tokens:
-            return
+            return sample
         sample.output_ids.extend([choice.token for choice in delta.tokens])
         if self._settings.logprobs:
             sample.output_logprobs.extend(_logprob(choice) for choice in delta.tokens)
         span = VersionSpan(version=delta.version, start=delta.start, end=end, adapter_version=delta.adapter_version)
         if delta.kv_version != delta.version:
             span.kv_version.CopyFrom(delta.kv_version)
-        last = sample.versions[-1] if sample.versions else None
-        if last is not None and (last.version, last.kv_version, last.adapter_version) == (
-            span.version,
-            span.kv_version,
-            span.adapter_version,
-        ):
-            last.end = end
-        else:
-            sample.versions.append(span)
+        sample.versions.append(span)
+        return sample
 
 
 def wake(streams: Iterable[Stream]) -> None:

@@ -50,9 +50,12 @@ def server(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What a server says of itself once it serves."""
+    """What a server says of itself once it serves. Raises RuntimeError when it ends instead."""
     assert process.stdout is not None
-    facts: dict[str, Any] = json.loads(process.stdout.readline())
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args!r} has ended with status {process.wait(30)}")
+    facts: dict[str, Any] = json.loads(line)
     return facts
 
 

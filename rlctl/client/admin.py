@@ -131,11 +131,13 @@ class AsyncAdmin:
         expected_digest: str = "",
         apply: verbs_pb2.ApplyMode.ValueType = verbs_pb2.APPLY_MODE_UNSPECIFIED,
         max_unavailable: int = 0,
+        target_modules: Sequence[str] = (),
         **targets: Unpack[Targets],
     ) -> Operation:
         """Every target reads a checkpoint; a whole update in one call. ``model_path`` is as the engines see it.
 
-        ``max_unavailable``: staged only; targets that swap at the same time, 0 for all.
+        ``max_unavailable``: staged only; targets that swap at the same time, 0 for all. ``target_modules``: what is in
+        these is read and the rest stays; a partial update.
         """
         request = verbs_pb2.UpdateWeightsFromDiskRequest(
             model_path=model_path,
@@ -144,6 +146,7 @@ class AsyncAdmin:
             expected_digest=expected_digest,
             apply=apply,
             max_unavailable=max_unavailable,
+            target_modules=target_modules,
         )
         return await self.call(request, **targets)
 

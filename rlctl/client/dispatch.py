@@ -14,7 +14,7 @@ from rlctl.client.connection import Connection
 from rlctl.client.line import LEFT_S, Answers, Line, Metadata, Parts
 from rlctl.client.view import FleetView
 from rlctl.errors import Reason, RlctlError
-from rlctl.merging import merge
+from rlctl.merging import Merged
 from rlctl.rollout.router import Picked, Router, Wanted, next_step, obstacles
 from rlctl.transport.channel import bearer
 from rlctl.v1.coordinator_pb2 import GetFleetRequest
@@ -120,12 +120,12 @@ class Attempt:
 
     async def whole(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> GenerateResponse:
         """All that is generated. Raises RlctlError."""
-        answer = GenerateResponse()
+        answer = Merged()
         async with aclosing(self.stream(request, deadline, metadata)) as parts:
             async for part in parts:
-                merge(answer, part)
+                answer.add(part)
         self.answered()
-        return answer
+        return answer.message()
 
     def stream(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Parts:
         """What is generated, message by message; as :meth:`Lines.stream`."""

@@ -12,12 +12,15 @@ from rlctl.ports import Clock
 from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_UNSPECIFIED,
     STAGE_STATE_DIRTY,
     TRANSPORT_DISK,
     TRANSPORT_SHARED_MEMORY,
     TRANSPORT_TORCH_GLOO,
     TRANSPORT_TORCH_NCCL,
     WEIGHT_SELECTOR_DRAFT,
+    PauseMode,
     Target,
     Transport,
     WeightVersion,
@@ -214,6 +217,14 @@ class Planner:
         if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
             engine = slot.record.registration.engine
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
+        if not _pauses(request, slot):
+            name, *there = (
+                PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
+                for mode in (pause_mode(request), *slot.capabilities.pause_modes)
+            )
+            return Reason.UNSUPPORTED.error(
+                f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field="options.pause"
+            )
         if request.options.selector == WEIGHT_SELECTOR_DRAFT and not slot.capabilities.draft_model:
             return Reason.UNSUPPORTED.error(f"{slot.name} has no draft model", field="options.selector")
         if _waits_for_its_own_ranks(request, slot, _transport(request, slot)):
@@ -254,6 +265,19 @@ class Planner:
             field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
             return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field=field)
         return None
+
+
+def pause_mode(request: BeginWeightUpdateRequest) -> PauseMode.ValueType:
+    """How requests are to be stopped for an update; UNSPECIFIED: not before it is known that none are active."""
+    # Of an adapter, the requests that are aborted are those that use it, by the stages themselves.
+    abort = request.options.abort_all_requests and request.kind != UPDATE_KIND_ADAPTER
+    return request.options.pause or (PAUSE_MODE_ABORT if abort else PAUSE_MODE_UNSPECIFIED)
+
+
+def _pauses(request: BeginWeightUpdateRequest, slot: Slot) -> bool:
+    """Whether a stage can be paused as an update asks for, if it is not paused already."""
+    mode, known = pause_mode(request), slot.capabilities.pause_modes
+    return not mode or not known or mode in known or (slot.report is not None and slot.report.paused)
 
 
 def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:

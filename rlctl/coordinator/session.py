@@ -18,6 +18,7 @@ from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.groups import BACKENDS
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
+from rlctl.coordinator.planning import pause_mode
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.verification import Expected, Level
 from rlctl.coordinator.waking import Waking
@@ -29,7 +30,6 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
     OUTCOME_UNKNOWN,
-    PAUSE_MODE_ABORT,
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
     STAGE_STATE_ASLEEP,
@@ -303,10 +303,7 @@ class Session:
 
     @property
     def _pause_mode(self) -> common_pb2.PauseMode.ValueType:
-        options = self.record.request.options
-        # Of an adapter, the requests that are aborted are those that use it, by the stages themselves.
-        abort = options.abort_all_requests and self.adapter is None
-        return options.pause or (PAUSE_MODE_ABORT if abort else PAUSE_MODE_UNSPECIFIED)
+        return pause_mode(self.record.request)
 
     def _prepares(self) -> list[Coroutine[Any, Any, list[StageResult]]]:
         """The steps that prepare the targets: those that digest what comes are told apart from the others."""

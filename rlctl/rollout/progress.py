@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Sequence
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.merging import merge_sample
+from rlctl.merging import MergedSample
 from rlctl.rollout.sample import Part, RolloutSample
 from rlctl.sampling import DEFAULT_NEW_TOKENS
 from rlctl.v1.rollout_pb2 import (
@@ -36,19 +36,14 @@ class Progress:
         """Go on from ``sample``, which may have nothing yet."""
         self._sample = sample
         self._request = sample.request
-        self._whole = Sample()
-        self._whole.CopyFrom(sample.whole)
+        self._had = MergedSample(sample.whole)
         self._prompt_ids = list(sample.prompt_ids)
         self._parts = list(sample.parts)
         self._input_logprobs = list(sample.input_logprobs)
         self._tried = bool(sample.parts)
         self._base = self._text_base = 0  # tokens, and length of the text, that earlier attempts brought
         self._cached = self._retractions = 0  # what earlier attempts counted
-
-    @property
-    def whole(self) -> Sample:
-        """All that is had. Not to be changed, and it goes on to grow."""
-        return self._whole
+        self._stop_sought = False  # in all of the text in which it may lie across the cut
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -63,31 +58,31 @@ class Progress:
     @property
     def tokens(self) -> int:
         """Output tokens had."""
-        return len(self._whole.output_ids)
+        return len(self._had.rest.output_ids)
 
     @property
     def finished(self) -> bool:
         """Whether it came to its own end."""
-        return self._whole.finish_reason.type in (FINISH_TYPE_LENGTH, FINISH_TYPE_STOP)
+        return self._had.rest.finish_reason.type in (FINISH_TYPE_LENGTH, FINISH_TYPE_STOP)
 
     @property
     def ended(self) -> bool:
         """Whether it has a finish reason, an abort's included."""
-        return self._whole.HasField("finish_reason")
+        return self._had.rest.HasField("finish_reason")
 
     def attempt(self, min_version_seq: int) -> GenerateRequest:
         """The request for what is missing, under an id of its own. Raises UNSUPPORTED for a sample that cannot go on.
 
         A sample may turn out to be finished: the end was lost, not the tokens.
         """
-        self._whole.ClearField("finish_reason")
-        self._base, self._text_base = self.tokens, len(self._whole.text)
-        self._cached, self._retractions = self._whole.cached_tokens, self._whole.retractions
+        self._had.rest.ClearField("finish_reason")
+        self._base, self._text_base = self.tokens, self._had.text_length
+        self._cached, self._retractions = self._had.rest.cached_tokens, self._had.rest.retractions
         request = GenerateRequest()
         request.CopyFrom(self._request)
         if self._tried or not request.rid:
             request.rid = secrets.token_hex(16)
-        self._tried = True
+        self._tried, self._stop_sought = True, False
         request.min_version_seq = min_version_seq
         if self._base:
             self._go_on(request)
@@ -101,10 +96,10 @@ class Progress:
         request.ClearField("logprob_start_len")
         if not self._prompt_ids:
             raise Reason.UNSUPPORTED.error("the engine has not said the prompt's tokens", field="text")
-        request.input_ids.CopyFrom(TokenIds(ids=[*self._prompt_ids, *self._whole.output_ids]))
+        request.input_ids.CopyFrom(TokenIds(ids=[*self._prompt_ids, *self._had.rest.output_ids]))
         missing = _limit(params) - self._base
         if missing <= 0:
-            self._whole.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
+            self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
             return
         params.max_new_tokens = missing
         params.min_new_tokens = max(params.min_new_tokens - self._base, 0)
@@ -127,7 +122,7 @@ class Progress:
             for span in sample.versions:
                 span.start += self._base
                 span.end += self._base
-            merge_sample(self._whole, sample)
+            self._had.add(sample)
             self._look_for_stop()
 
     def _begin_part(self, response: GenerateResponse, sample: Sample) -> None:
@@ -138,20 +133,22 @@ class Progress:
 
     def _look_for_stop(self) -> None:
         """End at the first stop string that begins before the cut: the engine took that for the prompt."""
-        params, text, cut = self._request.sampling_params, self._whole.text, self._text_base
-        if self.tokens < params.min_new_tokens:
+        params, cut = self._request.sampling_params, self._text_base
+        if not cut or not params.stop or self._stop_sought or self.tokens < params.min_new_tokens:
             return
+        self._stop_sought = self._had.text_length >= cut + max(map(len, params.stop)) - 1
+        text = self._had.text
         places = [(text.find(stop, max(cut - len(stop) + 1, 0), cut + len(stop) - 1), stop) for stop in params.stop]
         found = [place for place in places if place[0] >= 0]
         if found:
             at, stop = min(found, key=lambda place: place[0] + len(place[1]))
-            self._whole.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
-            self._whole.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
+            self._had.text = text[: at + len(stop)] if params.no_stop_trim else text[:at]
+            self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_STOP, matched_string=stop))
 
     def full(self, refusal: RlctlError) -> bool:
         """Whether an attempt was refused since the sample fills the context: then it has ended, by its length."""
         if refusal.reason is Reason.PROMPT_TOO_LONG and self._base:
-            self._whole.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
+            self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
             return True
         return False
 
@@ -159,7 +156,7 @@ class Progress:
         """The sample as it is now."""
         known = self._sample
         whole = Sample()
-        whole.CopyFrom(self._whole)
+        self._had.fill(whole)
         return RolloutSample(
             request=self._request,
             whole=whole,

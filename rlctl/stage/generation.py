@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import cast
@@ -12,7 +11,7 @@ from google.protobuf.message import Message
 from rlctl.checks import check
 from rlctl.engine import Engine
 from rlctl.errors import Reason
-from rlctl.merging import merge
+from rlctl.merging import Merged
 from rlctl.ports import Clock
 from rlctl.stage.core import Serving
 from rlctl.stage.multiplexed import Multiplexed
@@ -36,11 +35,11 @@ class Generation:
 
     async def generate(self, request: Message, remaining_s: float | None) -> GenerateResponse:
         """All samples of a prompt, whole."""
-        whole = GenerateResponse()
+        whole = Merged()
         async with contextlib.aclosing(self.stream(request, remaining_s)) as parts:
             async for part in parts:
-                merge(whole, part)
-        return whole
+                whole.add(part)
+        return whole.message()
 
     async def many(self, requests: AsyncIterator[Message]) -> AsyncGenerator[GenerateManyResponse, None]:
         """Many requests of one caller: what is new of each."""
@@ -72,32 +71,11 @@ class Generation:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
         async with contextlib.aclosing(self._engine().generate(request)) as parts:
-            async for part in self._watched(parts, deadline, request.adapter):
-                part.slot, part.incarnation = serving.slot, serving.incarnation
-                part.elapsed.CopyFrom(duration(self._clock.now() - started))
-                yield part
-
-    async def _watched(
-        self, parts: AsyncGenerator[GenerateResponse, None], deadline: float, adapter: str
-    ) -> AsyncGenerator[GenerateResponse, None]:
-        """What the engine says while the stage may serve; an engine that says nothing is not waited for blindly."""
-        coming: asyncio.Future[GenerateResponse] | None = None
-        try:
-            while True:
-                coming = asyncio.ensure_future(anext(parts))
-                await self._ongoing.wait(coming, deadline, adapter)
-                done, coming = coming, None
-                if done.cancelled():  # which would end the caller's request as if it had been the caller's wish
-                    raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why")
-                try:
-                    part = done.result()
-                except StopAsyncIteration:
-                    return
-                yield part
-        finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            with self._ongoing.request(deadline, request.adapter) as ongoing:
+                while (part := await ongoing.next(parts)) is not None:
+                    part.slot, part.incarnation = serving.slot, serving.incarnation
+                    part.elapsed.CopyFrom(duration(self._clock.now() - started))
+                    yield part
 
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
         """End requests early."""

@@ -116,7 +116,8 @@ class Multiplexed:
             refuse_large(request.DESCRIPTOR.name, request.ByteSize())
             async with aclosing(self._stream(request, remaining)) as parts:
                 async for part in parts:
-                    missing -= sum(sample.HasField("finish_reason") for sample in part.samples)
+                    for sample in part.samples:
+                        missing -= sample.HasField("finish_reason")
                     if missing <= 0:
                         last = part
                         continue

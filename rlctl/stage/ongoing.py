@@ -3,78 +3,123 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TypeVar
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
 from rlctl.stage.core import Serving
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 """How often the stage's state is looked at. It may change on another event loop, which tells nobody here."""
 
 
 class Ongoing:
-    """Waits for what an engine says next, no longer than the stage may tell of it.
+    """All of them.
 
-    A timer for each request would be the dearest part of thousands of quiet streams (docs/benchmarks.md, rollout).
+    A timer for each request's gate would be the dearest part of thousands of quiet streams, and a task or a timer for
+    each part of an answer that of short ones (docs/benchmarks.md, rollout).
     """
 
     def __init__(self, serving: Callable[[], Serving], clock: Clock) -> None:
         self._serving = serving
         self._clock = clock
-        self._waiting: dict[asyncio.Future[None], str] = {}
+        self._requests: set[_Request] = set()
         self._looking: asyncio.TimerHandle | None = None
 
-    async def wait(self, coming: asyncio.Future[Any], deadline: float, adapter: str) -> None:
-        """Returns when ``coming`` is done. ``deadline`` is a time of the clock, in seconds.
-
-        Raises DEADLINE_EXCEEDED, or STAGE_NOT_SERVING when nothing more may be told of what is being generated.
-        """
-        while True:
-            left = deadline - self._clock.now()
-            if left <= 0:
-                raise Reason.DEADLINE_EXCEEDED.error("the time was up before the request ended")
-            await self._sleep(coming, left, adapter)
-            self._serving().refuse_ongoing(self._clock.now(), adapter)
-            if coming.done():
-                return
-
-    async def _sleep(self, coming: asyncio.Future[Any], left: float, adapter: str) -> None:
-        """Until ``coming`` is done, the time is up or a look has found the gate shut."""
+    @contextlib.contextmanager
+    def request(self, deadline: float, adapter: str) -> Iterator[_Request]:
+        """One of them, from beginning to end. ``deadline`` is a time of the clock, in seconds."""
         loop = asyncio.get_running_loop()
-        woken: asyncio.Future[None] = loop.create_future()
-
-        def wake(_coming: object = None) -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        coming.add_done_callback(wake)
-        limit = loop.call_later(left, wake) if left != float("inf") else None
-        self._waiting[woken] = adapter
+        request = _Request(self._serving, self._clock, deadline, adapter)
+        left = deadline - self._clock.now()
+        limit = None if left == float("inf") else loop.call_later(max(left, 0.0), request.time_up)
+        self._requests.add(request)
         if self._looking is None:
             self._looking = loop.call_later(LOOK_S, self._look)
         try:
-            await woken
+            yield request
         finally:
-            del self._waiting[woken]
+            self._requests.discard(request)
             if limit is not None:
                 limit.cancel()
-            coming.remove_done_callback(wake)
 
     def _look(self) -> None:
         serving, now = self._serving(), self._clock.now()
-        refused = {adapter for adapter in set(self._waiting.values()) if _is_refused(serving, now, adapter)}
-        for woken, adapter in self._waiting.items():
-            if adapter in refused and not woken.done():
-                woken.set_result(None)
+        refusals = {adapter: _refusal(serving, now, adapter) for adapter in {each.adapter for each in self._requests}}
+        for request in self._requests:
+            refusal = refusals[request.adapter]
+            if refusal is not None:
+                request.cut(refusal)
         again = asyncio.get_running_loop().call_later
-        self._looking = again(LOOK_S, self._look) if self._waiting else None
+        self._looking = again(LOOK_S, self._look) if self._requests else None
 
 
-def _is_refused(serving: Serving, now: float, adapter: str) -> bool:
+class _Request:
+    """One of them: waits for what the engine says next, no longer than the stage may tell of it."""
+
+    def __init__(self, serving: Callable[[], Serving], clock: Clock, deadline: float, adapter: str) -> None:
+        self.adapter = adapter
+        self._serving = serving
+        self._clock = clock
+        self._deadline = deadline
+        self._task: asyncio.Task[object] | None = None  # while it waits
+        self._cancelled = 0
+        self._error: RlctlError | None = None
+
+    async def next(self, parts: AsyncGenerator[T, None]) -> T | None:
+        """What the engine says next; None: it has said everything.
+
+        Raises DEADLINE_EXCEEDED, STAGE_NOT_SERVING when nothing more may be told of what is being generated,
+        ENGINE_FAILED where the engine gives the request up without a word, and what it fails with.
+        """
+        if self._clock.now() >= self._deadline:
+            raise _late()
+        part: T | None = None
+        with self, contextlib.suppress(StopAsyncIteration):
+            part = await anext(parts)
+        self._serving().refuse_ongoing(self._clock.now(), self.adapter)
+        return part
+
+    def time_up(self) -> None:
+        """It has taken too long."""
+        self.cut(_late())
+
+    def cut(self, error: RlctlError) -> None:
+        """If it waits now: its wait is over, and fails with this."""
+        if self._task is not None and self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        """Wait, in the task that runs."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelled, self._error = task, task.cancelling(), None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Tell apart who has cancelled it: the stage, the caller, who goes before, or the engine."""
+        task, self._task = self._task, None
+        assert task is not None
+        cancelled = task.cancelling() if self._error is None else task.uncancel()
+        if cancelled > self._cancelled:
+            return
+        if self._error is not None:
+            raise self._error from None
+        if kind is asyncio.CancelledError:  # which would end the caller's request as if it had been the caller's wish
+            raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why") from None
+
+
+def _refusal(serving: Serving, now: float, adapter: str) -> RlctlError | None:
     try:
         serving.refuse_ongoing(now, adapter)
-    except RlctlError:
-        return True
-    return False
+    except RlctlError as refusal:
+        return refusal
+    return None
+
+
+def _late() -> RlctlError:
+    return Reason.DEADLINE_EXCEEDED.error("the time was up before the request ended")

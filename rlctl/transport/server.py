@@ -19,6 +19,9 @@ from rlctl.transport.addresses import join, refuse_insecure, split
 from rlctl.transport.auth import TokenGuard
 from rlctl.transport.channel import MAX_MESSAGE_BYTES
 
+MAX_PENDING = 100_000
+"""Calls that may wait to be taken in. From gRPC's own 1,000 on some are cancelled by lot, as if by their callers."""
+
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),  # two servers must not share a port silently
     # Clients ping every 10 s; more often than this they would be sent away ("too many pings"), 5 minutes by default.
@@ -30,6 +33,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.http2.ping_timeout_ms", 30_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )

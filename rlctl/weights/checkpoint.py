@@ -24,8 +24,9 @@ from rlctl.weights.tensor_file import TensorFile
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 
 CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEM = "model"
+SINGLE = f"{STEM}.safetensors"
+INDEX = f"{STEM}.safetensors.index.json"
 
 _SHOWN = 5
 """How many names of each kind a mismatch lists in its message; all of them are in the metadata."""
@@ -135,6 +136,10 @@ class Checkpoint:
         for file in self.files:
             file.check_unchanged()
 
+    def same_files(self, other: Checkpoint) -> bool:
+        """Whether another one, opened later, is of the same files, and nobody has written to them between."""
+        return [file.stamp for file in self.files] == [file.stamp for file in other.files]
+
     def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]], *, threads: int = 0) -> int:
         """See :class:`StoredWeights`; ``threads`` as for :func:`rlctl.weights.placing.read_parts`."""
         parts = []
@@ -187,14 +192,19 @@ def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> 
     return _read_json(directory / name, field)
 
 
-def open_files(path: str, *, field: str = "model_path") -> list[TensorFile]:
-    """The safetensors files of a directory, single or sharded. Raises as :func:`open_checkpoint` does."""
+def open_files(path: str, *, field: str = "model_path", stem: str = STEM) -> list[TensorFile]:
+    """The safetensors files of a directory, single or sharded; ``stem``: what their names begin with.
+
+    Raises as :func:`open_checkpoint` does.
+    """
     directory = Path(path)
-    if (directory / SINGLE).exists():
-        return [TensorFile(directory / SINGLE, field=field)]
-    if not (directory / INDEX).exists():
-        raise _not_found(directory, f"it holds neither {SINGLE} nor {INDEX}", field)
-    return _open_sharded(directory, field)
+    single = directory / f"{stem}.safetensors"
+    if single.exists():
+        return [TensorFile(single, field=field)]
+    index = directory / f"{stem}.safetensors.index.json"
+    if not index.exists():
+        raise _not_found(directory, f"it holds neither {single.name} nor {index.name}", field)
+    return _open_sharded(index, field)
 
 
 def index_of(weight_map: Mapping[str, str], metas: Iterable[TensorMeta]) -> bytes:
@@ -234,8 +244,7 @@ def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta]
         )
 
 
-def _open_sharded(directory: Path, field: str) -> list[TensorFile]:
-    index = directory / INDEX
+def _open_sharded(index: Path, field: str) -> list[TensorFile]:
     weight_map = _read_json(index, field).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise _not_found(index, "it has no weight_map from names to files", field)
@@ -243,7 +252,7 @@ def _open_sharded(directory: Path, field: str) -> list[TensorFile]:
     for name in names:
         if Path(name).name != name or name in ("", "."):
             raise _mismatch(f"{index}: {name!r} is no file of this directory", field)
-    files = [TensorFile(directory / name, field=field) for name in names]
+    files = [TensorFile(index.parent / name, field=field) for name in names]
     for file in files:
         promised = {name for name, where in weight_map.items() if where == file.path.name}
         if absent := sorted(promised - file.metas.keys()):

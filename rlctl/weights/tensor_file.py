@@ -63,6 +63,7 @@ class TensorFile:
         path: where it was opened.
         metas: its tensors, by name, in the order of their bytes.
         offsets: where each tensor's bytes begin in the file.
+        stamp: which file it was when it was opened, and as what was last written to it.
         metadata: the header's free text entries.
     """
 
@@ -73,7 +74,7 @@ class TensorFile:
         try:
             self._fd = open_regular(path)
             self._closing = weakref.finalize(self, os.close, self._fd)
-            self._stamp = _stamp(os.fstat(self._fd))
+            self.stamp = _stamp(os.fstat(self._fd))
             header, begin = self._header()
             self.metadata = _metadata(header.pop(METADATA, {}))
             self.metas, self.offsets = self._tensors(header, begin)
@@ -85,7 +86,7 @@ class TensorFile:
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self._stamp[2]
+        return self.stamp[2]
 
     def read_bytes(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (contiguous, on the host) with the file's bytes from ``offset`` on.
@@ -106,7 +107,7 @@ class TensorFile:
     def check_unchanged(self) -> None:
         """Raise CHECKPOINT_NOT_FOUND unless the path still names the file that was opened, as it was."""
         try:
-            unchanged = _stamp(os.stat(self.path)) == self._stamp
+            unchanged = _stamp(os.stat(self.path)) == self.stamp
         except OSError:
             unchanged = False
         if not unchanged:
@@ -114,7 +115,7 @@ class TensorFile:
 
     def check_contents(self) -> None:
         """Raise CHECKPOINT_NOT_FOUND when the opened file was written to, whatever its path names by now."""
-        if _stamp(os.fstat(self._fd)) != self._stamp:
+        if _stamp(os.fstat(self._fd)) != self.stamp:
             raise self._unreadable("the file was changed while the checkpoint was open")
 
     def close(self) -> None:

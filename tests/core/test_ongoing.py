@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
 from types import MappingProxyType
 
 import pytest
@@ -39,9 +41,27 @@ class Host:
         self.clock = SystemClock()
         self.ongoing = Ongoing(lambda: self.serving, self.clock)
 
-    def wait(self, coming: asyncio.Future[str], *, left: float = float("inf"), adapter: str = "") -> asyncio.Task[None]:
+    def wait(
+        self, coming: Awaitable[str], *, left: float = float("inf"), adapter: str = ""
+    ) -> asyncio.Task[str | None]:
         """A request that waits for what its engine says."""
-        return asyncio.ensure_future(self.ongoing.wait(coming, self.clock.now() + left, adapter))
+        return asyncio.ensure_future(self._next(coming, self.clock.now() + left, adapter))
+
+    async def _next(self, coming: Awaitable[str], deadline: float, adapter: str) -> str | None:
+        async def said() -> AsyncGenerator[str, None]:
+            yield await coming
+
+        async with aclosing(said()) as parts:
+            try:
+                with self.ongoing.request(deadline, adapter) as request:
+                    part = await request.next(parts)
+                    assert part is None or await request.next(parts) is None
+                    return part
+            except RlctlError:
+                task = asyncio.current_task()
+                assert task is not None
+                assert not task.cancelling()
+                raise
 
 
 @pytest.fixture
@@ -56,7 +76,7 @@ def new() -> asyncio.Future[str]:
     return asyncio.get_running_loop().create_future()
 
 
-async def reason(waiting: asyncio.Task[None]) -> Reason:
+async def reason(waiting: asyncio.Task[str | None]) -> Reason:
     """Why a wait ended."""
     with pytest.raises(RlctlError) as refused:
         await waiting
@@ -69,10 +89,10 @@ async def test_what_the_engine_says_ends_its_own_wait_only(host: Host) -> None:
     await asyncio.sleep(3 * SOON_S)
     assert not one.done()
     first.set_result("x")
-    await one
+    assert await one == "x"
     assert not other.done()
     second.set_result("y")
-    await other
+    assert await other == "y"
 
 
 async def test_what_was_said_before_the_gate_shut_is_not_told_after(host: Host) -> None:
@@ -154,3 +174,94 @@ async def test_nobody_looks_when_nobody_waits(host: Host) -> None:
     after = looked
     await asyncio.sleep(5 * SOON_S)
     assert looked == after > 1
+
+
+async def test_an_engine_that_speaks_although_it_was_cancelled_is_not_told(host: Host) -> None:
+    async def stubborn() -> str:
+        with suppress(asyncio.CancelledError):
+            await new()
+        return "x"
+
+    assert await reason(host.wait(stubborn(), left=SOON_S)) is Reason.DEADLINE_EXCEEDED
+
+
+async def test_an_engine_that_fails_as_it_is_cancelled_is_not_to_blame(host: Host) -> None:
+    async def failing() -> str:
+        try:
+            return await new()
+        finally:
+            raise Reason.ENGINE_FAILED.error("no such request")
+
+    assert await reason(host.wait(failing(), left=SOON_S)) is Reason.DEADLINE_EXCEEDED
+
+
+async def test_an_engine_that_gives_up_does_not_look_like_a_caller_who_left(host: Host) -> None:
+    coming = new()
+    waiting = host.wait(coming)
+    await asyncio.sleep(0)
+    coming.cancel()
+    assert await reason(waiting) is Reason.ENGINE_FAILED
+
+
+async def test_a_caller_who_leaves_has_left_whatever_else_ends_the_wait(host: Host) -> None:
+    host.serving = READY._replace(lease_until=0.0)
+
+    async def slow_to_end() -> str:
+        try:
+            return await new()
+        except asyncio.CancelledError:
+            await asyncio.sleep(5 * SOON_S)
+            raise
+
+    for coming in (new(), slow_to_end()):
+        waiting = host.wait(coming)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+
+
+async def test_a_caller_may_leave_while_the_engine_is_being_ended(host: Host) -> None:
+    ending = asyncio.Event()
+
+    async def slow_to_end() -> str:
+        try:
+            return await new()
+        except asyncio.CancelledError:
+            ending.set()
+            await new()
+            raise
+
+    waiting = host.wait(slow_to_end(), left=SOON_S)
+    await ending.wait()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+
+
+async def test_time_that_is_up_while_the_caller_takes_its_time_ends_the_next_wait(host: Host) -> None:
+    async def said() -> AsyncGenerator[str, None]:
+        yield "x"
+        yield "y"
+
+    async with aclosing(said()) as parts:
+        with host.ongoing.request(host.clock.now() + 3 * SOON_S, "") as request:
+            assert await request.next(parts) == "x"
+            await asyncio.sleep(5 * SOON_S)
+            with pytest.raises(RlctlError) as late:
+                await request.next(parts)
+    assert late.value.reason is Reason.DEADLINE_EXCEEDED
+
+
+async def test_a_gate_that_was_shut_for_a_moment_while_nobody_waited_ends_nothing(host: Host) -> None:
+    async def said() -> AsyncGenerator[str, None]:
+        yield "x"
+        yield "y"
+
+    async with aclosing(said()) as parts:
+        with host.ongoing.request(float("inf"), "") as request:
+            assert await request.next(parts) == "x"
+            host.serving = READY._replace(lease_until=0.0)
+            await asyncio.sleep(3 * SOON_S)
+            host.serving = READY
+            assert await request.next(parts) == "y"

@@ -81,7 +81,7 @@ def test_what_an_engine_counts_is_counted_over_the_cut() -> None:
         sample = r.Sample(output_ids=tokens, completion_tokens=len(tokens))
         sample.cached_tokens, sample.retractions = cached, retractions
         progress.take(r.GenerateResponse(samples=[sample]))
-    whole = progress.whole
+    whole = progress.result(latest=1).whole
     assert (whole.completion_tokens, whole.retractions) == (3, 3)
     assert whole.cached_tokens == 3, "of the prompt: the rest was generated"
 

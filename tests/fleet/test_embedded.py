@@ -155,6 +155,7 @@ def keyed(body: Any) -> Callable[[web.Request], web.Response]:
 
 
 SGLANG = {"/model_info": keyed({"model_path": "/models/one"})}
+DIFFUSION = {"/model_info": keyed({"model_path": "/models/three", "model_type": "diffusion"})}
 VLLM = {
     "/version": lambda _: web.json_response({"version": "1"}),
     "/v1/models": keyed({"data": [{"root": "/models/two"}]}),
@@ -162,7 +163,13 @@ VLLM = {
 
 
 @pytest.mark.parametrize(
-    ("routes", "kind"), [(SGLANG, ("sglang", "/models/one")), (VLLM, ("vllm", "/models/two"))], ids=["sglang", "vllm"]
+    ("routes", "kind"),
+    [
+        (SGLANG, ("sglang", "/models/one")),
+        (DIFFUSION, ("sglang-diffusion", "/models/three")),
+        (VLLM, ("vllm", "/models/two")),
+    ],
+    ids=["sglang", "sglang-diffusion", "vllm"],
 )
 async def test_a_server_is_recognised_by_its_answers(routes: Any, kind: tuple[str, str], tmp_path: Path) -> None:
     key = tmp_path / "key"
@@ -178,7 +185,7 @@ async def test_what_is_at_a_url_is_no_engine_or_nothing() -> None:
     runner, url = await serve({"/": lambda _: web.Response(text="welcome")})
     error = await refusal([url])
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "url")
-    assert "sglang or vllm" in error.message
+    assert "sglang or sglang-diffusion or vllm" in error.message
     await runner.cleanup()
     error = await refusal([url])
     assert error.reason is Reason.UNREACHABLE

@@ -16,7 +16,6 @@ from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.engine import Call
 from rlctl.errors import OperationFailed, Reason, RlctlError
-from rlctl.merging import merge
 from rlctl.testing.fake_engine import FAULTS, FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
@@ -32,7 +31,6 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_RETRACT,
     STAGE_STATE_READY,
     PauseMode,
-    WeightVersion,
 )
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -321,22 +319,6 @@ async def test_connecting_to_nobody_fails_in_time() -> None:
         await aio.connect("127.0.0.1:1", timeout_s=0.5)
     assert caught.value.reason is Reason.UNREACHABLE
     assert "rlctl up" in str(caught.value)
-
-
-def test_merging_parts_gives_the_whole() -> None:
-    version = WeightVersion(label="v", sequence=1)
-    whole = r.GenerateResponse()
-    for index, token in ((0, 5), (1, 6), (0, 7)):
-        count = 1 + sum(s.completion_tokens for s in whole.samples if s.index == index)
-        sample = r.Sample(index=index, text=str(token), output_ids=[token], completion_tokens=count)
-        sample.versions.add(version=version, start=count - 1, end=count)
-        merge(whole, r.GenerateResponse(rid="x", prompt_tokens=4, samples=[sample]))
-    assert (whole.rid, whole.prompt_tokens) == ("x", 4)
-    assert [(s.index, s.text, list(s.output_ids), len(s.versions)) for s in whole.samples] == [
-        (0, "57", [5, 7], 1),
-        (1, "6", [6], 1),
-    ]
-    assert whole.samples[0].versions[0].end == 2
 
 
 async def test_no_line_is_kept_to_where_a_stage_no_longer_is(make_fleet: Callable) -> None:

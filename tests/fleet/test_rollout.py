@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.progress import begin
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.stage.core import Serving
+from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 LONG = 400
@@ -56,6 +58,10 @@ async def new_weights(fleet: InProcessFleet, path: str) -> None:
     options = v.UpdateOptions(pause=common.PAUSE_MODE_ABORT)
     operation = await fleet.stub.UpdateWeightsFromDisk(v.UpdateWeightsFromDiskRequest(model_path=path, options=options))
     assert operation.state == OPERATION_STATE_OK, operation.error
+
+
+def all_routable(stages: Sequence[Stage]) -> bool:
+    return all(stage.routable for stage in stages)
 
 
 def sequences(sample: RolloutSample) -> list[int]:
@@ -278,11 +284,38 @@ async def test_a_restarted_stage_takes_samples_again(client: AsyncFleet, fleet: 
     rollout = client.rollout("actor")
     await rollout.generate([0], n=2, max_new_tokens=1)
     await restart(fleet, "a")
-    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    await fleet.until(all_routable)
     await eventually(lambda: all(stage.routable for stage in rollout._lines.view.stages))
     samples = await rollout.generate([0], n=4, max_new_tokens=1)
     assert Counter(sample.parts[0].slot for sample in samples) == {"a": 2, "b": 2}
     assert {(part.slot, part.incarnation) for s in samples for part in s.parts} == {("a", 2), ("b", 1)}
+
+
+async def test_whether_a_stage_is_well_is_never_asked_by_generating(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that would hang at every request joins, keeps its lease, is updated and reports its loads."""
+    asked: list[r.GenerateRequest] = []
+
+    async def hang(_engine: FakeEngine, request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        asked.append(request)
+        await asyncio.Event().wait()
+        yield r.GenerateResponse()
+
+    monkeypatch.setattr(FakeEngine, "generate", hang)
+    async with make_fleet(a=1, lease_s=3.5) as fleet, await aio.connect(fleet.server.address) as client:
+        await fleet.until(all_routable)
+        leased_until = asyncio.get_running_loop().time() + 4.0
+        while asyncio.get_running_loop().time() < leased_until:
+            for request in (v.GetLoadsRequest(), v.GetServerInfoRequest(), v.GetModelInfoRequest()):
+                assert (await client.call(request)).state == OPERATION_STATE_OK
+        await client.pause_generation()
+        await client.continue_generation()
+        await fleet.until(all_routable)
+        assert not asked
+        generating = asyncio.create_task(client.generate([0], max_new_tokens=1))
+        await eventually(lambda: asked)
+        generating.cancel()
 
 
 async def test_what_is_wrong_is_refused_at_once_and_by_name(client: AsyncFleet) -> None:

@@ -487,6 +487,17 @@ async def test_a_draft_model_that_nobody_has_is_refused_before_anything_is_pause
     assert not any(fleet.stage(name).report.paused for name in "ab")
 
 
+async def test_a_pause_that_a_stage_does_not_have_is_refused_before_anything_is_paused(fleet: InProcessFleet) -> None:
+    modes = fleet.server.coordinator.roster.slots["b"].record.registration.capabilities.pause_modes
+    modes[:] = [common.PAUSE_MODE_RETRACT, common.PAUSE_MODE_DRAIN]
+    for options in (v.UpdateOptions(pause=common.PAUSE_MODE_IN_PLACE), v.UpdateOptions(abort_all_requests=True)):
+        refused = await refusal(begin(fleet, options=options))
+        assert (refused.reason, refused.field) == (Reason.UNSUPPORTED, "options.pause")
+        assert refused.message.startswith("b has no pause mode ")
+        assert refused.message.endswith("it has: retract, drain")
+    assert not any(fleet.stage(name).report.paused for name in "ab")
+
+
 async def test_nothing_is_done_to_an_open_update_on_trial(fleet: InProcessFleet) -> None:
     plan = await begin(fleet)
     await join(fleet, plan)

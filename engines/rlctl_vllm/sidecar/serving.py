@@ -168,7 +168,7 @@ class SidecarServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await http_callers.Site(self._runner, config.host, config.port, backlog=4096).start()
+            await http_callers.Site(self._runner, config.host, config.port).start()
         except OSError as error:
             raise Reason.FIELD_INVALID.error(
                 f"{config.host}:{config.port} cannot be bound: {error.strerror}", field="listen"

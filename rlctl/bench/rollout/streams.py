@@ -50,14 +50,17 @@ async def _ask(coordinator: str, count: int, *, apart: bool) -> None:
 
         ways = cycle(calls) if apart else cycle([by_sdk])
         tasks = [asyncio.create_task(stream(next(ways))) for _ in range(count)]
-        begun_or_stopped = [asyncio.create_task(event.wait()) for event in (every, stop)]
-        await asyncio.wait(begun_or_stopped, return_when=asyncio.FIRST_COMPLETED)
-        if not stop.is_set():
+        waits = [asyncio.create_task(event.wait()) for event in (every, stop)]
+        await asyncio.wait([*waits, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        if every.is_set() and not stop.is_set():
             announce("streams", address=coordinator)
-            await stop.wait()
+            await asyncio.wait([waits[1], *tasks], return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in tasks if task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if not stop.is_set():
+            raise RuntimeError(f"{len(ended)} of {count} streams have ended") from ended[0].exception()
 
 
 @asynccontextmanager

@@ -37,9 +37,8 @@ class News:
     @property
     def part(self) -> Sample:
         """What has come, as one: its text, tokens and log probabilities."""
-        joined = Sample()
+        joined = Sample(text="".join(each.text for each in self.parts))
         for each in self.parts:
-            joined.text += each.text
             joined.output_ids.extend(each.output_ids)
             joined.output_logprobs.extend(each.output_logprobs)
         return joined
