@@ -14,6 +14,7 @@ from rlctl_servers.control import Control
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail, Outcome
+from rlctl.verbs import VERBS
 from rlctl.weights.tensors import TensorMeta, dtype_name
 
 EXTENSION = "rlctl_vllm.extension.WorkerExtension"
@@ -64,10 +65,11 @@ class Workers:
     async def each(self, verb: str, request: Message, reply: type[Reply], call: Call) -> list[Reply]:
         """The answer of every rank, in their order.
 
-        Raises what the first rank refused; when another one did not, the outcome is DIRTY.
+        Raises what the first rank refused; when another one has changed something meanwhile, the outcome is DIRTY.
         """
         answers = await self._call(verb, request.SerializeToString(), call)
-        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in _good(answers)]
+        good = _good(answers, mutates=VERBS[verb].mutates(request))
+        return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
 
     async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
         remaining = call.deadline - asyncio.get_running_loop().time()
@@ -89,15 +91,15 @@ class Workers:
         return results
 
 
-def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers, when no rank has failed."""
+def _good(answers: list[dict[str, Any]], *, mutates: bool = True) -> list[dict[str, Any]]:
+    """The answers, when no rank has failed. ``mutates``: a rank that has not failed has changed something."""
     failed = [(number, answer) for number, answer in enumerate(answers) if "error" in answer]
     if not failed:
         return answers
     number, answer = failed[0]
     error = from_detail(ErrorDetail.FromString(base64.b64decode(answer["error"])))
     outcomes: set[Outcome.ValueType] = {one["outcome"] for _, one in failed}
-    if len(failed) < len(answers):
+    if mutates and len(failed) < len(answers):
         outcomes.add(OUTCOME_DIRTY)
     error.outcome = next((o for o in (OUTCOME_DIRTY, OUTCOME_UNKNOWN) if o in outcomes), OUTCOME_REJECTED)
     if len(answers) > 1:

@@ -13,6 +13,9 @@ from rlctl_servers.http import Answer
 from rlctl_vllm.workers import MOST_GATHERED, Workers
 
 from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.v1.verbs_pb2 import CheckReport, CheckWeightsRequest, CommitUpdateRequest, WeightsReport
 from rlctl.weights.tensors import TensorMeta
 
 
@@ -56,3 +59,24 @@ async def test_what_ranks_hold_is_read_back_where_all_say_the_same(
     found = await Workers(ranks).attach(reference, "10.0.0.1", call)  # type: ignore[arg-type]
     assert [(rank["rank"], rank["digest"]) for rank in found] == [(rank, read) for rank in range(len(digests))]
     assert ("Meet" in ranks.told) == (len(digests) == 1 or elements <= MOST_GATHERED)
+
+
+class OneFails:
+    """Two ranks, of which the second refuses."""
+
+    async def tell(self, _path: str, _body: dict[str, Any], *, call: Call) -> Answer:
+        assert call.deadline
+        detail = Reason.MEMORY_RELEASED.error("no").detail().SerializeToString()
+        refused = {"error": base64.b64encode(detail).decode(), "outcome": OUTCOME_REJECTED}
+        return Answer(200, {"results": [{"answer": ""}, refused]})
+
+
+async def test_ranks_that_differ_leave_a_mixture_only_where_something_was_to_change() -> None:
+    workers = Workers(OneFails())  # type: ignore[arg-type]
+    call = Call("c", asyncio.get_running_loop().time() + 5)
+    with pytest.raises(RlctlError) as raised:
+        await workers.each("CommitUpdate", CommitUpdateRequest(), WeightsReport, call)
+    assert raised.value.outcome == OUTCOME_DIRTY
+    with pytest.raises(RlctlError) as raised:
+        await workers.each("CheckWeights", CheckWeightsRequest(), CheckReport, call)
+    assert (raised.value.reason, raised.value.outcome) == (Reason.MEMORY_RELEASED, OUTCOME_REJECTED)
