@@ -249,6 +249,8 @@ class Facts:
                 self._aborted(self.update, applied=applied)
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
                 self._mixed()
+            case verbs_pb2.CheckWeightsRequest() if outcome == OUTCOME_DIRTY and not request.shadow:
+                self._mixed()  # what is held is not what was confirmed: somebody else has written to it
             case verbs_pb2.CheckWeightsRequest() if applied and not (request.skip_tensors or request.adapter):
                 self._digested(results, shadow=request.shadow)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:

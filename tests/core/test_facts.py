@@ -237,6 +237,14 @@ def test_only_a_full_update_clears_dirty(ready: Facts) -> None:
     assert state(ready) == "READY"
 
 
+def test_a_check_that_finds_other_weights_than_were_confirmed_leaves_the_stage_dirty(ready: Facts) -> None:
+    for outcome in (OUTCOME_REJECTED, OUTCOME_UNKNOWN):
+        apply(ready, v.CheckWeightsRequest(), outcome)
+        assert state(ready) == "READY", "nothing was found out"
+    apply(ready, v.CheckWeightsRequest(), OUTCOME_DIRTY)
+    assert (state(ready), ready.model_digest) == ("DIRTY", "")
+
+
 def stage_adapter(facts: Facts, label: str) -> None:
     """An adapter update up to its commit."""
     told = v.Adapter(name="math", version=label)
