@@ -14,6 +14,9 @@ from rlctl_servers.http import Answer, Http
 WEDGED_S = 5.0
 """How long past its deadline a call that changes something may stay unanswered before the server counts as stuck."""
 
+LEAVING_S = 0.5
+"""How much earlier than its caller a question is given up, so that the caller is told that nothing was changed."""
+
 
 class Control:
     """Asks and tells the server."""
@@ -26,7 +29,9 @@ class Control:
     async def ask(self, path: str, body: dict[str, Any] | None = None, *, call: Call, admin: bool = True) -> Any:
         """What the server says to a question. Raises DEADLINE_EXCEEDED, ENGINE_FAILED, UNREACHABLE, LINK_LOST."""
         try:
-            answer = await self.http.call(path, body, timeout_s=_remaining(call), admin=admin)
+            remaining = _remaining(call)
+            timeout_s = remaining - min(LEAVING_S, remaining / 10)
+            answer = await self.http.call(path, body, timeout_s=timeout_s, admin=admin)
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(f"{self.http.product} did not answer {path} in time") from None
         if not answer.ok:
@@ -64,7 +69,7 @@ class Control:
         error = Reason.ENGINE_WEDGED.error(
             f"{self.http.product} did not come back from {what} in time",
             outcome=OUTCOME_UNKNOWN,
-            next_step="It is ended.",
+            next_step="One that rlctl has launched is ended; end one that it was attached to.",
         )
         self._on_wedged(error)
         return error

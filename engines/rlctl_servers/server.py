@@ -83,6 +83,9 @@ class Server(abc.ABC):
                 raise Reason.UNREACHABLE.error(
                     f"{self.http.product} at {self.http.url} does not answer", field="options.url"
                 ) from None
+            except RlctlError as error:
+                error.field = error.field or "options.url"
+                raise
         self._watch = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
@@ -104,17 +107,18 @@ class Server(abc.ABC):
         """Notice a server that is gone, or whose front does not answer."""
         now = asyncio.get_running_loop().time
         name = f"{self.http.product} at {self.http.url}"
-        heard, unreachable = now(), 0
+        heard, unreachable, why = now(), 0, ""
         while unreachable < UNREACHABLE_LOOKS and now() - heard < SILENT_S:
             await asyncio.sleep(LOOK_S)
             try:
                 self.refuse_ill(await self.http.call(self.probe, timeout_s=PROBE_S))
-                heard, unreachable = now(), 0
+                heard, unreachable, why = now(), 0, ""
             except TimeoutError:
                 log.warning("%s did not answer in %g s", name, PROBE_S)
             except RlctlError as error:
                 unreachable += error.reason is Reason.UNREACHABLE
+                why = error.message
                 log.warning("%s", error)
         reason = Reason.ENGINE_FAILED if unreachable else Reason.ENGINE_WEDGED
-        self._on_end(reason.error(f"{name} has not answered for {now() - heard:.0f} s"))
+        self._on_end(reason.error(f"{why or name + ' has not answered'}, for {now() - heard:.0f} s"))
         self.kill()

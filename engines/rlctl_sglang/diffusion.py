@@ -139,7 +139,9 @@ class DiffusionEngine(Engine):
                 next_step="Start it with `sglang serve --model-path DIR`, and give its address.",
             )
         self._config = config
-        self._reload = given.get("reload", "") == "true"
+        self._reload = given.get("reload", "false") == "true"
+        if given.get("reload", "false") not in ("true", "false"):
+            raise Reason.FIELD_INVALID.error("it is true or false", field="options.reload")
         self._pipelines = Pipelines(config.model_path, options_.directories(given.get("allowed_roots", "")))
         self._server = Server(None, Http(PRODUCT, url, options_.key(given, "api_key_file")), self._failed)
         self._control = Control(self._server.http, self._failed)
@@ -151,6 +153,7 @@ class DiffusionEngine(Engine):
         self._held: dict[str, Sums] = {}
         self._checkpoint = config.model_path
         self._update: _Open | None = None
+        self._comparing = asyncio.Lock()
         self._released = False
         self._ready = False
         self._since = time.monotonic()
@@ -168,7 +171,7 @@ class DiffusionEngine(Engine):
         info = await self._control.ask("/server_info", call=call)
         self._told = {**info, **await self._control.ask("/models", call=call)}
         self._told |= await self._control.ask("/model_info", call=call)
-        self._refuse_kind(await self._control.ask("/stats", call=call))
+        self._refuse_kind(await self._stats(call))
         routes = set((await self._control.ask("/openapi.json", call=call)).get("paths", ()))
         version = f"{PRODUCT} {info.get('version', '')}".strip()
         self._unsupported = {name: f"{PRODUCT} has no such thing" for name in VERBS if name not in set(self.verbs())}
@@ -212,7 +215,7 @@ class DiffusionEngine(Engine):
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"the server was started with {loaded}, not {self._config.model_path}", field="model_path"
             )
-        role = (stats.get("disagg") or {}).get("role")
+        role = stats.get("role")
         if self._told.get("num_gpus") != 1 or role != "monolithic":
             raise Reason.UNSUPPORTED.error(
                 f"the server at {self._server.http.url} has {self._told.get('num_gpus')} GPUs and role {role}: what "
@@ -307,7 +310,7 @@ class DiffusionEngine(Engine):
                 outcome=OUTCOME_SKIPPED,
             )
         call.accept()
-        await self._control.ask("/stats", call=call)
+        await self._stats(call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Nothing was stopped but the routing, which is the stage's."""
@@ -377,8 +380,10 @@ class DiffusionEngine(Engine):
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
         call.accept()
         try:
-            await self._server.http.call("/stats", timeout_s=IDLE_S)
-        except TimeoutError:
+            await self._stats(Call("idle", min(call.deadline, asyncio.get_running_loop().time() + IDLE_S)))
+        except RlctlError as error:
+            if error.reason is not Reason.DEADLINE_EXCEEDED:
+                raise
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{PRODUCT} is at work on a request",
                 next_step="Pause with retract or drain, which waits for its end.",
@@ -409,13 +414,14 @@ class DiffusionEngine(Engine):
         }
         wanted = self._live | {name: sums[name].live for name in names}
         started = time.perf_counter()
-        await self._load(body, wanted, call)
-        try:
-            for name in names:
-                sums[name].files.check_unchanged()
-        except RlctlError as error:
-            raise touched(error) from error
-        self._live, self._held = wanted, after
+        async with self._comparing:
+            await self._load(body, wanted, call)
+            try:
+                for name in names:
+                    sums[name].files.check_unchanged()
+            except RlctlError as error:
+                raise touched(error) from error
+            self._live, self._held = wanted, after
         self._checkpoint = request.model_path if set(names) == self._held.keys() else self._checkpoint
         metas = [meta for name in names for meta in self._pipelines.reference[name].values()]
         update.written |= set(names)
@@ -441,10 +447,18 @@ class DiffusionEngine(Engine):
         if not answer.ok:
             outcome = OUTCOME_REJECTED if live == self._live else OUTCOME_DIRTY
             raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {answer.message}", outcome=outcome)
+        self._refuse_other(live, wanted, f", and says {answer.message!r}")
+
+    def _refuse_other(self, live: Mapping[str, str], wanted: Mapping[str, str], when: str) -> None:
+        """Raise DIGEST_MISMATCH (DIRTY) where modules, by their checksums, are not what they should be."""
         wrong = [name for name in wanted if live.get(name) != wanted[name]]
         if wrong:
+            frozen = [name for name in wrong if name not in self._held]
             raise Reason.DIGEST_MISMATCH.error(
-                f"{PRODUCT} says {answer.message!r}, and {', '.join(wrong)} then held something else than the files",
+                f"{PRODUCT} at {self._server.http.url} holds another {', '.join(wrong)} than it should{when}",
+                next_step=f"Start the server again: rlctl cannot load {', '.join(frozen)}."
+                if frozen
+                else "Heal the stage; let nobody else load weights at the server's port.",
                 metadata={"modules": ",".join(wrong)},
                 outcome=OUTCOME_DIRTY,
             )
@@ -486,7 +500,11 @@ class DiffusionEngine(Engine):
         )
 
     async def check_weights(self, request: verbs_pb2.CheckWeightsRequest, call: Call) -> verbs_pb2.CheckReport:
-        """What the modules hold now. The model digest is that of the files with which they agree, if they all do."""
+        """What the modules hold now. The model digest is that of the files with which they agree.
+
+        Raises DIGEST_MISMATCH for the expected digest, and (DIRTY) when any module, also one that is never loaded, is
+        not any more what it was when it was last confirmed.
+        """
         self._check("CheckWeights")
         if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
             raise Reason.UNSUPPORTED.error(f"{PRODUCT} only digests", field="action", outcome=OUTCOME_SKIPPED)
@@ -494,14 +512,15 @@ class DiffusionEngine(Engine):
             if getattr(request, name):
                 raise Reason.UNSUPPORTED.error(f"{PRODUCT} digests modules, whole", field=name)
         call.accept()
-        live = await self._checksums(call)
-        other = [name for name, sums in self._held.items() if live.get(name) != sums.live]
-        digest = "" if other else self._digest(self._held)
+        async with self._comparing:
+            live = await self._checksums(call)
+            self._refuse_other(live, self._live, "")
+            digest = self._digest(self._held)
         if request.expected_digest and digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
-                f"the model digest is {digest or 'not known'}, {request.expected_digest} was expected",
+                f"the model digest is {digest}, {request.expected_digest} was expected",
                 field="expected_digest",
-                metadata={"expected": request.expected_digest, "found": digest, "modules": ",".join(other)},
+                metadata={"expected": request.expected_digest, "found": digest},
             )
         report = verbs_pb2.CheckReport(
             action=verbs_pb2.CHECK_ACTION_CHECKSUM,
@@ -509,7 +528,7 @@ class DiffusionEngine(Engine):
             rank_digest=hashlib.sha256("".join(f"{name}{live[name]}" for name in sorted(live)).encode()).hexdigest(),
             model_digest=digest,
         )
-        if request.per_tensor and digest:
+        if request.per_tensor:
             digests = {name: sha256 for sums in self._held.values() for name, sha256 in sums.digests.items()}
             for name, meta in self._reference().items():
                 shape = verbs_pb2.Shape(dims=meta.shape)
@@ -585,6 +604,16 @@ class DiffusionEngine(Engine):
             self._pipelines.refuse_other(path, name, until)
         with self._pipelines.opened(path, load_format, names) as found:
             return {name: self._pipelines.sums(name, found[name], until) for name in names}
+
+    async def _stats(self, call: Call) -> Mapping[str, Any]:
+        """What its scheduler says of itself, once all has ended that came before.
+
+        Raises as :meth:`Control.ask`, and ENGINE_FAILED when the front answers alone, which it does with success.
+        """
+        told = (await self._control.ask("/stats", call=call)).get("disagg") or {}
+        if "error" in told:
+            raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {told['error']}")
+        return dict(told)
 
     async def _checksums(self, call: Call) -> dict[str, str]:
         """What the server says of all of its modules. Raises as :meth:`Control.ask`, and ANSWER_INVALID."""

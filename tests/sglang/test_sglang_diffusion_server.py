@@ -156,9 +156,17 @@ def test_a_checkpoint_is_loaded_and_what_is_held_is_that(native: DiffusionServer
         after = sums(native)
         assert {name for name in after if after[name] != before[name]} == {"transformer", "vae"}
         assert "b64_json" in native.ask("/v1/images/generations", {**PICTURE, "num_inference_steps": 1})["data"][0]
-        # Somebody else changes what it holds: no digest is claimed of it any more.
-        native.ask("/update_weights_from_disk", {"model_path": str(checkpoints.first), "target_modules": ["vae"]})
-        assert not driver.tell(v.CheckWeightsRequest()).model_digest
+        # Somebody else changes what it holds, also where rlctl never loads anything: it is not what was confirmed.
+        for place, back, module in (
+            (checkpoints.encoders, checkpoints.first, "text_encoder_2"),
+            (checkpoints.first, checkpoints.second, "vae"),
+        ):
+            native.ask("/update_weights_from_disk", {"model_path": str(place), "target_modules": [module]})
+            error = refused(lambda: driver.tell(v.CheckWeightsRequest()))
+            assert (error.reason, error.outcome) == (Reason.DIGEST_MISMATCH, common.OUTCOME_DIRTY)
+            assert error.metadata["modules"] == module
+            native.ask("/update_weights_from_disk", {"model_path": str(back), "target_modules": [module]})
+            assert driver.tell(v.CheckWeightsRequest()).model_digest == wanted
 
 
 def test_modules_by_name(native: DiffusionServer, checkpoints: Checkpoints) -> None:

@@ -64,6 +64,8 @@ class Fake:
         skips: modules that a load leaves as they are, with success.
         adds: modules that a load writes though it was not told to.
         refuses: what it answers a load with, and the modules that it has written by then.
+        gone: what its front says instead of what its scheduler would, with success.
+        loading: until when it does not answer a load that it has carried out; ``loaded``: it has.
         calls: paths that it was posted to.
     """
 
@@ -80,6 +82,9 @@ class Fake:
         self.asleep = False
         self.wakes = True
         self.ill = ""
+        self.gone = ""
+        self.loading: asyncio.Event | None = None
+        self.loaded = asyncio.Event()
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def app(self) -> web.Application:
@@ -100,13 +105,16 @@ class Fake:
                 return web.json_response({"paths": {route: {} for route in posts}})
             if request.path == "/stats":
                 await self.busy.wait()
-                return web.json_response({"disagg": {"role": self.role}})
+                return web.json_response({"disagg": {"error": self.gone} if self.gone else {"role": self.role}})
             return web.json_response(answers[request.path]())
 
         async def post(request: web.Request) -> web.Response:
             body = await request.json()
             self.calls.append((request.path, body))
             answer = posts[request.path](body)
+            if self.loading is not None and request.path == "/update_weights_from_disk":
+                self.loaded.set()
+                await self.loading.wait()
             return web.json_response(answer, status=200 if answer.get("success", True) else 400)
 
         posts = {
@@ -227,7 +235,7 @@ async def test_a_load_that_leaves_a_module_as_it_is_has_failed_whatever_it_says(
     error = raised.value
     assert (error.reason, error.outcome) == (Reason.DIGEST_MISMATCH, common.OUTCOME_DIRTY)
     assert error.metadata["modules"] == "vae"
-    assert not (await attached.tell(v.CheckWeightsRequest())).model_digest
+    assert (await attached.refused(v.CheckWeightsRequest())).reason is Reason.DIGEST_MISMATCH
 
 
 async def test_a_load_that_changes_what_it_was_not_told_to_has_failed(attached: Attached, second: Path) -> None:
@@ -236,6 +244,30 @@ async def test_a_load_that_changes_what_it_was_not_told_to_has_failed(attached: 
     with pytest.raises(RlctlError) as raised:
         await attached.load(second, "transformer")
     assert (raised.value.outcome, raised.value.metadata["modules"]) == (common.OUTCOME_DIRTY, "text_encoder")
+
+
+@pytest.mark.parametrize("module", ["vae", "text_encoder"])
+async def test_what_somebody_else_loaded_is_noticed_by_a_check(attached: Attached, second: Path, module: str) -> None:
+    """In a module that is never loaded too: the server holds it, and makes pictures with it."""
+    await attached.start()
+    attached.fake.held[module] = stored(second, "vae")
+    error = await attached.refused(v.CheckWeightsRequest())
+    assert (error.reason, error.outcome) == (Reason.DIGEST_MISMATCH, common.OUTCOME_DIRTY)
+    assert (error.metadata["modules"], bool(error.next_step)) == (module, True)
+
+
+async def test_a_check_beside_a_load_sees_what_was_before_it_or_what_is_after_it(
+    attached: Attached, second: Path
+) -> None:
+    await attached.start()
+    attached.fake.loading = asyncio.Event()
+    loading = asyncio.create_task(attached.load(second))
+    await asyncio.wait_for(attached.fake.loaded.wait(), 10)
+    checking = asyncio.create_task(attached.tell(v.CheckWeightsRequest()))
+    await asyncio.sleep(0.2)
+    attached.fake.loading.set()
+    await loading
+    assert (await checking).model_digest == digest_of(second)
 
 
 @pytest.mark.parametrize(
@@ -337,8 +369,17 @@ async def test_a_pause_ends_with_its_time(attached: Attached) -> None:
     await attached.start()
     attached.fake.busy.clear()
     with pytest.raises(RlctlError) as raised:
-        await attached.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN), timeout_s=0.2)
+        async with asyncio.timeout(1.0):  # later the answer is UNKNOWN, whatever it is
+            await attached.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN), timeout_s=1.0)
     assert (raised.value.reason, raised.value.outcome) == (Reason.DEADLINE_EXCEEDED, common.OUTCOME_REJECTED)
+
+
+async def test_a_front_that_answers_for_a_scheduler_that_did_not_confirms_nothing(attached: Attached) -> None:
+    await attached.start()
+    attached.fake.gone = "Scheduler worker exited; restart the server."
+    for request in (v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN), v.PrepareUpdateRequest()):
+        error = await attached.refused(request, "u")
+        assert (error.reason, attached.fake.gone in error.message) == (Reason.ENGINE_FAILED, True)
 
 
 async def test_memory_is_released_and_resumed_whole(attached: Attached) -> None:
@@ -401,11 +442,23 @@ def test_it_is_not_launched_and_takes_no_settings_of_others(first: Path) -> None
     with pytest.raises(RlctlError) as raised:
         DiffusionEngine(EngineConfig(str(first), options={"tp_size": "2"}), pytest.fail)
     assert (raised.value.reason, raised.value.field) == (Reason.FIELD_INVALID, "options.tp_size")
+    options = {"url": "http://127.0.0.1:1", "reload": "yes"}
+    with pytest.raises(RlctlError) as raised:
+        DiffusionEngine(EngineConfig(str(first), options=options), pytest.fail)
+    assert (raised.value.reason, raised.value.field) == (Reason.FIELD_INVALID, "options.reload")
+
+
+async def test_where_nothing_listens_the_option_is_blamed(first: Path) -> None:
+    engine = DiffusionEngine(EngineConfig(str(first), options={"url": "http://127.0.0.1:1"}), pytest.fail)
+    with pytest.raises(RlctlError) as raised:
+        await engine.start({})
+    await engine.stop()
+    assert (raised.value.reason, raised.value.field) == (Reason.UNREACHABLE, "options.url")
 
 
 async def test_a_front_without_its_server_is_not_taken_for_one(attached: Attached) -> None:
     await attached.start()
     attached.fake.ill = "Scheduler worker exited; restart the server."
     error = await asyncio.wait_for(attached.failed.get(), 30)
-    assert error.reason is Reason.ENGINE_FAILED
+    assert (error.reason, attached.fake.ill in error.message) == (Reason.ENGINE_FAILED, True)
     assert (await attached.refused(v.CheckWeightsRequest())).reason is Reason.ENGINE_FAILED
