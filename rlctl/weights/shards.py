@@ -89,9 +89,7 @@ class ShardMap:
             )
         shard.local.detach().copy_(part.detach())
 
-    def load(
-        self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None
-    ) -> set[str]:
+    def load(self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None) -> set[str]:
         """Read the rank's part of every tensor straight into place; returns the names.
 
         ``ignore`` are tensors that may be stored beside those of the map; with ``only``, no others are read, and what
