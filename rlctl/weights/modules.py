@@ -92,8 +92,9 @@ class ModuleSource:
         """
         self._tensors: list[tuple[torch.Tensor, dict[str, Part]]] = []
         parts: dict[str, dict[str, Part]] = {}
+        wanted = None if names is None else frozenset(names)
         for name, part in checkpoint_parts(module, names or ()).items():
-            if names is None or name in names:
+            if wanted is None or name in wanted:
                 parts.setdefault(part.source, {})[name] = part
         seen: set[int] = set()
         for source, tensor in _state(module):
