@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class _Load:
     path: str
     stored: StoredWeights
     direct: bool
-    names: list[str]
+    names: Set[str]
 
     def read(self, shards: ShardMap, load_format: str) -> None:
         """Read into place. Raises with outcome DIRTY once something may have been written."""

@@ -208,7 +208,7 @@ def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device
     block = block_size_of(checkpoint.config)
     held = _held_dtype(dtype, config, checkpoint)
     module = _skeleton(config, held)
-    parts = checkpoint_parts(module, checkpoint.metas)
+    parts = checkpoint_parts(module, checkpoint.metas.keys())
     expected = _expected(module, parts, checkpoint)
     if block is not None:
         expected |= expected_scales(checkpoint.metas, block)
@@ -222,7 +222,7 @@ def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device
         styles = {name: style for name, style in styles.items() if f"{name}.weight" not in tied}
         whole_head = "gather" not in styles.values()
         packed = parallel.cut(module, styles, plan, ranks)
-        parts = checkpoint_parts(module, checkpoint.metas)
+        parts = checkpoint_parts(module, checkpoint.metas.keys())
         parallel.check_slices(module, {name: parts[name] for name in checkpoint.metas if name in parts}, packed)
     scales = hold_codes(module, parts, checkpoint.metas)
     places: dict[str, Place] = {name: scales.get(name) or parts[name] for name in checkpoint.metas}

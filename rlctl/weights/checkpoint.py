@@ -248,16 +248,18 @@ def _open_sharded(index: Path, field: str) -> list[TensorFile]:
     weight_map = _read_json(index, field).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise _not_found(index, "it has no weight_map from names to files", field)
-    names = sorted(set(weight_map.values()))
-    for name in names:
+    promised: dict[str, set[str]] = {}
+    for name, where in weight_map.items():
+        promised.setdefault(where, set()).add(name)
+    for name in promised:
         if Path(name).name != name or name in ("", "."):
             raise _mismatch(f"{index}: {name!r} is no file of this directory", field)
-    files = [TensorFile(index.parent / name, field=field) for name in names]
+    files = [TensorFile(index.parent / name, field=field) for name in sorted(promised)]
     for file in files:
-        promised = {name for name, where in weight_map.items() if where == file.path.name}
-        if absent := sorted(promised - file.metas.keys()):
+        names = promised[file.path.name]
+        if absent := sorted(names - file.metas.keys()):
             raise _mismatch(f"{index}: {file.path.name} does not hold {_some(absent)}", field)
-        if extra := sorted(file.metas.keys() - promised):
+        if extra := sorted(file.metas.keys() - names):
             raise _mismatch(f"{index}: {file.path.name} holds {_some(extra)}, against the index", field)
     return files
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Part:
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
-def checkpoint_parts(module: nn.Module, verbatim: Collection[str] = ()) -> dict[str, Part]:
+def checkpoint_parts(module: nn.Module, verbatim: Set[str] = frozenset()) -> dict[str, Part]:
     """Every tensor of a module's checkpoint, by the name that it has there.
 
     The names are those that ``save_pretrained`` writes; of a module that is not transformers' the module's own. Tied
@@ -92,8 +92,9 @@ class ModuleSource:
         """
         self._tensors: list[tuple[torch.Tensor, dict[str, Part]]] = []
         parts: dict[str, dict[str, Part]] = {}
-        for name, part in checkpoint_parts(module, names or ()).items():
-            if names is None or name in names:
+        wanted = None if names is None else frozenset(names)
+        for name, part in checkpoint_parts(module, wanted or frozenset()).items():
+            if wanted is None or name in wanted:
                 parts.setdefault(part.source, {})[name] = part
         seen: set[int] = set()
         for source, tensor in _state(module):

@@ -310,12 +310,14 @@ class _DeltaWriter:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._held: dict[str, torch.Tensor] = {}
+        self._bytes = 0
         self._shards: dict[str, int] = {}
 
     def add(self, name: str, payload: torch.Tensor) -> None:
         """Take one tensor's bytes."""
         self._held[name] = payload
-        if sum(held.numel() for held in self._held.values()) >= DELTA_BYTES:
+        self._bytes += payload.nbytes
+        if self._bytes >= DELTA_BYTES:
             self._write()
 
     def finish(self) -> dict[str, int]:
@@ -329,7 +331,7 @@ class _DeltaWriter:
         name = f"delta-{len(self._shards) + 1:05}.safetensors"
         source = iter(self._held.items())
         self._shards[name] = _write_tensors(self._directory / name, metas, source, lambda *_: None)
-        self._held = {}
+        self._held, self._bytes = {}, 0
 
 
 def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -89,9 +89,7 @@ class ShardMap:
             )
         shard.local.detach().copy_(part.detach())
 
-    def load(
-        self, stored: StoredWeights, *, ignore: Collection[str] = (), only: Collection[str] | None = None
-    ) -> set[str]:
+    def load(self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None) -> set[str]:
         """Read the rank's part of every tensor straight into place; returns the names.
 
         ``ignore`` are tensors that may be stored beside those of the map; with ``only``, no others are read, and what
@@ -109,9 +107,9 @@ class ShardMap:
         return set(names)
 
     def select(
-        self, stored: StoredWeights, *, ignore: Collection[str] = (), only: Collection[str] | None = None
-    ) -> list[str]:
-        """The names that :meth:`load` would read, checked as it checks them; nothing is read."""
+        self, stored: StoredWeights, *, ignore: Set[str] = frozenset(), only: Set[str] | None = None
+    ) -> Set[str]:
+        """The names that :meth:`load` would read, in order, checked as it checks them; nothing is read."""
         chosen = self.shards.keys() if only is None else only
         reference = {name: meta for name, meta in self.reference.items() if name in chosen}
         found = {
@@ -120,7 +118,7 @@ class ShardMap:
             if name in reference or (only is None and name not in ignore)
         }
         compare(found, reference, what=f"the checkpoint {stored.path}")
-        return list(reference)
+        return reference.keys()
 
     def part_in_place(self, name: str) -> torch.Tensor:
         """The memory that holds the rank's part of a tensor, to be written to. Raises FIELD_INVALID: unknown name."""

@@ -95,7 +95,7 @@ def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> l
 
 def only(source: WeightSource, names: Collection[str]) -> WeightSource:
     """A source of just these tensors; going through it goes through all of the other, since gathering takes that."""
-    return source if all(meta.name in names for meta in source.metas()) else _Only(source, names)
+    return _Only(source, names) if {meta.name for meta in source.metas()}.difference(names) else source
 
 
 class _Only:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlctl.merging import Merged
+from rlctl.merging import Merged, MergedSample
 from rlctl.rollout.progress import Progress, begin
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1.common_pb2 import WeightVersion
@@ -76,3 +76,34 @@ def test_of_what_an_engine_says_beside_the_tokens_the_last_holds() -> None:
         merged.add(part)
     whole = merged.message()
     assert (list(whole.prompt_ids), whole.elapsed.seconds, dict(whole.samples[0].engine_meta)) == ([7], 2, {"step": 2})
+
+
+def test_stretches_of_output_are_one_only_where_they_meet_and_were_generated_alike() -> None:
+    old, new = WeightVersion(label="old", sequence=1), WeightVersion(label="new", sequence=2)
+    sample = MergedSample(r.Sample())
+    for start, end, version, kv in (
+        (0, 1, old, old),
+        (1, 2, old, old),
+        (3, 4, old, old),
+        (4, 5, new, old),
+        (5, 6, new, new),
+    ):
+        part = r.Sample()
+        part.versions.add(start=start, end=end, version=version, kv_version=kv)
+        sample.add(part)
+    whole = r.Sample()
+    sample.fill(whole)
+    assert [(span.start, span.end) for span in whole.versions] == [(0, 2), (3, 4), (4, 5), (5, 6)]
+
+
+def test_a_sample_that_goes_on_keeps_what_was_said_of_it() -> None:
+    had = r.Sample(text="a")
+    had.engine_meta["step"] = 1
+    sample = MergedSample(had)
+    sample.add(r.Sample(text="b"))
+    whole = r.Sample()
+    sample.fill(whole)
+    assert (whole.text, dict(whole.engine_meta)) == ("ab", {"step": 1})
+    nothing = r.Sample()
+    MergedSample(r.Sample()).fill(nothing)
+    assert nothing == r.Sample()

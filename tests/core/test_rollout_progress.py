@@ -206,6 +206,7 @@ def test_what_is_known_of_the_prompt_is_had_once() -> None:
     assert list(sample.prompt_ids) == PROMPT
     assert list(sample.input_logprobs) == scores
     assert rids[0] == "mine"
+    assert Progress(begin(request())).attempt(0).rid
     assert len(set(rids)) == 4, "a rid that an engine may still have is not used again"
     assert [(part.slot, part.start) for part in sample.parts] == [("a", 0), ("b", 2)]
 
