@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
+from rlctl.coordinator.abilities import incapable
 from rlctl.coordinator.attempts import Attempts
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.from_disk import FromDisk
@@ -23,7 +24,7 @@ from rlctl.coordinator.keys import Keys
 from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
-from rlctl.coordinator.roster import Roster, Slot, model_put, names, unsupported
+from rlctl.coordinator.roster import Roster, Slot, model_put, names
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason
@@ -289,11 +290,13 @@ class Coordinator:
             targets, excluded = self.updates.adapter_holders(request)
         else:
             targets, excluded = self.roster.select(header.target)
-        missing = [unsupported(slot, verb.name) for slot in targets]
+        missing = [incapable(slot, request) for slot in targets]
         if all(missing):
             first = missing[0]
             assert first is not None
-            raise Reason.UNSUPPORTED_BY_ALL.error(f"none of {len(targets)} stages can do {verb.name}: {first.message}")
+            raise Reason.UNSUPPORTED_BY_ALL.error(
+                f"none of {len(targets)} stages can do {verb.name}: {first.message}", field=first.field
+            )
         return targets, excluded
 
     def _timeout(self, request: Message, default_s: float, remaining_s: float | None) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
+from rlctl.coordinator.abilities import incapable
 from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.roster import Roster, Slot, unsupported
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import of_ranks, one_per_rank
 from rlctl.ports import Clock
@@ -77,7 +78,7 @@ class Fanout:
         for slot in slots:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
             try:
-                self._refuse_unsupported(slot, verb)
+                self._refuse_incapable(slot, request)
                 issued = self._peers.issue(slot, command_id, operation_id, packed, deadline, again=again)
             except RlctlError as error:
                 file(slot, self._failed(slot, error))
@@ -117,8 +118,8 @@ class Fanout:
         return packed
 
     @staticmethod
-    def _refuse_unsupported(slot: Slot, verb: Verb) -> None:
-        missing = unsupported(slot, verb.name)
+    def _refuse_incapable(slot: Slot, request: Message) -> None:
+        missing = incapable(slot, request)
         if missing is not None:
             missing.outcome = OUTCOME_SKIPPED
             raise missing

@@ -12,8 +12,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from rlctl.coordinator.abilities import unsupported
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.roster import Roster, Slot, unsupported
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.versions import surplus
 from rlctl.coordinator.waking import Waking
 from rlctl.errors import RlctlError

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlctl.coordinator import verification, versions
+from rlctl.coordinator.abilities import adapter_travels, no_pause, unsupported
 from rlctl.coordinator.groups import BACKENDS, GroupBook
-from rlctl.coordinator.roster import ModelState, Roster, Slot, adapter_travels, unsupported
+from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
 from rlctl.times import duration, seconds
@@ -217,14 +218,9 @@ class Planner:
         if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
             engine = slot.record.registration.engine
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
-        if not _pauses(request, slot):
-            name, *there = (
-                PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
-                for mode in (pause_mode(request), *slot.capabilities.pause_modes)
-            )
-            return Reason.UNSUPPORTED.error(
-                f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field="options.pause"
-            )
+        mode, paused = pause_mode(request), slot.report is not None and slot.report.paused
+        if mode and not paused and (missing := no_pause(slot, mode, field="options.pause")):
+            return missing
         if request.options.selector == WEIGHT_SELECTOR_DRAFT and not slot.capabilities.draft_model:
             return Reason.UNSUPPORTED.error(f"{slot.name} has no draft model", field="options.selector")
         if _waits_for_its_own_ranks(request, slot, _transport(request, slot)):
@@ -272,12 +268,6 @@ def pause_mode(request: BeginWeightUpdateRequest) -> PauseMode.ValueType:
     # Of an adapter, the requests that are aborted are those that use it, by the stages themselves.
     abort = request.options.abort_all_requests and request.kind != UPDATE_KIND_ADAPTER
     return request.options.pause or (PAUSE_MODE_ABORT if abort else PAUSE_MODE_UNSPECIFIED)
-
-
-def _pauses(request: BeginWeightUpdateRequest, slot: Slot) -> bool:
-    """Whether a stage can be paused as an update asks for, if it is not paused already."""
-    mode, known = pause_mode(request), slot.capabilities.pause_modes
-    return not mode or not known or mode in known or (slot.report is not None and slot.report.paused)
 
 
 def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
 from rlctl.coordinator.followers import Followers
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason
 from rlctl.ports import Clock, Journal, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
@@ -18,7 +18,6 @@ from rlctl.v1.common_pb2 import (
     ResponseHeader,
     StageState,
     Target,
-    Transport,
     WeightVersion,
 )
 from rlctl.v1.fleet_pb2 import (
@@ -516,18 +515,3 @@ def model_put(record: ModelRecord) -> Put:
 def names(slots: Sequence[Slot]) -> list[str]:
     """Their names."""
     return [slot.name for slot in slots]
-
-
-def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:
-    """Whether an adapter's tensors can reach a stage, or leave it, by one of these."""
-    by = slot.capabilities.adapter_transports
-    return not by or not set(transports).isdisjoint(by)
-
-
-def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
-    """Why a stage cannot do a verb at all, or None."""
-    if verb_name in slot.capabilities.verbs:
-        return None
-    why = slot.capabilities.unsupported.get(verb_name, "")
-    engine = slot.record.registration.engine
-    return Reason.UNSUPPORTED.error(why or f"engine {engine!r} has no {verb_name}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rlctl.coordinator import verification
+from rlctl.coordinator.abilities import adapter_travels, unsupported
 from rlctl.coordinator.from_peer import alike
 from rlctl.coordinator.planning import GROUPS
-from rlctl.coordinator.roster import Roster, Slot, adapter_travels, unsupported
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.versions import lacking
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1.common_pb2 import (

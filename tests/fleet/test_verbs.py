@@ -378,3 +378,22 @@ async def test_a_followers_unary_verbs_read_and_refuse_to_act_alone(fleet: InPro
         alone = await stub.PauseGeneration(v.PauseGenerationRequest())
         assert (alone.outcome, alone.error.reason) == (OUTCOME_REJECTED, "NOT_RANK_ZERO")
     assert fleet.stage("b").routable
+
+
+async def test_a_pause_that_no_target_has_is_refused_and_one_that_some_have_skips_the_others(
+    fleet: InProcessFleet,
+) -> None:
+    slots = fleet.server.coordinator.roster.slots
+    b = slots["b"].record.registration.capabilities
+    b.pause_modes[:] = [common.PAUSE_MODE_RETRACT, common.PAUSE_MODE_DRAIN]
+    request = v.PauseGenerationRequest()  # which is abort
+    operation = await fleet.stub.PauseGeneration(request)
+    outcomes = {result.slot: result.outcome for result in operation.stage_results}
+    assert outcomes == {"a": common.OUTCOME_APPLIED, "b": common.OUTCOME_SKIPPED}
+    request.header.target.slots.append("b")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await fleet.stub.PauseGeneration(request)
+    refused = from_grpc(caught.value)
+    assert (refused.reason, refused.field) == (Reason.UNSUPPORTED_BY_ALL, "mode")
+    assert "b has no pause mode abort; it has: retract, drain" in refused.message
+    assert not fleet.stage("b").report.paused

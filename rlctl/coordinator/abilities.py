@@ -1,0 +1,43 @@
+"""What a stage can do at all, by what it has published."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from rlctl.coordinator.roster import Slot
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PauseMode, Transport
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest
+from rlctl.verbs import of_request
+
+
+def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
+    """Why a stage cannot do a verb at all, or None."""
+    if verb_name in slot.capabilities.verbs:
+        return None
+    why = slot.capabilities.unsupported.get(verb_name, "")
+    engine = slot.record.registration.engine
+    return Reason.UNSUPPORTED.error(why or f"engine {engine!r} has no {verb_name}")
+
+
+def incapable(slot: Slot, request: Message) -> RlctlError | None:
+    """Why a stage cannot carry a request out, whatever its state, or None."""
+    missing = unsupported(slot, of_request(request).name)
+    if missing is None and isinstance(request, PauseGenerationRequest):
+        missing = no_pause(slot, request.mode or PAUSE_MODE_ABORT, field="mode")
+    return missing
+
+
+def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError | None:
+    """That a stage does not pause in this way, or None; one that publishes no modes is asked itself."""
+    known = slot.capabilities.pause_modes
+    if not known or mode in known:
+        return None
+    name, *there = (PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in (mode, *known))
+    return Reason.UNSUPPORTED.error(f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field=field)
+
+
+def adapter_travels(slot: Slot, *transports: Transport.ValueType) -> bool:
+    """Whether an adapter's tensors can reach a stage, or leave it, by one of these."""
+    by = slot.capabilities.adapter_transports
+    return not by or not set(transports).isdisjoint(by)
