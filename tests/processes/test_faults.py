@@ -215,5 +215,7 @@ def test_an_engine_that_does_not_come_up_is_named_with_its_cause(tmp_path: Path)
         local.start()
     assert not local.processes
     local = LaunchedFleet([EngineSpec("a", "/nowhere", engine="none")], directory=tmp_path / "other")
-    with pytest.raises(RlctlError, match="no engine plug-in 'none' is installed; there are: fake, sglang, sglang-diffusion, torch"):
+    with pytest.raises(
+        RlctlError, match="no engine plug-in 'none' is installed; there are: fake, sglang, sglang-diffusion, torch"
+    ):
         local.start()
