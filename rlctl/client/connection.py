@@ -15,7 +15,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, RequestHeader
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 REPLY_S = 5.0
@@ -54,7 +54,7 @@ class Connection:
 
         A request that has a header gets a request_id, made once, if it has none; reads may always be repeated.
         """
-        header = getattr(request, "header", None)
+        header: RequestHeader | None = getattr(request, "header", None)
         if header is not None and not header.request_id:
             header.request_id = new_uuid7()
         deadline = asyncio.get_running_loop().time() + timeout_s + REPLY_S
@@ -65,6 +65,8 @@ class Connection:
                 return await getattr(self._stub, method)(request, timeout=remaining, metadata=bearer(self.token))
             except grpc.aio.AioRpcError as error:
                 failure = from_grpc(error)
+                if failure.reason is Reason.DEADLINE_EXCEEDED and failure.outcome == OUTCOME_UNKNOWN:
+                    raise self._silent(method, header, timeout_s) from None
             except grpc.aio.UsageError:
                 raise closed() from None
             pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
@@ -72,6 +74,18 @@ class Connection:
                 raise failure
             await asyncio.sleep(pause)
             tries += 1
+
+    def _silent(self, method: str, header: RequestHeader | None, timeout_s: float) -> RlctlError:
+        """The time was up, and it was not the coordinator that said so."""
+        error = (
+            f"the coordinator at {self.address} gave no answer to {method} in {timeout_s:g} s, nor {REPLY_S:g} s later"
+        )
+        if header is None:
+            return Reason.DEADLINE_EXCEEDED.error(error, outcome=OUTCOME_UNKNOWN)
+        next_step = (
+            f"The same call with request_id {header.request_id} tells how it ended; `rlctl operations` lists it."
+        )
+        return Reason.DEADLINE_EXCEEDED.error(error, next_step=next_step, outcome=OUTCOME_UNKNOWN)
 
     async def stream(self, method: str, request: Message) -> AsyncIterator[Any]:
         """A server-streaming RPC."""

@@ -11,9 +11,10 @@ import pytest
 
 from rlctl.client import aio
 from rlctl.engine import Call
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
+from rlctl.testing.chaos_proxy import ChaosProxy
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
@@ -266,6 +267,20 @@ async def test_a_caller_that_leaves_does_not_undo_the_operation(fleet: InProcess
     release.set()
     operation = await fleet.stub.PauseGeneration(request)
     assert (operation.state, operation.replayed) == (OPERATION_STATE_OK, True)
+
+
+async def test_a_coordinator_that_gives_no_answer_is_named_with_what_to_do(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows then whether the verb has had its effect."""
+    monkeypatch.setattr("rlctl.client.connection.REPLY_S", 0.2)
+    async with ChaosProxy(fleet.server.address) as proxy, await aio.connect(proxy.address) as client:
+        proxy.blackhole = True
+        with pytest.raises(RlctlError) as caught:
+            await client.call(v.PauseGenerationRequest(), timeout_s=0.1, request_id=(mine := new_uuid7()))
+    assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_UNKNOWN)
+    assert f"the coordinator at {proxy.address} gave no answer to PauseGeneration" in str(caught.value)
+    assert mine in caught.value.next_step
 
 
 async def test_validate_only_changes_nothing_and_names_the_targets(fleet: InProcessFleet) -> None:
