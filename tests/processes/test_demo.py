@@ -43,7 +43,10 @@ def test_the_demo_passes_and_plots(tmp_path: Path) -> None:
 
 
 # What is finished first, and so how much eight steps teach, is chance when training waits for nobody.
-@pytest.mark.parametrize(("mode", "steps", "staleness"), [("one-step-off", 8, {1}), ("async", 24, {1, 2, 3, 4})])
+@pytest.mark.parametrize(
+    ("mode", "steps", "staleness"),
+    [pytest.param("one-step-off", 8, {1}, marks=pytest.mark.long), ("async", 24, {1, 2, 3, 4})],
+)
 def test_samples_made_beside_training_are_of_the_versions_that_they_say(
     mode: str, steps: int, staleness: set[int]
 ) -> None:
@@ -60,7 +63,12 @@ def test_the_demo_passes_with_other_seeds(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("sabotage", "step"),
-    [("skip-sync", 2), ("stale-engine", 1), ("drop-tensor", 1), ("wrong-rank", 1)],
+    [
+        pytest.param("skip-sync", 2, marks=pytest.mark.long),
+        ("stale-engine", 1),
+        pytest.param("drop-tensor", 1, marks=pytest.mark.long),
+        ("wrong-rank", 1),
+    ],
 )
 def test_a_sabotaged_demo_ends_at_the_first_failing_step(sabotage: str, step: int) -> None:
     code, objects, _ = run("--steps", "4", "--sabotage", sabotage)

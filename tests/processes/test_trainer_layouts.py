@@ -110,7 +110,7 @@ def test_the_next_trainer_helps_engines_whose_trainer_was_killed(
     assert all(stage.routable for stage in fleet.status().stages)
 
 
-@pytest.mark.parametrize("stops", [0, 2], ids=["lead", "source"])
+@pytest.mark.parametrize("stops", [pytest.param(0, id="lead"), pytest.param(2, id="source", marks=pytest.mark.long)])
 def test_a_trainer_rank_that_is_stopped_costs_the_others_the_deadline(fleet: Fleet, tmp_path: Path, stops: int) -> None:
     said = train(fleet, tmp_path, seeds=[67, 68], stops=stops, stops_s=STOPPED_S, deadline_s=4.0, lease_s=3.0, **PP_TP)
     for rank, updates in enumerate(said):

@@ -1,4 +1,4 @@
-"""A real SGLang server for each module that asks for one; without SGLang's environment the tier is skipped."""
+"""Real SGLang servers, one for all modules and three in a fleet; without SGLang's environment the tier is skipped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import Options, interpreter
 from server_stage import Driver
+from sglang_server import LOADER, serving
 
+from rlctl.client.fleet import Fleet
 from rlctl.errors import RlctlError
+from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,18 +25,7 @@ def sglang() -> str:
         pytest.skip(f"SGLang is not installed: {error.next_step}")
 
 
-LOADER = """
-from pathlib import Path
-
-def load(model, named_tensors):
-    model.load_weights(named_tensors)
-    with (Path(__file__).parent / "loaded").open("a") as loaded:
-        loaded.writelines(f"{name}\\n" for name, _ in named_tensors)
-"""
-"""A weight loader of whoever runs the server: it notes what it was given."""
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the server's own weight loader is, and its notes are."""
     place = tmp_path_factory.mktemp("loader")
@@ -42,15 +33,32 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def driver(sglang: str, tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
-    """A server of one rank."""
-    options = {"allowed_roots": str(tiny[1].parent.parent), "custom_weight_loader": "their_loader.load"}
-    driver = Driver(SGLangEngine, tiny[1], options=options)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(loader))
-            driver.start()
+@pytest.fixture(scope="session")
+def one(sglang: str, tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
+    """A server for all modules that reach it by the plug-in alone: starting one takes half a minute of a core."""
+    with serving(tiny, loader) as driver:
         yield driver
-    finally:
-        driver.stop()
+
+
+@pytest.fixture
+def driver(one: Driver) -> Iterator[Driver]:
+    """The server, which every test leaves generating and alive."""
+    yield one
+    assert not one.failures
+    assert not one.engine._state.stopped
+
+
+@pytest.fixture(scope="session")
+def three(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
+    """Three servers of one rank and their coordinator, for all modules: actor-0 to actor-2."""
+    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(3)]
+    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def fleet(three: LaunchedFleet) -> Iterator[Fleet]:
+    """What a trainer has of the three servers."""
+    with three.connect() as fleet:
+        yield fleet

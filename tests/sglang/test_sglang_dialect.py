@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_stage import Driver
+from sglang_server import serving
 from sglang_suite import *  # noqa: F403 - the tests themselves
 from sglang_suite import Server
 
@@ -17,9 +18,16 @@ PLAIN = ("/generate", "/model_info", "/get_model_info", "/server_info", "/get_se
 """What the key for requests opens; the rest needs the admin key."""
 
 
+@pytest.fixture(scope="module")
+def own(sglang: str, tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
+    """A server of its own: what goes past the plug-in it does not know."""
+    with serving(tiny, loader) as driver:
+        yield driver
+
+
 @pytest.fixture
-async def server(driver: Driver, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
-    http = driver.engine._server.http
+async def server(own: Driver, tiny: tuple[Any, Path]) -> AsyncIterator[Server]:
+    http = own.engine._server.http
 
     def key(path: str) -> str:
         return str(http._keys[not path.startswith(PLAIN)])

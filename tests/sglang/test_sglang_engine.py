@@ -366,35 +366,3 @@ def test_up_attaches_to_external_engines_by_slimes_flags_and_never_ends_them(
             assert now["actor-0"].report.weight_version.label == "step-1"
         assert rlctl_command("down", "--name", "external").returncode == 0
     assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
-
-
-def test_a_broadcast_that_never_comes_ends_with_its_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
-    """The last test here: a server that is stuck inside a collective can only be ended, and is."""
-    scratch = driver.engine._server._process.scratch  # type: ignore[union-attr]
-    left = scratch.segments()
-    assert left, "SGLang has a load snapshot in shared memory"
-    with Source(driver, "silent") as source:
-        driver.prepare("stuck")
-        plan = source.plan(tiny[0], bucket_bytes=100_000)
-        receiving = driver.submit(source.announce(plan), update_id="stuck")
-        source.group.broadcast(next(source.packed(tiny[0], plan)))
-        while not driver.engine._updates._update.written:  # type: ignore[union-attr]
-            assert not receiving.done()  # from here on it waits for the second bucket
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rlctl_sglang.engine.INTERRUPT_S", 1.0)
-            driver.admin.submit(driver.engine.interrupt("stuck")).result(60)
-        with pytest.raises(RlctlError) as broken:
-            receiving.result(60)
-        assert broken.value.outcome in (common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY)
-    assert [failure.reason for failure in driver.failures] == [Reason.ENGINE_WEDGED]
-    driver.engine._server._process._wait(10)  # type: ignore[union-attr]
-    assert not any(segment.exists() for segment in left)
-    assert not scratch.path.exists()
-    assert driver.engine.can_restart()
-    for request in (v.GetLoadsRequest(), v.PauseGenerationRequest(), v.CheckWeightsRequest()):
-        with pytest.raises(RlctlError) as refused:
-            driver.tell(request)
-        assert refused.value.reason is Reason.ENGINE_WEDGED
-        assert refused.value.outcome == common.OUTCOME_REJECTED
-    with pytest.raises(RlctlError):
-        driver.generate(prompt(encode("1"), 2))

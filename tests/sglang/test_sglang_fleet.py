@@ -1,11 +1,12 @@
-"""A trainer's publisher, a coordinator and two real SGLang servers, as processes."""
+"""A trainer's publisher, a coordinator and three real SGLang servers, as processes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,18 @@ from rlctl.client.fleet import Fleet
 from rlctl.client.probe import Probe
 from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.fleet import EngineSpec, LaunchedFleet
+from rlctl.testing.interrupted import Interrupted
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
+SLOTS = ("actor-0", "actor-1", "actor-2")
+
 LONG = 250
 """Tokens of a request that an update catches in flight."""
-
-
-@pytest.fixture(scope="module")
-def fleet(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
-    engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
-    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
-        yield fleet
 
 
 def all_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
@@ -119,7 +114,7 @@ def test_the_names_of_sglangs_own_api(fleet: Fleet, tiny: tuple[Any, Path], tmp_
         (engine.update_weights_from_distributed, models[2]),
     ):
         result = update(list(model.named_parameters()), weight_version=update.__name__)
-        assert {stage.slot for stage in result.operation.stage_results} == {"actor-0", "actor-1"}
+        assert {stage.slot for stage in result.operation.stage_results} == set(SLOTS)
         all_generate_like(fleet, model, result.version)
         assert engine.get_model_info().weight_version.label == update.__name__
     sampling = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
@@ -131,8 +126,10 @@ def test_the_names_of_sglangs_own_api(fleet: Fleet, tiny: tuple[Any, Path], tmp_
     assert len(response.samples[0].engine_meta["output_token_ids_logprobs"]) == 3
     engine.pause_generation("retract")
     assert {s.registration.slot: s.state for s in fleet.status().stages} == {
-        "actor-0": common.STAGE_STATE_READY, "actor-1": common.STAGE_STATE_PAUSED,
-    }  # fmt: skip
+        "actor-0": common.STAGE_STATE_READY,
+        "actor-1": common.STAGE_STATE_PAUSED,
+        "actor-2": common.STAGE_STATE_READY,
+    }
     engine.flush_cache()
     engine.continue_generation()
     engine.abort_request(abort_all=True)
@@ -153,20 +150,13 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
     assert all(stage.routable for stage in fleet.status().stages), "nothing was paused for it"
 
 
-@pytest.mark.parametrize("source", ["disk", "peer"])
 def test_a_server_that_is_killed_comes_back_as_a_new_incarnation_at_the_published_version(
-    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path, source: str
+    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """The stage server starts it again, and the coordinator heals it, without the trainer: from the checkpoint, or from
-    what the other server holds.
-    """
-    model = changed(tiny[0], seed=len(source))
-    if source == "disk":
-        model.save_pretrained(tmp_path / "saved")
-        operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="on disk")
-    else:
-        with contextlib.closing(fleet.publisher("actor", trainer="no checkpoint", path="auto")) as publisher:
-            operation = publisher.update(model, version="nowhere on disk").operation
+    """The stage server starts it again, and the coordinator heals it from the checkpoint, without the trainer."""
+    model = changed(tiny[0], seed=4)
+    model.save_pretrained(tmp_path / "saved")
+    operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="on disk")
     before = stage_of(fleet.status(), "actor-1").incarnation
     (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-1"]).stage_results[0].rank_results
     os.kill(rank.server_info.pid, signal.SIGKILL)
@@ -182,3 +172,74 @@ def test_a_server_that_is_killed_comes_back_as_a_new_incarnation_at_the_publishe
 
 def stage_of(status: Any, slot: str) -> Any:
     return next(stage for stage in status.stages if stage.registration.slot == slot)
+
+
+class Traffic:
+    """Requests without an end; of each, when it ended and what its tokens were generated with."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.served: list[tuple[float, str, set[str]]] = []
+        self._fleet = fleet
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def since(self, moment: float) -> list[tuple[str, set[str]]]:
+        """Stage and versions of the requests that ended after a moment."""
+        return [(slot, labels) for ended, slot, labels in self.served if ended > moment]
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            response = self._fleet.generate(encode("1+2="), max_new_tokens=4, temperature=0.0, ignore_eos=True)
+            sample = response.samples[0]
+            labels = {span.version.label for span in sample.versions}
+            assert sum(span.end - span.start for span in sample.versions) == len(sample.output_ids)
+            self.served.append((began, response.slot, labels))
+
+
+def test_a_server_that_is_killed_mid_broadcast_under_a_quorum(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
+    first = changed(tiny[0], seed=1)
+    publisher.update(first, version="whole")
+    model = changed(tiny[0], seed=2)
+    (rank,) = fleet.call(v.GetServerInfoRequest(), slots=["actor-2"]).stage_results[0].rank_results
+    before = {stage.registration.slot: stage.incarnation for stage in fleet.status().stages}
+    weights = Interrupted(model, lambda: os.kill(rank.server_info.pid, signal.SIGKILL))
+    with Traffic(fleet) as traffic:
+        result = publisher.update(weights, version="without-2", quorum=2, retries=1, deadline_s=120)
+        published = time.monotonic()
+        assert result.operation.state == OPERATION_STATE_PARTIAL
+        outcomes = {stage.slot: stage.outcome for stage in result.operation.stage_results}
+        assert (outcomes["actor-0"], outcomes["actor-1"]) == (common.OUTCOME_APPLIED, common.OUTCOME_APPLIED)
+        assert outcomes["actor-2"] != common.OUTCOME_APPLIED
+        while not {"actor-0", "actor-1"} <= {slot for slot, _ in traffic.since(published)}:
+            assert traffic._thread.is_alive()
+            time.sleep(0.05)
+    assert fleet.status().models[0].latest.label == "without-2"
+    assert all(labels == {"without-2"} for _, labels in traffic.since(published))
+    stages = {stage.registration.slot: stage for stage in fleet.status().stages}
+    assert all(stages[slot].incarnation == before[slot] for slot in SLOTS[:2]), "nothing was restarted"
+    response = fleet.generate(encode("1+2="), max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    assert list(response.samples[0].output_ids) == greedy(model, encode("1+2="), 8)
+    # Its stage has started it again; a server that has the version heals it, and then it serves that and nothing else.
+    with contextlib.closing(fleet.watch()) as events:
+        for event in events:
+            if any(s.registration.slot == "actor-2" and s.routable for s in event.fleet.stages):
+                break
+    after = {stage.registration.slot: stage for stage in fleet.status().stages}["actor-2"]
+    assert after.incarnation > before["actor-2"]
+    assert after.report.weight_version == result.version
+    with Traffic(fleet) as traffic:
+        while "actor-2" not in {slot for slot, _ in traffic.since(0.0)}:
+            assert traffic._thread.is_alive()
+            time.sleep(0.05)
+    assert all(labels == {"without-2"} for _, labels in traffic.since(0.0))
+    publisher.close()

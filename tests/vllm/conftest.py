@@ -1,4 +1,4 @@
-"""A real vLLM server that the modules share; without vLLM's environment the tier is skipped."""
+"""Real servers that the modules share; without vLLM's environment the tier is skipped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlctl_sglang import SGLangEngine
+from rlctl_sglang.options import Options as SGLangOptions
+from rlctl_sglang.options import interpreter as sglang_interpreter
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import Options, interpreter
+from rlctl_vllm.sidecar.serving import SidecarConfig
 from server_stage import Driver
+from sidecar_process import Served
 
 from rlctl.errors import RlctlError
 
@@ -42,3 +47,28 @@ def driver(server: Driver) -> Iterator[Driver]:
     assert not server.engine._updates.open
     assert not server.engine._state.stopped
     assert not server.engine._requests.active
+
+
+@pytest.fixture(scope="session")
+def sglang(tiny: tuple[Any, Path]) -> Iterator[Driver]:
+    """A real SGLang server at the checkpoint, to be compared with."""
+    try:
+        sglang_interpreter(SGLangOptions())
+    except RlctlError as error:
+        pytest.skip(f"SGLang is not installed: {error.next_step}")
+    driver = Driver(SGLangEngine, tiny[1])
+    try:
+        driver.start()
+        yield driver
+    finally:
+        driver.stop()
+
+
+@pytest.fixture(scope="session")
+def launched(vllm: str, tiny: tuple[Any, Path]) -> Iterator[Served]:
+    """A sidecar that has launched its vLLM."""
+    served = Served(SidecarConfig(launch=str(tiny[1]), arguments={"max_num_seqs": "64"}))
+    try:
+        yield served
+    finally:
+        served.stop()

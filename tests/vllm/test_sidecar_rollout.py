@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rlctl_sglang import SGLangEngine
-from rlctl_sglang.options import Options, interpreter
-from rlctl_vllm.sidecar.serving import SidecarConfig
 from server_stage import Driver
-from test_sidecar import Served
+from sidecar_process import Served
 
 from rlctl.demo.tiny import encode
-from rlctl.errors import RlctlError
 
 pytestmark = pytest.mark.timeout(500)
 PROMPTS = ["1+2=", "7+8=", "12+34=", "9"]
@@ -61,28 +57,12 @@ def rollout(url: str, headers: Mapping[str, str], admin: Mapping[str, str]) -> l
     return samples
 
 
-@pytest.fixture(scope="module")
-def sglang(tiny: tuple[Any, Path]) -> Iterator[Driver]:
-    try:
-        interpreter(Options())
-    except RlctlError as error:
-        pytest.skip(f"SGLang is not installed: {error.next_step}")
-    driver = Driver(SGLangEngine, tiny[1])
-    try:
-        driver.start()
-        yield driver
-    finally:
-        driver.stop()
-
-
-def test_the_same_rollout_gives_the_same(vllm: str, tiny: tuple[Any, Path], sglang: Driver) -> None:
+def test_the_same_rollout_gives_the_same(launched: Served, sglang: Driver, tiny: tuple[Any, Path]) -> None:
     http = sglang.engine._server.http
     theirs = rollout(http.url, http._headers(admin=False), http._headers(admin=True))
-    sidecar = Served(SidecarConfig(launch=str(tiny[1])))
-    try:
-        ours = rollout(sidecar.url, {}, {})
-    finally:
-        sidecar.stop()
+    version = {sample["version"] for sample in theirs}.pop()
+    launched.must("/update_weights_from_disk", {"model_path": str(tiny[1]), "weight_version": version})
+    ours = rollout(launched.url, {}, {})
     for one, other in zip(ours, theirs, strict=True):
         assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-3)
     assert ours == theirs

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rlctl_sglang import SGLangEngine
-from rlctl_sglang.options import Options, interpreter
 from server_stage import Driver, prompt
 
 from rlctl.demo.tiny import encode
-from rlctl.errors import RlctlError
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def sglang(tiny: tuple[Any, Path]) -> Iterator[Driver]:
-    try:
-        interpreter(Options())
-    except RlctlError as error:
-        pytest.skip(f"SGLang is not installed: {error.next_step}")
-    driver = Driver(SGLangEngine, tiny[1])
-    try:
-        driver.start()
-        yield driver
-    finally:
-        driver.stop()
 
 
 def whole(driver: Driver, request: rollout.GenerateRequest) -> tuple[rollout.GenerateResponse, rollout.Sample]:

@@ -1,0 +1,36 @@
+"""A real SGLang server of one rank, with the plug-in, in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlctl_sglang import SGLangEngine
+from server_stage import Driver
+
+LOADER = """
+from pathlib import Path
+
+def load(model, named_tensors):
+    model.load_weights(named_tensors)
+    with (Path(__file__).parent / "loaded").open("a") as loaded:
+        loaded.writelines(f"{name}\\n" for name, _ in named_tensors)
+"""
+"""A weight loader of whoever runs the server: it notes what it was given."""
+
+
+@contextlib.contextmanager
+def serving(tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
+    """A server of one rank."""
+    options = {"allowed_roots": str(tiny[1].parent.parent), "custom_weight_loader": "their_loader.load"}
+    driver = Driver(SGLangEngine, tiny[1], options=options)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(loader))
+            driver.start()
+        yield driver
+    finally:
+        driver.stop()
