@@ -24,7 +24,10 @@ from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     PAUSE_MODE_RETRACT,
+    TRANSPORT_DISK,
+    TRANSPORT_TORCH_NCCL,
     VERIFICATION_LEVEL_PROBE,
+    WEIGHT_SELECTOR_DRAFT,
     Fence,
     RequestHeader,
     Target,
@@ -114,6 +117,9 @@ class Curious(Caller):
             begin(stay, rollout=rolling),
             begin(stay, apply=staged, rollout=rolling),
             begin(path=u.DATA_PATH_IPC),
+            begin(transports=[TRANSPORT_DISK]),
+            begin(transports=[TRANSPORT_TORCH_NCCL]),
+            begin(v.UpdateOptions(selector=WEIGHT_SELECTOR_DRAFT)),
             begin(v.UpdateOptions(verify=VERIFICATION_LEVEL_PROBE)),
         ]
 

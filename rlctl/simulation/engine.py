@@ -15,8 +15,9 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import differing
 from rlctl.simulation.fabric import Tensors
 from rlctl.simulation.holding import NAMES, Holding, digest, digests, probed
+from rlctl.simulation.intake import Intake
 from rlctl.simulation.simulation import Simulation
-from rlctl.simulation.slots import LEVELS, SimSlot
+from rlctl.simulation.slots import LEVELS, MODEST, SimSlot
 from rlctl.simulation.world import Node
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
@@ -25,14 +26,13 @@ from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
     OUTCOME_APPLIED,
-    OUTCOME_DIRTY,
-    OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     TRANSPORT_DISK,
+    TRANSPORT_SHARED_MEMORY,
     TRANSPORT_TORCH_GLOO,
     WeightVersion,
     WorkerCoordinates,
@@ -92,7 +92,7 @@ class SimEngine(Engine):
         self._requests: dict[str, _Request] = {}
         self._released: frozenset[int] = frozenset()
         self._version = WeightVersion()
-        self._interrupts: set[asyncio.Event] = set()
+        self._intake = Intake(machine.sim, machine.slot, self.node, self.holding)
 
     def setup(self) -> dict[str, str]:
         """Nothing: the machine is shared."""
@@ -104,7 +104,11 @@ class SimEngine(Engine):
         await asyncio.sleep(self.node.random.uniform(0.01, 0.3))
         self.machine.engines.append(self)
         self.holding.weights = dict(self._sim.disks[self.slot.checkpoint])
-        workers = [WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu") for rank in range(self.slot.ranks)]
+        host = self.slot.host
+        workers = [
+            WorkerCoordinates(rank=rank, tp=rank, node=host, host_id=host, device="cpu")
+            for rank in range(self.slot.ranks)
+        ]
         return EngineInfo(
             layout=StageLayout(
                 tp_size=self.slot.ranks,
@@ -115,17 +119,24 @@ class SimEngine(Engine):
                 store_host=self.node.name,
                 store_port=1,
             ),
-            capabilities=Capabilities(
-                pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
-                transports=[TRANSPORT_DISK, TRANSPORT_TORCH_GLOO],
-                verification=LEVELS[self.slot.kind],
-                answers_for_ranks=self.slot.speaker,
-                memory_tags=sorted(TAGS),
-                cache_tiers=["kv"],
-                staged_apply=True,
-            ),
+            capabilities=self._capabilities(),
             checkpoint=self.slot.checkpoint,
             model_digest=digest(self.holding.weights),
+        )
+
+    def _capabilities(self) -> Capabilities:
+        slot, modest = self.slot, self.slot.modest
+        modes = [PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN]
+        return Capabilities(
+            pause_modes=modes[:2] if modest else modes,
+            transports=[TRANSPORT_DISK, TRANSPORT_TORCH_GLOO, *([] if modest else [TRANSPORT_SHARED_MEMORY])],
+            adapter_transports=[TRANSPORT_DISK] if modest else [],
+            verification=LEVELS[slot.kind],
+            answers_for_ranks=slot.speaker,
+            memory_tags=[] if modest else sorted(TAGS),
+            cache_tiers=["kv"],
+            staged_apply=not modest,
+            unsupported=dict.fromkeys(MODEST if modest else (), "this engine has none of it"),
         )
 
     async def stop(self) -> None:
@@ -169,8 +180,7 @@ class SimEngine(Engine):
     async def interrupt(self, update_id: str) -> None:
         """End a receive that waits."""
         del update_id
-        for event in self._interrupts:
-            event.set()
+        self._intake.interrupt()
 
     async def _begin(self, verb: str, call: Call) -> None:
         """Accept the command and wait for its step."""
@@ -292,12 +302,7 @@ class SimEngine(Engine):
         self.holding.refuse_other(call.update_id)
         tensors = self._disk(request.model_path)
         await self._begin("UpdateWeightsFromDisk", call)
-        for name, content in tensors.items():
-            self._write(name, content)
-            await asyncio.sleep(self.node.random.expovariate(1 / 0.01))
-            if self._sim.engine_faults.at_disk(self.node):
-                outcome = OUTCOME_DIRTY if self.holding.written else OUTCOME_REJECTED
-                raise Reason.CHECKPOINT_MISMATCH.error("a block cannot be read", outcome=outcome)
+        await self._intake.from_disk(tensors)
         return verbs.WeightsReport(tensors=len(tensors))
 
     async def init_weights_update_group(
@@ -323,46 +328,19 @@ class SimEngine(Engine):
     ) -> verbs.WeightsReport:
         """Take buckets in, in their order."""
         self.holding.refuse_other(call.update_id)
-        for bucket in request.buckets:
-            self._sim.fabric.joined(self.node, bucket.group_name or request.group_name)
+        self._intake.refuse_unformed(request)
         await self._begin("UpdateWeightsFromDistributed", call)
-        for bucket in request.buckets:
-            try:
-                await self._take(bucket, bucket.group_name or request.group_name, call)
-            except RlctlError as error:
-                error.outcome = OUTCOME_DIRTY if self.holding.written else OUTCOME_REJECTED
-                raise
+        await self._intake.from_groups(request, call)
         return verbs.WeightsReport(tensors=sum(len(bucket.names) for bucket in request.buckets))
 
-    async def _take(self, bucket: verbs.TensorBucket, group: str, call: Call) -> None:
-        self.holding.next_bucket(bucket, group)
-        tensors = await self._interruptible(group, call)
-        for name, content in zip(bucket.names, tensors.values(), strict=True):
-            if not self._sim.engine_faults.forgets(self.node, self.slot, self.holding):
-                self._write(name, content)
-
-    def _write(self, name: str, content: str) -> None:
-        """Write a tensor, as it is or damaged."""
-        faults = self._sim.engine_faults
-        self.holding.write(name, faults.damaged(self.node, self.slot, self.holding, content))
-
-    async def _interruptible(self, group: str, call: Call) -> Tensors:
-        left = call.deadline - self.node.loop.time() - 0.1
-        interrupted = asyncio.Event()
-        self._interrupts.add(interrupted)
-        index = self._sim.fabric.joined(self.node, group).taken(self.node)
-        receiving = asyncio.ensure_future(self._sim.fabric.receive(self.node, group, index, left))
-        breaking = asyncio.ensure_future(interrupted.wait())
-        try:
-            await asyncio.wait({receiving, breaking}, return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                return receiving.result()
-            raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=OUTCOME_DIRTY)
-        finally:
-            self._interrupts.discard(interrupted)
-            receiving.cancel()
-            breaking.cancel()
-            await asyncio.gather(receiving, breaking, return_exceptions=True)
+    async def update_weights_from_tensor(
+        self, request: verbs.UpdateWeightsFromTensorRequest, call: Call
+    ) -> verbs.WeightsReport:
+        """Copy tensors out of segments."""
+        self.holding.refuse_other(call.update_id)
+        readings = self._intake.found(request)
+        await self._begin("UpdateWeightsFromTensor", call)
+        return verbs.WeightsReport(tensors=await self._intake.from_memory(readings))
 
     async def send_weights(self, request: verbs.SendWeightsRequest, call: Call) -> None:
         """Broadcast what this stage holds."""
@@ -403,7 +381,7 @@ class SimEngine(Engine):
         tensors = self._disk(request.path)
         await self._begin("LoadAdapter", call)
         for name, content in tensors.items():
-            self._write(name, content)
+            self._intake.write(name, content)
         assert self.holding.adapter is not None
         return verbs.AdapterList(adapters=[self.holding.adapter])
 
@@ -438,7 +416,7 @@ class SimEngine(Engine):
             return report
         return [
             RankResult(
-                coordinates=WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu"),
+                coordinates=WorkerCoordinates(rank=rank, tp=rank, node=self.slot.host, device="cpu"),
                 outcome=OUTCOME_APPLIED,
                 evidence=EVIDENCE_RANK,
                 step=call.step,

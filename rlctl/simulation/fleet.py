@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlctl.simulation.coordinator_host import CoordinatorHost
+from rlctl.simulation.shared_memory import TRAINERS_HOST
 from rlctl.simulation.simulation import Simulation
 from rlctl.simulation.slots import LEVELS, SimSlot
 from rlctl.simulation.stage_host import StageHost
@@ -46,8 +47,11 @@ class Fleet:
     def add_stage(self, model: str, ranks: int) -> None:
         """Fill a slot that there has not been yet."""
         slot = f"{model}-{sum(other.startswith(model) for other in self.sim.slots)}"
-        kind = self.sim.world.chance(f"kind of {slot}").choices([*LEVELS], (6, 2, 1, 1))[0]
-        self.sim.slots[slot] = SimSlot(slot, model, ranks, kind)
+        modest = 5 if self.sim.world.chance(f"engines of {model}").random() < 0.15 else 0
+        kind = self.sim.world.chance(f"kind of {slot}").choices([*LEVELS], (6, 2, 1, 1, modest))[0]
+        beside_trainers = self.sim.world.chance(f"hosts of {model}").choice((0.0, 0.0, 0.5, 1.0))
+        here = self.sim.world.chance(f"host of {slot}").random() < beside_trainers
+        self.sim.slots[slot] = SimSlot(slot, model, ranks, kind, TRAINERS_HOST if here else f"host of {slot}")
         self.models.setdefault(model, []).append(slot)
         self.sim.counts.stages += 1
         self.start_stage(slot)

@@ -82,7 +82,7 @@ class Holding:
     def prepare(self, request: verbs.PrepareUpdateRequest, update_id: str) -> None:
         """Open an update, or another attempt at it."""
         self.update_id, self._written, self._received, self._sealed = update_id, set(), {}, False
-        self.full = request.kind != verbs.UPDATE_KIND_PARTIAL
+        self.full = request.kind not in (verbs.UPDATE_KIND_PARTIAL, verbs.UPDATE_KIND_DELTA)
         self.received = {} if request.digest_received else None
         self._names, self.adapter, self.shadow = NAMES, None, None
         if request.kind == verbs.UPDATE_KIND_ADAPTER:

@@ -12,6 +12,7 @@ from rlctl.simulation.fabric import Fabric, Tensors
 from rlctl.simulation.journal import Store
 from rlctl.simulation.network import Network
 from rlctl.simulation.observer import Observer
+from rlctl.simulation.shared_memory import SharedMemory
 from rlctl.simulation.slots import SimSlot
 from rlctl.simulation.world import World
 
@@ -55,6 +56,7 @@ class Simulation:
         self.world = World(seed)
         self.network = Network(self.world)
         self.fabric = Fabric(self.world)
+        self.memory = SharedMemory()
         self.store = Store()
         self.disks: dict[str, Tensors] = {}
         self.slots: dict[str, SimSlot] = {}

@@ -19,8 +19,14 @@ LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
     "thorough": (*_BY_DIGEST, VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
     "receiver": (VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
     "speaker": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
+    "modest": _BY_DIGEST,
 }
-"""What engines can verify, by kind. A "speaker" has its ranks inside, and answers for all of them at once."""
+"""What engines can verify, by kind. A "speaker" has its ranks inside, and answers for all of them at once; a "modest"
+one lacks what updates can do without.
+"""
+
+MODEST = ("ReleaseMemory", "ResumeMemory", "SendWeights", "SealUpdate", "UpdateWeightsFromTensor")
+"""Verbs that a modest engine does not have."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +35,24 @@ class SimSlot:
 
     Attributes:
         kind: which of :data:`LEVELS` its engines are.
+        host: where they run.
     """
 
     name: str
     model: str
     ranks: int
     kind: str
+    host: str
 
     @property
     def checkpoint(self) -> str:
         """What its engines start with."""
         return f"{self.model}-initial"
+
+    @property
+    def modest(self) -> bool:
+        """Whether its engines lack what updates can do without."""
+        return self.kind == "modest"
 
     @property
     def speaker(self) -> bool:

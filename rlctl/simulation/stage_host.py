@@ -104,7 +104,7 @@ class StageHost:
         clock = SimClock(node)
         follower = Follower(
             lambda on_failure: SimEngine(self.machine, rank, on_failure),
-            WorkerCoordinates(rank=rank, tp=rank, node="host", device="cpu"),
+            WorkerCoordinates(rank=rank, tp=rank, node=self.machine.slot.host, device="cpu"),
             1000 + rank,
             clock,
         )
@@ -132,7 +132,7 @@ class StageHost:
         workers = list(info.layout.workers)
         self._worker = Worker(engine, workers[0], clock, others=workers[len(self.nodes) :])
         ranks: list[Rank] = [LocalRank(self._worker), *map(RemoteRank, workers[1:], commanders)]
-        info.capabilities.verbs.extend(_VERBS)
+        info.capabilities.verbs.extend(verb for verb in _VERBS if verb not in info.capabilities.unsupported)
         info.capabilities.fenced = True
         registration = StageRegistration(
             slot=self.slot,

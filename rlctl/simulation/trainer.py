@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import RlctlError
 from rlctl.fingerprints import fingerprints
 from rlctl.simulation.clients import MODES, Caller
 from rlctl.simulation.coordinator_host import COORDINATOR
@@ -14,19 +14,24 @@ from rlctl.simulation.fabric import Tensors
 from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.holding import ADAPTER_NAMES, NAMES, contents, digest, digests, probed
 from rlctl.simulation.inspection import staged
+from rlctl.simulation.sending import Sending
+from rlctl.simulation.shared_memory import TRAINERS_HOST
 from rlctl.times import duration
 from rlctl.v1 import update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
+    TRANSPORT_TORCH_GLOO,
+    TRANSPORT_TORCH_NCCL,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
     VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_UNSPECIFIED,
+    WeightVersion,
 )
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.results_pb2 import Operation
 
 VERIFY = (
     VERIFICATION_LEVEL_NONE,
@@ -35,8 +40,6 @@ VERIFY = (
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_EXPECTED,
 )
-
-Writes = list[verbs_pb2.UpdateWeightsFromDistributedRequest]
 
 
 class Trainer(Caller):
@@ -48,6 +51,8 @@ class Trainer(Caller):
         self.model = model
         self.incarnation = incarnation
         self.boot_id = world.new_id()
+        self.base = WeightVersion()
+        """What it published last."""
 
     def _begin(self, tag: str, chance: random.Random) -> update_pb2.BeginWeightUpdateRequest:
         """What is asked for, drawn."""
@@ -61,6 +66,7 @@ class Trainer(Caller):
             retries=chance.choice((0, 0, 2)),
         )
         begin.lease_ttl.CopyFrom(duration(chance.choice((3.0, 30.0))))
+        self._choose_way(begin)
         options = begin.options
         options.pause = chance.choice((PAUSE_MODE_UNSPECIFIED, *MODES))
         options.abort_all_requests = chance.random() < 0.3
@@ -87,6 +93,18 @@ class Trainer(Caller):
             options.probe.tolerance = 1e-6
         return begin
 
+    def _choose_way(self, begin: update_pb2.BeginWeightUpdateRequest) -> None:
+        """How tensors are to travel, and whether those are left out that have not changed."""
+        chance = self.sim.world.chance(f"way of {begin.version}")
+        if chance.random() < 0.4:
+            begin.path = chance.choice((update_pb2.DATA_PATH_UNSPECIFIED,) * 4 + (update_pb2.DATA_PATH_IPC,))
+            begin.host_ids.append(TRAINERS_HOST)
+        if chance.random() < 0.1:
+            begin.transports[:] = [TRANSPORT_TORCH_NCCL, TRANSPORT_TORCH_GLOO]
+        if begin.kind == verbs_pb2.UPDATE_KIND_PARTIAL and chance.random() < 0.5 and self.base.label:
+            begin.kind = verbs_pb2.UPDATE_KIND_DELTA
+            begin.base.CopyFrom(self.base)
+
     async def update(self, tag: str, chance: random.Random) -> None:
         """One update, from its beginning to its end or its failure."""
         sim = self.sim
@@ -98,7 +116,8 @@ class Trainer(Caller):
         sim.observer.note(f"{self.node.name} begins {tag}: {_words(begin)}")
         plan = await self.call("BeginWeightUpdate", begin, 10.0)
         sent = self._contents(begin, plan, tag, chance)
-        gives_digest = chance.random() < 0.7 and len(sent) in (len(NAMES), len(ADAPTER_NAMES))
+        complete = len(sent) in (len(NAMES), len(ADAPTER_NAMES)) or begin.kind == verbs_pb2.UPDATE_KIND_DELTA
+        gives_digest = chance.random() < 0.7 and complete
         if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
             sim.observer.digested.add(plan.update_id)
         in_batches = begin.rollout.max_unavailable and begin.apply != verbs_pb2.APPLY_MODE_STAGED
@@ -139,6 +158,7 @@ class Trainer(Caller):
                 said(commit)
                 operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
             sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
+            self.base = operation.weight_version
             if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
                 staged(self.fleet, operation, plan)
         except RlctlError as error:
@@ -163,7 +183,7 @@ class Trainer(Caller):
         """Send, as often as was asked for; the plan of the attempt that went well."""
         while True:
             try:
-                await self._attempt(plan, sent, deadline, chance)
+                await Sending(self, plan, sent, begin.num_sources, deadline, chance).run()
                 return plan
             except RlctlError as error:
                 if plan.attempt > begin.retries:
@@ -187,7 +207,7 @@ class Trainer(Caller):
             sent = sim.observer.adapters[self.model, begin.adapter, tag] = contents(tag, ADAPTER_NAMES)
             return sent
         sent = whole = contents(tag)
-        if begin.kind == verbs_pb2.UPDATE_KIND_PARTIAL:
+        if begin.kind in (verbs_pb2.UPDATE_KIND_PARTIAL, verbs_pb2.UPDATE_KIND_DELTA):
             chosen = chance.sample(NAMES, chance.randint(1, len(NAMES) - 1))
             sent = {name: content for name, content in whole.items() if name in chosen}
             whole = {**sim.observer.published[self.model, sim.observer.sequence(self.model)], **sent}
@@ -205,80 +225,10 @@ class Trainer(Caller):
             with contextlib.suppress(RlctlError):
                 await self.sim.network.call(self.node, COORDINATOR, "RenewLease", request, plan.lease_ttl.seconds / 3)
 
-    async def _attempt(
-        self, plan: update_pb2.BeginWeightUpdateResponse, sent: Tensors, deadline: float, chance: random.Random
-    ) -> None:
-        groups = sorted(plan.groups, key=lambda group: group.source)
-        shares = {group.group_name: list(sent)[group.source :: len(groups)] for group in groups}
-        writes = self._writes(plan.update_id, shares, chance)
-        in_flight = chance.random() < 0.3
-
-        def left() -> float:
-            return max(0.5, deadline - self.node.loop.time())
-
-        async def source(group: update_pb2.GroupPlan) -> None:
-            if group.source:
-                request = update_pb2.JoinWeightUpdateRequest(update_id=plan.update_id, source=group.source)
-                await self.call("JoinWeightUpdate", request, left())
-            if not group.formed:
-                await self.sim.fabric.join(self.node, group.group_name, 0, group.world_size, left())
-            for name in shares[group.group_name]:
-                await self.sim.fabric.send(self.node, group.group_name, {name: sent[name]}, left())
-
-        async def drive() -> None:
-            for group in plan.groups:
-                if not group.formed:
-                    self._refuse_failed(await self.verb(_join(plan.update_id, group), left()))
-            if in_flight:
-                # It does not wait for one to be answered before it asks for the next.
-                for answer in await asyncio.gather(*(self.verb(write, left()) for write in writes)):
-                    self._refuse_failed(answer)
-            else:
-                for write in writes:
-                    self._refuse_failed(await self.verb(write, left()))
-
-        tasks = [asyncio.ensure_future(drive()), *(asyncio.ensure_future(source(group)) for group in groups)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _writes(self, update_id: str, shares: dict[str, list[str]], chance: random.Random) -> Writes:
-        """Everything in one request, or each round of buckets in one of its own."""
-        writes: Writes = []
-        apart = chance.random() < 0.4
-        for number in range(max(len(share) for share in shares.values())):
-            if apart or not writes:
-                writes.append(verbs_pb2.UpdateWeightsFromDistributedRequest())
-                writes[-1].header.fence.update_id = update_id
-            for name, share in shares.items():
-                if number < len(share):
-                    bucket = writes[-1].buckets.add(sequence=number, group_name=name, names=[share[number]])
-                    bucket.dtypes.append("torch.float32")
-                    bucket.shapes.add().dims.append(1)
-        return writes
-
-    def _refuse_failed(self, operation: Operation) -> None:
-        if operation.state != OPERATION_STATE_OK:
-            raise Reason.GROUP_FAILED.error(operation.error.message)
-
-
-def _join(update_id: str, group: update_pb2.GroupPlan) -> verbs_pb2.InitWeightsUpdateGroupRequest:
-    join = verbs_pb2.InitWeightsUpdateGroupRequest(
-        master_address="trainer",
-        master_port=1,
-        world_size=group.world_size,
-        group_name=group.group_name,
-        backend=group.backend,
-    )
-    join.header.fence.update_id = update_id
-    return join
-
 
 def _words(begin: update_pb2.BeginWeightUpdateRequest) -> str:
     kind = verbs_pb2.UpdateKind.Name(begin.kind).removeprefix("UPDATE_KIND_").lower()
     staged = ", staged" if begin.apply == verbs_pb2.APPLY_MODE_STAGED else ""
+    path = update_pb2.DataPath.Name(begin.path).removeprefix("DATA_PATH_").lower()
     rolling = f", {begin.rollout.max_unavailable} at a time" if begin.rollout.max_unavailable else ""
-    return f"{kind}{staged}{rolling}, {begin.num_sources} sources, quorum {begin.options.quorum}"
+    return f"{kind} by {path}{staged}{rolling}, {begin.num_sources} sources, quorum {begin.options.quorum}"

@@ -27,7 +27,7 @@ CAUGHT_BY = {
     "at_most_once": 1014,
     "bucket_order": 1003,
     "completeness": 1012,
-    "dirty_refusal": 1009,
+    "dirty_refusal": 1010,
     "fencing": 1001,
     "follower_link": 1131,
     "grant_order": 1102,
@@ -37,14 +37,14 @@ CAUGHT_BY = {
     "lease_echo": 1067,
     "lease_expiry": 1151,
     "ongoing_gate": 1096,
-    "presumed_abort": 1000,
+    "presumed_abort": 1004,
     "publish_last": 1004,
-    "quarantine": 1234,
+    "quarantine": 1595,
     "serving_lease": 1019,
     "shielding": 1003,
     "silence": 1004,
     "verification": 1044,
-    "vetting": 1066,
+    "vetting": 1114,
 }
 """The seed from which on one is looked for that shows a safeguard to be needed: it moves with every change of what the
 state machines do or of how long they take for it."""
