@@ -299,7 +299,7 @@ async def test_a_blocked_receive_is_interrupted_within_a_second(stage: Stage, ne
     async with Source(stage) as source:
         update = await prepare(stage)
         receiving = asyncio.create_task(stage.ranks(source.request(source.buckets(tensors_of(new))), update=update))
-        await until(lambda: stage.engine._rank.receiver._groups)
+        await until(lambda: any(group.under_way for group in stage.engine._rank.receiver._groups))
         await stage.interrupt("another update")
         assert not receiving.done()
         started = time.monotonic()
