@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from forking import NURSERY, standing_in
 from grpc import aio as grpc_aio
 
+from rlctl.launch import processes
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing import fake_engine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
@@ -31,6 +33,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
                 report.sections.append((f"last of {log.parent.parent.name}/{log.name}", "\n".join(lines)))
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _engines_are_forked() -> Iterator[None]:
+    """Torch engines that launchers inside of tests start: see :mod:`forking`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "subprocess", standing_in())
+        yield
+    NURSERY.close()
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from forking import NURSERY
 
 from rlctl.client.fleet import Fleet
 
@@ -26,18 +26,15 @@ def train(
         "address": fleet.aio.connection.address,
         "store": str(directory / "store"),
     }
+    logs = [(directory / f"trainer-{rank}.err").open("w+b") for rank in range(settings["size"])]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), json.dumps(common | {"rank": rank})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(settings["size"])
+        NURSERY.script([str(RANK), json.dumps(common | {"rank": rank})], stderr) for rank, stderr in enumerate(logs)
     ]
     said = []
-    for rank, process in enumerate(ranks):
-        out, errors = process.communicate(timeout=150)
-        assert process.returncode == (-9 if rank == settings.get("dies") else 0), errors
-        said.append([json.loads(line) for line in out.splitlines()])
+    for rank, (process, stderr) in enumerate(zip(ranks, logs, strict=True)):
+        with process.stdin, process.stdout, stderr:
+            said.append([json.loads(line) for line in process.stdout])
+            code = process.wait(10)
+            stderr.seek(0)
+            assert code == (-9 if rank == settings.get("dies") else 0), stderr.read().decode()
     return said
