@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollouts
 import torch
 from answers import of_each
 from models import changed, greedy
@@ -92,6 +93,11 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(fleet: Fleet, tiny: tu
     assert len(tokens) == LONG
     new = tokens[kept : kept + 30]
     assert new == greedy(model, encode("5+") + tokens[:kept], len(new)), "no KV entry of old weights"
+
+
+def test_rollouts_go_on_over_updates_and_stop_their_long_tail(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    rollouts.run_over_updates(fleet, tiny[0])
+    rollouts.run_until(fleet)
 
 
 def test_from_disk(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import adapter_steps
 import pytest
+import rollouts
 import torch
 from loras import lora, merged_says, save
 from models import changed, greedy
@@ -72,6 +73,11 @@ def test_one_transaction_updates_both_kinds_of_engine(fleet: Fleet, tiny: tuple[
             both_generate_like(fleet, model, result.version)
     finally:
         publisher.close()
+
+
+def test_rollouts_go_on_over_updates_and_stop_their_long_tail(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    rollouts.run_over_updates(fleet, tiny[0])
+    rollouts.run_until(fleet)
 
 
 def test_a_delta_reaches_both_kinds_of_engine_and_what_neither_has_is_refused_before_a_pause(
