@@ -314,7 +314,7 @@ class Reason(enum.Enum):
         "Continue first, or pause with retract.",
     )
     MODEL_FROZEN = (PreconditionFailed, "The model is frozen: it receives no weights.", "")
-    NO_TARGETS = (PreconditionFailed, "No stage is left to address.", "")
+    NO_TARGETS = (PreconditionFailed, "No stage is left to address.", "`rlctl status` shows the fleet.")
     UNSUPPORTED = (Unsupported, "The target cannot do this.", "")
     UNSUPPORTED_BY_ALL = (Unsupported, "No target can do this.", "")
     NOT_IMPLEMENTED = (Unsupported, "The contract has this verb, but its code does not exist yet.", "")

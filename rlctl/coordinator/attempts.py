@@ -200,7 +200,10 @@ class Attempts:
         if left < session.quorum:
             raise session.short_of_quorum(left, f"gone: {', '.join(names(lost))}")
         if len(lost) == len(session.targets) and not session.waiting:
-            raise Reason.NO_TARGETS.error(f"nobody is left in the last batch; gone: {', '.join(names(lost))}")
+            raise Reason.NO_TARGETS.error(
+                f"nobody is left in the last batch; gone: {', '.join(names(lost))}",
+                next_step="What is gone is healed when it is back; stages of the batches before serve the version.",
+            )
         session.start_over(lost)
         opened.broken = False
         received, opened.received = opened.received, []

@@ -346,7 +346,7 @@ class Roster:
                 continue
             targets.append(slot)
         if not targets:
-            raise Reason.NO_TARGETS.error("no stage is there to address", next_step="`rlctl status` shows the fleet.")
+            raise Reason.NO_TARGETS.error("no stage is there to address")
         return targets, excluded
 
     # Watching.
