@@ -23,22 +23,23 @@ from rlctl.errors import Reason
 _ALIGNMENT = 64
 
 
+_TRIES = 5
+"""torch gives its shared memory manager, a process that it starts for the first segment, one second for an answer."""
+
+
 class Handed:
     """Copies of tensors in shared memory. They are there until this object goes, and SGLang has let go of them."""
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], proceed: Callable[[], None]) -> None:
         """Copy; ``proceed`` is asked after every tensor, and raises when what it was copied from is no longer good.
 
-        Raises SHARED_MEMORY_FULL.
+        Raises SHARED_MEMORY_FULL, ENGINE_FAILED.
         """
         offsets, size = [], 0
         for _, tensor in tensors:
             offsets.append(size)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        try:
-            self._storage = torch.UntypedStorage._new_using_filename_cpu(max(size, _ALIGNMENT))
-        except RuntimeError as error:
-            raise Reason.SHARED_MEMORY_FULL.error(f"{size} bytes cannot be shared with SGLang: {error}") from error
+        self._storage = _share(max(size, _ALIGNMENT))
         self._named: list[tuple[str, torch.Tensor]] = []
         for (name, tensor), offset in zip(tensors, offsets, strict=True):
             start = offset // tensor.itemsize
@@ -62,3 +63,17 @@ def _by_name(storage: torch.UntypedStorage) -> tuple[Any, tuple[Any, ...]]:
     where = storage._share_filename_cpu_()
     storage._shared_incref()  # type: ignore[no-untyped-call]
     return rebuild_storage_filename, (torch.UntypedStorage, *where)
+
+
+def _share(size: int) -> torch.UntypedStorage:
+    """Shared memory under torch's own names. Raises SHARED_MEMORY_FULL, ENGINE_FAILED."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return torch.UntypedStorage._new_using_filename_cpu(size)
+        except RuntimeError as error:
+            cause = str(error).partition("\n")[0]
+            if "timed out" not in cause:
+                raise Reason.SHARED_MEMORY_FULL.error(f"{size} bytes cannot be shared with SGLang: {cause}") from error
+            if not left:
+                raise Reason.ENGINE_FAILED.error(f"{size} bytes cannot be shared with SGLang: {cause}") from error
+    raise AssertionError("not reached")
