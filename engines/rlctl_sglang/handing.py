@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 from rlctl.errors import Reason
 
 _ALIGNMENT = 64
-
-
 _TRIES = 5
 """torch gives its shared memory manager, a process that it starts for the first segment, one second for an answer."""
 
@@ -67,13 +65,14 @@ def _by_name(storage: torch.UntypedStorage) -> tuple[Any, tuple[Any, ...]]:
 
 def _share(size: int) -> torch.UntypedStorage:
     """Shared memory under torch's own names. Raises SHARED_MEMORY_FULL, ENGINE_FAILED."""
-    for left in reversed(range(_TRIES)):
+    tries = 1
+    while True:
         try:
             return torch.UntypedStorage._new_using_filename_cpu(size)
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
-            if "timed out" not in cause:
-                raise Reason.SHARED_MEMORY_FULL.error(f"{size} bytes cannot be shared with SGLang: {cause}") from error
-            if not left:
-                raise Reason.ENGINE_FAILED.error(f"{size} bytes cannot be shared with SGLang: {cause}") from error
-    raise AssertionError("not reached")
+            slow = "timed out" in cause
+            if not slow or tries == _TRIES:
+                reason = Reason.ENGINE_FAILED if slow else Reason.SHARED_MEMORY_FULL
+                raise reason.error(f"{size} bytes cannot be shared with SGLang: {cause}") from error
+        tries += 1

@@ -38,7 +38,8 @@ MOST_REPORTS = 100
 _STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory", "ResumeMemory", "CheckWeights")
 """Verbs that all ranks carry out at one step of their engine."""
 
-_PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
+PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
+"""States of an update whose version is served."""
 
 
 @dataclass
@@ -281,8 +282,8 @@ class Observer:
             if result is None or result.outcome not in good:
                 self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, {slot} is not")
                 continue
-            if result.outcome == OUTCOME_SKIPPED and self._slots[slot].modest:
-                continue  # it was not asked: its engine has nothing of the kind
+            if result.outcome == OUTCOME_SKIPPED and self._slots[slot].may_skip(operation.verb):
+                continue
             answers = {rank.coordinates.rank: rank.outcome for rank in result.rank_results}
             for rank in range(self._slots[slot].ranks):
                 if answers.get(rank) not in good:
@@ -295,7 +296,7 @@ class Observer:
         update = operation.verb in WEIGHT_UPDATES
         if not update and operation.verb not in _STEPS:
             return True
-        if update and (operation.state not in _PUBLISHED or result.outcome != OUTCOME_APPLIED):
+        if update and (operation.state not in PUBLISHED or result.outcome != OUTCOME_APPLIED):
             return True
         said = {rank.coordinates.rank for rank in result.rank_results if rank.outcome == OUTCOME_APPLIED}
         if self._slots[result.slot].speaker:

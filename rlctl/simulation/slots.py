@@ -54,6 +54,10 @@ class SimSlot:
         """Whether its engines lack what updates can do without."""
         return self.kind == "modest"
 
+    def may_skip(self, verb: str) -> bool:
+        """Whether its engines are left out of a verb: they do not have it, or not in every way."""
+        return self.modest and verb in (*MODEST, "PauseGeneration")
+
     @property
     def speaker(self) -> bool:
         """Whether one process of its engines answers for all ranks."""

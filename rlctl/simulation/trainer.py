@@ -14,6 +14,7 @@ from rlctl.simulation.fabric import Tensors
 from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.holding import ADAPTER_NAMES, NAMES, contents, digest, digests, probed
 from rlctl.simulation.inspection import staged
+from rlctl.simulation.observer import PUBLISHED
 from rlctl.simulation.sending import Sending
 from rlctl.simulation.shared_memory import TRAINERS_HOST
 from rlctl.times import duration
@@ -72,6 +73,7 @@ class Trainer(Caller):
         options.abort_all_requests = chance.random() < 0.3
         if chance.random() < 0.1:
             begin.kind, begin.adapter = verbs_pb2.UPDATE_KIND_ADAPTER, "math"
+            begin.ClearField("base")
         elif chance.random() < 0.3:
             begin.apply = verbs_pb2.APPLY_MODE_STAGED
             options.pause = options.pause or PAUSE_MODE_RETRACT
@@ -158,7 +160,8 @@ class Trainer(Caller):
                 said(commit)
                 operation = await self.call("CommitWeightUpdate", commit, deadline - self.node.loop.time() + 45.0)
             sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
-            self.base = operation.weight_version
+            if operation.state in PUBLISHED:
+                self.base = operation.weight_version
             if begin.apply == verbs_pb2.APPLY_MODE_STAGED:
                 staged(self.fleet, operation, plan)
         except RlctlError as error:

@@ -14,6 +14,9 @@ RANK = Path(__file__).with_name("trainer_rank.py")
 PP_TP = {"layout": "pp-tp", "size": 4, "sources": [0, 2]}
 FSDP = {"layout": "fsdp", "size": 2, "sources": [0]}
 
+MOST_S = 150.0
+"""That a trainer may take, all its updates."""
+
 
 def train(
     fleet: Fleet, directory: Path, *, seeds: list[int], model: str = "dense", deadline_s: float = 60.0, **settings: Any
@@ -31,10 +34,15 @@ def train(
         NURSERY.script([str(RANK), json.dumps(common | {"rank": rank})], stderr) for rank, stderr in enumerate(logs)
     ]
     said = []
-    for rank, (process, stderr) in enumerate(zip(ranks, logs, strict=True)):
-        with process.stdin, process.stdout, stderr:
+    try:
+        for rank, (process, stderr) in enumerate(zip(ranks, logs, strict=True)):
+            code = process.wait(MOST_S)
             said.append([json.loads(line) for line in process.stdout])
-            code = process.wait(10)
             stderr.seek(0)
             assert code == (-9 if rank == settings.get("dies") else 0), stderr.read().decode()
+    finally:
+        for process, stderr in zip(ranks, logs, strict=True):
+            process.kill()
+            process.close()
+            stderr.close()
     return said

@@ -44,16 +44,34 @@ class Forked:
         self.stdout: IO[bytes] = os.fdopen(self_stdout, "rb")
         self.returncode: int | None = None
         self._ended = threading.Event()
+        self._handle: int | None = None
+        self._using = threading.Lock()
         try:
-            self.pid, self._handle = nursery.fork(self, argv, (stdin, stdout, stderr.fileno()), env)
+            nursery.fork(self, argv, (stdin, stdout, stderr.fileno()), env)
+        except BaseException:
+            self.close()
+            raise
         finally:
             os.close(stdin)
             os.close(stdout)
 
-    def ended(self, status: int) -> None:
+    def born(self, pid: int) -> None:
+        """It runs under this id, and its end has not been told."""
+        self.pid, self._handle = pid, os.pidfd_open(pid)
+
+    def ended(self, returncode: int) -> None:
         """It has, and was waited for."""
-        self.returncode = os.waitstatus_to_exitcode(status)
+        with self._using:
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
+        self.returncode = returncode
         self._ended.set()
+
+    def close(self) -> None:
+        """Close this end of its streams."""
+        self.stdin.close()
+        self.stdout.close()
 
     def poll(self) -> int | None:
         """How it ended; None while it runs."""
@@ -68,8 +86,9 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, number)
+        with self._using, contextlib.suppress(ProcessLookupError):
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, number)
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -83,70 +102,86 @@ class Forked:
 class Nursery:
     """The process that forks, from the first time that it is needed on."""
 
-    def __init__(self) -> None:
-        self._env = {"OMP_NUM_THREADS": "1", **os.environ}
+    def __init__(self, program: str = __file__) -> None:
+        self._program = program
+        self._env: dict[str, str] = {}
+        """What the process that forks was started with."""
         self._lock = threading.Lock()
         self._children: dict[int, Forked] = {}
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._answers: list[int] = []
-        self._answered = threading.Condition()
+        self._awaited: Forked | None = None
+        self._gone = False
+        self._said = threading.Condition()
 
     def popen(self, command: list[str], **options: Any) -> Any:
         """A process for a launcher: forked, where it may be."""
         python, dash_m, module, *arguments = command
         env = options["env"]
         forks = (python, dash_m, module) == (sys.executable, "-m", COMMAND) and _torch(arguments)
-        if not forks or any(env.get(name) != self._env.get(name) for name in {*env, *self._env} if _early(name)):
+        ours = self._env or _own()
+        if not forks or any(env.get(name) != ours.get(name) for name in {*env, *ours} if name.startswith(EARLY)):
             return subprocess.Popen(command, **options)
         return Forked(self, [COMMAND, *arguments], options["stderr"], env)
 
     def script(self, argv: Sequence[str], stderr: IO[bytes]) -> Forked:
         """A process that runs a script with its arguments."""
-        return Forked(self, argv, stderr, self._env)
+        return Forked(self, argv, stderr, _own())
 
-    def fork(
-        self, child: Forked, argv: Sequence[str], streams: Sequence[int], env: Mapping[str, str]
-    ) -> tuple[int, int]:
-        """A process: its id, and a descriptor that stands for it and no later one."""
+    def fork(self, child: Forked, argv: Sequence[str], streams: Sequence[int], env: Mapping[str, str]) -> None:
+        """Start a process; ``child`` is told that it is born, and later that it has ended.
+
+        Raises RuntimeError if the process that forks is gone, and OSError.
+        """
         with self._lock:
-            if self._socket is None:
-                self._start()
-            assert self._socket is not None
+            control = self._socket or self._start()
             asked = json.dumps({"argv": list(argv), "env": dict(env), "cwd": os.getcwd()}).encode()
-            socket.send_fds(self._socket, [asked], list(streams))
-            with self._answered:
-                self._answered.wait_for(lambda: self._answers)
-                pid = self._answers.pop()
-                self._children[pid] = child
-            handle = os.pidfd_open(pid)
-            self._socket.send(b"go")
-            return pid, handle
+            with self._said, contextlib.suppress(BrokenPipeError):
+                self._awaited = child
+                socket.send_fds(control, [asked], list(streams))
+                self._said.wait_for(lambda: self._awaited is None or self._gone)
+                control.send(b"go")
+            if self._awaited is not None:
+                raise RuntimeError("the process that forks is gone; it said why on the standard error")
 
     def close(self) -> None:
-        """End it. What it forked ends as processes of launchers do, with those."""
+        """End it, and whatever it has forked that still runs."""
         if self._socket is not None and self._process is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait()
             self._socket.close()
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
+        self._env = _own()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno())]
+        command = [sys.executable, self._program, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0, env=self._env)
         theirs.close()
-        threading.Thread(target=self._listen, name="forked processes", daemon=True).start()
+        threading.Thread(target=self._listen, args=(self._socket,), name="forked processes", daemon=True).start()
+        return self._socket
 
-    def _listen(self) -> None:
-        assert self._socket is not None
-        while said := self._socket.recv(MOST_BYTES):
+    def _listen(self, control: socket.socket) -> None:
+        try:
+            with contextlib.suppress(ConnectionResetError):
+                self._hear(control)
+        finally:
+            with self._said:
+                self._gone = True
+                self._said.notify_all()
+                for child in self._children.values():  # nobody can wait for them any more
+                    child.kill()
+                    child.ended(-signal.SIGKILL)
+
+    def _hear(self, control: socket.socket) -> None:
+        while said := control.recv(MOST_BYTES):
             message = json.loads(said)
-            with self._answered:
+            with self._said:
                 if "status" in message:
-                    self._children.pop(message["pid"]).ended(message["status"])
-                else:
-                    self._answers.append(message["pid"])
-                    self._answered.notify_all()
+                    self._children.pop(message["pid"]).ended(os.waitstatus_to_exitcode(message["status"]))
+                elif self._awaited is not None:
+                    self._awaited.born(message["pid"])
+                    self._children[message["pid"]], self._awaited = self._awaited, None
+                    self._said.notify_all()
 
 
 NURSERY = Nursery()
@@ -167,8 +202,8 @@ def _torch(arguments: Sequence[str]) -> bool:
     return (engine, device) == ("torch", "cpu")
 
 
-def _early(name: str) -> bool:
-    return name.startswith(EARLY)
+def _own() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def main() -> None:

@@ -1,0 +1,106 @@
+"""Processes that tests fork from one in which torch is imported: they are what a process of their own would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from forking import Forked, Nursery
+
+TELLS = """
+import json, os, sys
+print(json.dumps([sys.argv[1:], os.environ["COLOUR"], "torch" in sys.modules, os.getpgid(0) == os.getpid()]))
+print("so much for that", file=sys.stderr)
+raise SystemExit(int(sys.stdin.readline()))
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def stderr(tmp_path: Path) -> Iterator[IO[bytes]]:
+    with (tmp_path / "stderr").open("w+b") as file:
+        yield file
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "tells.py"
+    path.write_text(TELLS)
+    return str(path)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_it_has_its_arguments_environment_streams_and_status(
+    nursery: Nursery, script: str, stderr: IO[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR", "green")
+    process = nursery.script([script, "a", "b"], stderr)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.stdin.write(b"7\n")
+    assert (process.wait(30), process.poll()) == (7, 7)
+    assert json.loads(process.stdout.read()) == [["a", "b"], "green", True, True]
+    stderr.seek(0)
+    assert stderr.read() == b"so much for that\n"
+    process.close()
+
+
+def test_it_is_killed_once_and_leaves_nothing_open(
+    nursery: Nursery, script: str, stderr: IO[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR", "green")
+    before = open_files()
+    process = nursery.script([script], stderr)
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
+    process.kill()  # nobody is hit by it
+    process.close()
+    assert open_files() == before
+
+
+def test_what_is_read_by_imports_needs_an_interpreter_of_its_own(nursery: Nursery, stderr: IO[bytes]) -> None:
+    command = [sys.executable, "-m", "rlctl", "stage", "--engine", "torch", "--device", "cpu", "--help"]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr, "process_group": 0}
+    forked = nursery.popen(command, env=dict(os.environ) | {"OMP_NUM_THREADS": "1", "COLOUR": "red"}, **streams)
+    started = nursery.popen(command, env=dict(os.environ) | {"OMP_NUM_THREADS": "3"}, **streams)
+    assert [isinstance(each, Forked) for each in (forked, started)] == [True, False]
+    for process in (forked, started):
+        assert process.wait(60) == 0
+        assert b"--engine" in process.stdout.read()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_one_that_cannot_fork_is_told_of(tmp_path: Path, script: str, stderr: IO[bytes]) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('a thread was started')")
+    nursery = Nursery(str(broken))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the process that forks is gone"):
+            nursery.script([script], stderr)
+    nursery.close()
+
+
+def test_what_it_forked_ends_with_it(script: str, stderr: IO[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOUR", "green")
+    nursery = Nursery()
+    process = nursery.script([script], stderr)
+    nursery.close()
+    assert process.wait(30) == -signal.SIGKILL
+    process.close()
