@@ -146,6 +146,8 @@ class Stage:
         self._confirmed_grant = 0
         self._obstacle: RlctlError | None = None
         self._spoiling = ""
+        self._writing = self._written = 0
+        """Commands that write to what serves: how many are under way, and how many have ended."""
         self._revision = 0
         self._reported: bytes = b""
         self._standing: tuple[object, ...] = ()
@@ -354,13 +356,26 @@ class Stage:
         if spoils(request):  # a rank may have done it long before the last one answers
             self._spoiling = verb.name
             self.serving = self._serving()
+        written = self._written
+        writes = (verb.writes_weights or spoils(request)) and not aside
+        self._writing += writes
         try:
             results = await self._relay.run(verb, request, call)
         finally:
+            self._writing -= writes
+            self._written += writes
             if spoils(request):
                 self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
-        self.facts.settle(verb, request, outcome, results)
+        steady = not self._writing and self._written == written
+        if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome == OUTCOME_APPLIED and steady:
+            contradiction = self.facts.contradiction(request, results)
+            if contradiction is not None:
+                outcome = contradiction.outcome
+                for result in results:
+                    result.outcome = outcome
+                    result.error.CopyFrom(contradiction.detail())
+        self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
         self._changed()

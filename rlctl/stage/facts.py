@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
@@ -206,8 +206,35 @@ class Facts:
         if not full and self.update is None and self.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error("only a full update can start from weights that are not whole")
 
-    def settle(self, verb: Verb, request: Message, outcome: Outcome.ValueType, results: Iterable[RankResult]) -> None:
-        """Take in what became of a verb. Where the outcome leaves it open, the side is assumed that serves nothing."""
+    def contradiction(self, request: verbs_pb2.CheckWeightsRequest, results: Iterable[RankResult]) -> RlctlError | None:
+        """Why what a check has found cannot be, if nothing was written meanwhile: weights that are whole are not what
+        they were when they were digested last.
+        """
+        found = _digests(results)
+        if request.shadow or not _of_all(request) or self.weights is not Weights.WHOLE or not self.model_digest:
+            return None
+        if len(found) != 1 or found == {self.model_digest}:
+            return None
+        return Reason.DIGEST_MISMATCH.error(
+            f"the weights digest to {found.pop()} now, and {self.model_digest} when they were digested last; rlctl has "
+            "written nothing since: something else has, or memory is damaged",
+            metadata={"expected": self.model_digest},
+            outcome=OUTCOME_DIRTY,
+        )
+
+    def settle(
+        self,
+        verb: Verb,
+        request: Message,
+        outcome: Outcome.ValueType,
+        results: Iterable[RankResult],
+        *,
+        steady: bool = True,
+    ) -> None:
+        """Take in what became of a verb. Where the outcome leaves it open, the side is assumed that serves nothing.
+
+        ``steady``: nothing wrote to what serves while it was carried out.
+        """
         applied = outcome == OUTCOME_APPLIED
         possible = outcome in POSSIBLY_DONE
         match request:
@@ -251,7 +278,7 @@ class Facts:
                 self._mixed()
             case verbs_pb2.CheckWeightsRequest() if outcome == OUTCOME_DIRTY and not request.shadow:
                 self._mixed()  # what is held is not what was confirmed: somebody else has written to it
-            case verbs_pb2.CheckWeightsRequest() if applied and not (request.skip_tensors or request.adapter):
+            case verbs_pb2.CheckWeightsRequest() if applied and _of_all(request) and (steady or request.shadow):
                 self._digested(results, shadow=request.shadow)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
@@ -307,7 +334,7 @@ class Facts:
         self.checkpoint = ""
 
     def _digested(self, results: Iterable[RankResult], *, shadow: bool) -> None:
-        digests = {result.check.model_digest for result in results if result.check.model_digest}
+        digests = _digests(results)
         if shadow and self.update is not None:
             self.update.digest = digests.pop() if len(digests) == 1 else ""
         elif not shadow and self.weights is Weights.WHOLE and len(digests) == 1:
@@ -353,6 +380,16 @@ def _of_staged(request: Message) -> bool:
     return isinstance(request, verbs_pb2.SealUpdateRequest) or (
         isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow
     )
+
+
+def _of_all(request: verbs_pb2.CheckWeightsRequest) -> bool:
+    """Whether a check looks at all base weights."""
+    return not (request.skip_tensors or request.adapter)
+
+
+def _digests(results: Iterable[RankResult]) -> set[str]:
+    """Model digests that ranks have found."""
+    return {result.check.model_digest for result in results if result.check.model_digest}
 
 
 def _ends_update(request: Message) -> bool:

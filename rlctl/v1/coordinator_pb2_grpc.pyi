@@ -189,7 +189,8 @@ class CoordinatorServiceStub:
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.CheckWeightsRequest, _results_pb2.Operation]
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
-    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
+    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
+    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -608,7 +609,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     CheckWeights: _aio.UnaryUnaryMultiCallable[_verbs_pb2.CheckWeightsRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
-    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
+    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
+    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -1114,7 +1116,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Digests weights, keeps a snapshot, scrambles, or compares.
 
-        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
+        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
+        another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
         Idempotency: with the same request_id, yes.
         States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.

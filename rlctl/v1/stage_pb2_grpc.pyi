@@ -191,7 +191,8 @@ class StageServiceStub:
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.CheckWeightsRequest, _results_pb2.StageResult]
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
-    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
+    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
+    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -462,7 +463,8 @@ class StageServiceAsyncStub(StageServiceStub):
     CheckWeights: _aio.UnaryUnaryMultiCallable[_verbs_pb2.CheckWeightsRequest, _results_pb2.StageResult]  # type: ignore[assignment]
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
-    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
+    Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
+    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -826,7 +828,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
         """Digests weights, keeps a snapshot, scrambles, or compares.
 
-        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served.
+        Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
+        another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
         Idempotency: with the same request_id, yes.
         States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

@@ -336,6 +336,34 @@ def test_a_digest_is_that_of_the_weights_where_all_ranks_agree_about_whole_ones(
     assert ready.model_digest == "", "it is of no version"
 
 
+def contradiction(facts: Facts, *digests: str, **fields: object) -> RlctlError | None:
+    results = [RankResult(outcome=OUTCOME_APPLIED, check=v.CheckReport(model_digest=found)) for found in digests]
+    return facts.contradiction(v.CheckWeightsRequest(**fields), results)
+
+
+def test_whole_weights_that_digest_to_something_else_than_before_contradict_it(ready: Facts) -> None:
+    assert contradiction(ready, "b") is None, "nobody had digested them"
+    digested(ready, "a", "a")
+    assert contradiction(ready, "a", "a", "") is None
+    assert contradiction(ready, "b", "b").outcome == OUTCOME_DIRTY
+    assert contradiction(ready, "a", "b") is None, "ranks are torn: nobody knows which it is"
+    assert contradiction(ready, "") is None
+    for fields in ({"skip_tensors": ["x"]}, {"adapter": "math"}, {"shadow": True}):
+        assert contradiction(ready, "b", **fields) is None, "of something else"
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    assert contradiction(ready, "b") is None, "half-written"
+
+
+def test_a_digest_that_something_was_written_beside_is_of_no_version(ready: Facts) -> None:
+    request = fenced(v.CheckWeightsRequest())
+    results = [RankResult(outcome=OUTCOME_APPLIED, check=v.CheckReport(model_digest="a"))]
+    ready.settle(of_request(request), request, OUTCOME_APPLIED, results, steady=False)
+    assert ready.model_digest == ""
+    ready.settle(of_request(request), request, OUTCOME_APPLIED, results)
+    assert ready.model_digest == "a"
+
+
 def test_a_committed_update_without_a_write_is_not_served_either_once_it_is_aborted(ready: Facts) -> None:
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
     apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="u")

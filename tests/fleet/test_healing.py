@@ -24,7 +24,7 @@ from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 
 Checkpoint = Callable[[str], str]
 
@@ -226,6 +226,51 @@ async def test_a_trainer_that_is_over_ends_no_heal(fleet: InProcessFleet, checkp
     (healed,) = fleet.server.coordinator.operations.newest_first("HealStage", 0)
     await healed.ended.wait()
     assert healed.operation.state == OPERATION_STATE_OK
+
+
+async def test_weights_that_something_else_has_written_to_are_found_by_a_check_and_healed(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    fleet.workers["b", 1]._follower._engine.weights = "another's"  # type: ignore[attr-defined]
+    fleet.stages["b"]._engine.weights = "another's"  # type: ignore[attr-defined]
+    checked = await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    assert checked.state == OPERATION_STATE_PARTIAL
+    good, bad = checked.stage_results
+    assert (good.outcome, bad.outcome) == (common.OUTCOME_APPLIED, common.OUTCOME_DIRTY)
+    assert (bad.error.reason, bad.state) == (Reason.DIGEST_MISMATCH.name, common.STAGE_STATE_DIRTY)
+    assert digest("another's") in bad.error.message
+    assert digest("two") in bad.error.message
+    assert fleet.stage("b").quarantine == bad.error
+    assert [rank.check.model_digest for rank in bad.rank_results] == [digest("another's")] * 2
+    assert (await fleet.stub.HealStage(HealStageRequest())).state == OPERATION_STATE_OK
+    assert fleet.stage("b").routable
+    assert set(weights(fleet)) == {"two"}
+
+
+async def test_a_check_that_an_update_has_overtaken_says_nothing_about_the_new_version(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    checking, going_on = asyncio.Event(), asyncio.Event()
+
+    async def look_too_early(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "check_weights" and not checking.is_set():
+            checking.set()
+            await going_on.wait()
+            engine.weights = "half"
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = look_too_early
+    request = v.CheckWeightsRequest()
+    request.header.target.slots.append("a")
+    checked = asyncio.ensure_future(fleet.stub.CheckWeights(request))
+    await checking.wait()
+    await from_disk(fleet, checkpoint("two"), "two")
+    known = fleet.stage("a").report.model_digest
+    going_on.set()
+    (result,) = (await checked).stage_results
+    assert (result.outcome, result.rank_results[0].check.model_digest) == (common.OUTCOME_APPLIED, digest("half"))
+    assert fleet.stage("a").routable
+    assert fleet.stage("a").report.model_digest == known
 
 
 async def test_what_a_heal_has_not_verified_is_quarantined_in_the_journal(
