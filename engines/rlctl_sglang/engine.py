@@ -69,6 +69,7 @@ class SGLangEngine(ServerEngine):
         self._facts = facts = await facts_.ask(
             self._control, self.verbs(), call, launched=self._server.launched, nodes=self._config.nodes
         )
+        self._state.paired = facts.mode != "null"
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
         checkpoint, updated = self._config.model_path, False

@@ -18,7 +18,7 @@ from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckAction, Loads, ServerInf
 from rlctl.verbs import VERBS
 from rlctl.weights.identity import CPU, host_id
 from rlctl_sglang.requests import Limits
-from rlctl_sglang.state import MODES, TAGS
+from rlctl_sglang.state import MODES, PAIR_MODES, TAGS
 
 _SESSION_ROUTES = ("/begin_weight_update", "/end_weight_update", "/update_weight_version")
 _GROUP_ROUTES = ("/init_weights_update_group", *_SESSION_ROUTES)
@@ -177,7 +177,7 @@ class Facts:
             unsupported["SendWeights"] = "what this server holds cannot be read, so it cannot be sent"
         unsupported |= without_levels(verification, answers_for_ranks=self.ranks > 1)
         return fleet_pb2.Capabilities(
-            pause_modes=list(MODES),
+            pause_modes=list(MODES if self.mode == "null" else PAIR_MODES),
             transports=transports,
             adapter_transports=[each for each in transports if each in ADAPTERS_BY],
             verification=verification,
@@ -188,7 +188,7 @@ class Facts:
             cache_tiers=self.cache_tiers,
             experimental=[
                 *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
-                *(["disaggregation"] if self.mode != "null" else []),
+                *([] if self.cpu or self.mode == "null" else ["disaggregation"]),
             ],
             unsupported=unsupported,
             answers_for_ranks=self.ranks > 1,

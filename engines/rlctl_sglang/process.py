@@ -25,6 +25,17 @@ PROBE_S = 5.0
 
 _STAND_INS = Path(__file__).parent / "cpu"
 
+_PAIRED_ON_CPU = {
+    # With overlap it waits for an event of CUDA's.
+    "prefill": {"disaggregation_transfer_backend": "nixl", "disable_overlap_schedule": "true"},
+    # By itself it would keep what is retracted in memory that is registered with CUDA.
+    "decode": {
+        "disaggregation_transfer_backend": "nixl",
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+    },
+}
+"""Arguments of a server that is one of a pair, where there is no GPU, by its part."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -145,6 +156,7 @@ def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) 
             "mem_fraction_static": "0.1",
             "max_total_tokens": "16384",
             "skip_server_warmup": "true",
+            **_PAIRED_ON_CPU.get(options.arguments.get("disaggregation_mode", ""), {}),
         }
     elif number:
         named["base_gpu_id"] = number

@@ -28,6 +28,9 @@ from rlctl.v1.common_pb2 import (
 MODES = {PAUSE_MODE_ABORT: "abort", PAUSE_MODE_RETRACT: "retract", PAUSE_MODE_IN_PLACE: "in_place"}
 """SGLang's pause modes."""
 
+PAIR_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT)
+"""Modes of a prefill or decode server; each ends what is active, see :meth:`State.pause`."""
+
 TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights", MEMORY_TAG_CUDA_GRAPH: "cuda_graph"}
 """SGLang's memory regions."""
 
@@ -37,6 +40,7 @@ class State:
     """The server's state as the calls so far have left it.
 
     Attributes:
+        paired: it is a prefill or a decode server.
         paused: mode in which generation is paused, or UNSPECIFIED.
         holding: paused by the plug-in itself, because memory is released.
         released: regions that are released.
@@ -44,6 +48,7 @@ class State:
         groups: sizes of the groups that its ranks are in, by name.
     """
 
+    paired: bool = False
     paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
     holding: bool = False
     released: set[MemoryTag.ValueType] = field(default_factory=set)
@@ -63,13 +68,21 @@ class State:
     def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
         """The mode to send for a pause, with so many requests active.
 
+        In a pair it is always abort. What a decode server retracts it has computed anew by calling the prefill server,
+        without its key; and handovers that a pause has caught half-way keep the caches from being flushed.
+
         Raises UNSUPPORTED (SKIPPED) for a mode that SGLang does not have. Raises PAUSE_MODE_CONFLICT for an abort of
         requests that are frozen in place: that call never returns, and nothing helps the server afterwards.
         """
         mode = mode or PAUSE_MODE_ABORT
-        if mode not in MODES:
+        if mode not in (PAIR_MODES if self.paired else MODES):
             name = PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower() if mode in PauseMode.values() else mode
-            raise Reason.UNSUPPORTED.error(f"SGLang has no pause mode {name}", field="mode", outcome=OUTCOME_SKIPPED)
+            part = " as one of a pair" if self.paired else ""
+            raise Reason.UNSUPPORTED.error(
+                f"SGLang has no pause mode {name}{part}", field="mode", outcome=OUTCOME_SKIPPED
+            )
+        if self.paired:
+            return MODES[PAUSE_MODE_ABORT]
         if self.paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT:
             if active:
                 raise Reason.PAUSE_MODE_CONFLICT.error(

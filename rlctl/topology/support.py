@@ -51,14 +51,6 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
         for model in topology.models
         if model.router and model.router not in routers
     ]  # fmt: skip
-    found += [
-        Problem(
-            topology.source, 0, engine.spec.slot,
-            f"SGLang's {engine.spec.worker_type} servers need GPUs, and this one is on a CPU (docs/topology.md)",
-        )
-        for engine in plan.engines
-        if engine.spec.engine == "sglang" and engine.spec.worker_type in PAIRED and engine.spec.device == "cpu"
-    ]  # fmt: skip
     if topology.bundles and plan.places > len(topology.bundles):
         short = (
             f"{len(topology.bundles)} bundles may be used, and the plan has places for {plan.places} (no engine is "

@@ -271,18 +271,6 @@ def test_pairs_of_the_torch_engine_are_told_their_part_and_find_each_other_by_th
     assert unsupported(made.topology) == []
 
 
-def test_pairs_of_sglang_need_gpus() -> None:
-    def wrong(device: str) -> list[str]:
-        made = planned(model(PD_TP, f"name: a\ndevice: {device}"))
-        assert unsupported(made.topology) == []
-        return [problem.message for problem in missing(made, gpus=16, cores=99) if "directory" not in problem.message]
-
-    assert [message.partition(" (")[0] for message in wrong("cpu")] == [
-        f"SGLang's {kind} servers need GPUs, and this one is on a CPU" for kind in ("prefill",) * 2 + ("decode",) * 3
-    ]
-    assert wrong("cuda") == []
-
-
 def test_frozen_models_get_no_offsets() -> None:
     made = planned(MULTI)
     assert [(e.spec.slot, e.rank_offset) for e in made.engines] == [

@@ -7,8 +7,9 @@ torchvision  the wheel's compiled part belongs to a CUDA build of torch; the ope
              for are declared, without a body, just before it is imported (beside a CPU build only).
 sgl_kernel   the package of that name beside this file.
 
-And some of SGLang's own modules are amended: its groups for handing weights on are bound to a GPU, which there is not,
-and its adapters are prepared in pinned memory, which there is only beside a GPU.
+And some modules are amended: SGLang's groups for handing weights on are bound to a GPU, which there is not, its
+adapters are prepared in pinned memory, which there is only beside a GPU, and it tells NIXL, which carries KV entries
+from prefill to decode servers, that they lie in a GPU's memory.
 """
 
 from __future__ import annotations
@@ -111,7 +112,19 @@ def _without_pinning(module: types.ModuleType) -> None:
     module.torch = _Unpinned(module.torch)
 
 
+def _in_host_memory(module: types.ModuleType) -> None:
+    """What SGLang says lies in a GPU's memory, as KV entries do elsewhere, lies in the host's."""
+    make = module.nixl_agent.__init__
+
+    def begin(agent: Any, *given: Any, **named: Any) -> None:
+        make(agent, *given, **named)
+        agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
+
+    module.nixl_agent.__init__ = begin
+
+
 _AMENDMENTS = {
+    "nixl_cu12._api": _in_host_memory,
     "sglang.srt.model_executor.model_runner_components.weight_exporter": _without_device,
     "sglang.srt.lora.layers": _without_pinning,
     "sglang.srt.lora.backend.torch_backend": _without_pinning,

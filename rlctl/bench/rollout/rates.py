@@ -72,7 +72,7 @@ def _on_torch(setting: Setting, at_once: int) -> Reading:
         "router": partial(post_all, ways.router, BODY),
         "bare": partial(clients.bare, ways.stage, stream=True),
     }
-    return _against_router(setting, sides, 40 if at_once == 1 else 4 * MANY, at_once)
+    return _against_router(setting, sides, (8 if setting.quick else 40) if at_once == 1 else 4 * MANY, at_once)
 
 
 def _against_router(setting: Setting, sides: Mapping[str, _Client], count: int, at_once: int) -> Reading:

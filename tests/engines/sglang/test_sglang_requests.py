@@ -72,6 +72,8 @@ def test_where_decode_servers_find_a_prefill_server() -> None:
     for other in ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "null"}, {}):
         assert Facts(other, {}).bootstrap("http://h:1") is None
     assert Facts(told, {}).capabilities(readable=False, actions=()).experimental[-1] == "disaggregation"
+    on_cpu = Facts(told | {"device": "cpu"}, {}).capabilities(readable=False, actions=())
+    assert list(on_cpu.experimental) == []
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,15 @@ def test_modes_that_it_does_not_have_are_skipped(mode: int) -> None:
     assert (refused.value.reason, refused.value.outcome) == (Reason.UNSUPPORTED, OUTCOME_SKIPPED)
 
 
+def test_one_of_a_pair_ends_what_is_active_in_every_mode_that_it_has() -> None:
+    state = State(paired=True)
+    for mode in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT):
+        assert state.pause(mode, active=1) == "abort"
+    with pytest.raises(RlctlError) as refused:
+        state.pause(PAUSE_MODE_IN_PLACE, active=1)
+    assert (refused.value.reason, refused.value.outcome) == (Reason.UNSUPPORTED, OUTCOME_SKIPPED)
+
+
 def test_nothing_is_resumed_that_was_not_released() -> None:
     state = State(released={MEMORY_TAG_KV_CACHE})
     assert state.resume([], KNOWN) == ["kv_cache"]

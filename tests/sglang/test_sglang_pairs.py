@@ -1,0 +1,70 @@
+"""A prefill and a decode server of real SGLang from a file; KV entries go from one to the other by NIXL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import greedy
+from paired import PROMPT, SAMPLING, killed_meanwhile, over_http, updated_meanwhile
+from up_helpers import known, own_state, rlctl_command
+
+from rlctl.client.fleet import Fleet, connect
+from rlctl.errors import RlctlError
+from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+NAME = "sglang-pairs"
+
+FILE = """
+fleet:
+  name: sglang-pairs
+  hf_checkpoint: {checkpoint}
+  engine: sglang
+  gateways: 127.0.0.1
+  restart: {{backoff_s: 0.1}}
+
+models:
+  - name: actor
+    server_groups:
+      - worker_type: prefill
+        num_gpus: 1
+        environment: {{UCX_NET_DEVICES: lo}}
+      - worker_type: decode
+        num_gpus: 1
+        environment: {{UCX_NET_DEVICES: lo}}
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Both servers and a gateway, of a fleet that is up."""
+    directory = tmp_path_factory.mktemp("pair")
+    file = directory / "pairs.yaml"
+    file.write_text(FILE.format(checkpoint=tiny[1]))
+    with pytest.MonkeyPatch.context() as patch, own_state(patch, directory):
+        up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json", timeout_s=300)
+        assert up.returncode == 0, up.stderr
+        with connect(json.loads(up.stdout)["endpoint"]) as fleet:
+            yield fleet
+        assert rlctl_command("down", "--name", NAME).returncode == 0
+
+
+def test_they_generate_and_are_updated(pair: Fleet, tiny: tuple[Any, Path]) -> None:
+    rollout = pair.rollout("actor")
+    [sample] = rollout.generate(PROMPT, max_new_tokens=8, **SAMPLING)
+    assert sample.output_ids == greedy(tiny[0], PROMPT, 8)
+    assert over_http(known(NAME).gateways["actor"], max_new_tokens=8) == sample.output_ids
+    with pytest.raises(RlctlError, match="has no pause mode in_place; it has: abort, retract"):
+        pair.call(PauseGenerationRequest(mode=PAUSE_MODE_IN_PLACE))
+    updated_meanwhile(pair, rollout, tiny[0], "retract", "abort")
+
+
+@pytest.mark.parametrize("half", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+def test_samples_outlive_either(pair: Fleet, half: str) -> None:
+    killed_meanwhile(pair, pair.rollout("actor"), f"actor-{half}-0", NAME)
