@@ -54,10 +54,11 @@ class Fanout:
         """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
 
         ``step`` tells apart several fan-outs of one operation: commands are identified by operation, slot,
-        incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome is
-        DIRTY, or UNKNOWN where the verb changes what is served (reads, groups and steps of a staged update do not), is
-        quarantined. ``aside``: it is such a step. ``again``: where a link breaks under the command, what became of it
-        is asked over the next one.
+        incarnation and step, so that a repeat after a broken link attaches to the first. A stage whose outcome of a
+        mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is served (groups, steps
+        of a staged update). What a read has found the stage says by its own state: the answer may be an old one.
+        ``aside``: it is such a step. ``again``: where a link breaks under the command, what became of it is asked over
+        the next one.
         """
         verb = of_request(request)
         packed = self._pack(request)
@@ -92,8 +93,8 @@ class Fanout:
                 file(slot, self._answer(slot, future) if future.done() else self._late(slot, command_id))
         finally:
             given_up = True
-        if verb.waits:
-            spoiling = (OUTCOME_UNKNOWN, OUTCOME_DIRTY) if mutates else (OUTCOME_DIRTY,)
+        if verb.mutates(request) and verb.waits:
+            spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
             spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}
             await self._roster.quarantine(spoilt)
             for slot in slots:

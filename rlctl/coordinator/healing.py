@@ -30,6 +30,7 @@ from rlctl.coordinator.versions import adoptable
 from rlctl.errors import Conflict, Reason, RlctlError
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
+    OUTCOME_APPLIED,
     PAUSE_MODE_RETRACT,
     STAGE_STATE_STALE,
     RequestHeader,
@@ -388,17 +389,16 @@ class Healer:
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
         (slot,) = session.targets
-        found = self._sources.witnesses(slot)
-        if found:
-            results = await self._fanout.run(
+        for witness in self._sources.witnesses(slot):
+            (result,) = await self._fanout.run(
                 CheckWeightsRequest(),
-                found[:1],
+                [witness],
                 operation_id=session.update_id,
                 step="digest",
                 deadline=session.deadline,
             )
-            digests = {rank.check.model_digest for rank in results[0].rank_results}
-            if len(digests) == 1 and (digest := digests.pop()):
+            digests = {rank.check.model_digest for rank in result.rank_results}
+            if result.outcome == OUTCOME_APPLIED and len(digests) == 1 and (digest := digests.pop()):
                 return digest
         raise unverifiable()
 

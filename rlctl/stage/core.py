@@ -40,6 +40,9 @@ from rlctl.v1.results_pb2 import RankResult, StageResult
 from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
+_LOOKED = (OUTCOME_APPLIED, OUTCOME_REJECTED)
+"""Outcomes of a check that has looked: it may have found something else than was expected."""
+
 _OUT_OF_SERVICE = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_STALE, common_pb2.STAGE_STATE_DIRTY)
 
 
@@ -147,7 +150,7 @@ class Stage:
         self._obstacle: RlctlError | None = None
         self._spoiling = ""
         self._writing = self._written = 0
-        """Commands that write to what serves: how many are under way, and how many have ended."""
+        """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
         self._revision = 0
         self._reported: bytes = b""
         self._standing: tuple[object, ...] = ()
@@ -357,7 +360,7 @@ class Stage:
             self._spoiling = verb.name
             self.serving = self._serving()
         written = self._written
-        writes = (verb.writes_weights or spoils(request)) and not aside
+        writes = verb.writes_weights or spoils(request)
         self._writing += writes
         try:
             results = await self._relay.run(verb, request, call)
@@ -368,7 +371,7 @@ class Stage:
                 self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         steady = not self._writing and self._written == written
-        if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome == OUTCOME_APPLIED and steady:
+        if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome in _LOOKED and steady:
             contradiction = self.facts.contradiction(request, results)
             if contradiction is not None:
                 outcome = contradiction.outcome

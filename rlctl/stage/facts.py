@@ -6,7 +6,7 @@ The state is never stored: it is derived from the facts, so that two of them can
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -52,6 +52,8 @@ class OpenUpdate:
         checkpoint: checkpoint that it loaded, when it came from disk.
         touched: a byte of what serves may have been written.
         committed: this stage has finished it; it waits for the version's admission.
+        full: it writes everything.
+        spoilt: what it leaves as it was, or what it had written, is not what it was: its end makes nothing whole.
         staged: it fills a shadow copy.
         prepared: that copy is complete.
         digest: model digest of that copy, hex, once somebody has computed it.
@@ -68,6 +70,8 @@ class OpenUpdate:
     prepared: bool = False
     digest: str = ""
     adapter: Adapter | None = None
+    full: bool = True
+    spoilt: bool = False
 
     @property
     def aside(self) -> bool:
@@ -202,23 +206,23 @@ class Facts:
             raise Reason.FIELD_CONFLICT.error("the update was opened with another apply mode", field="apply")
         if MEMORY_TAG_WEIGHTS in self.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
-        full = request.kind in (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
-        if not full and self.update is None and self.weights is not Weights.WHOLE:
+        if request.kind not in _FULL and self.update is None and self.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error("only a full update can start from weights that are not whole")
 
-    def contradiction(self, request: verbs_pb2.CheckWeightsRequest, results: Iterable[RankResult]) -> RlctlError | None:
+    def contradiction(self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]) -> RlctlError | None:
         """Why what a check has found cannot be, if nothing was written meanwhile: weights that are whole are not what
         they were when they were digested last.
         """
         found = _digests(results)
         if request.shadow or not _of_all(request) or self.weights is not Weights.WHOLE or not self.model_digest:
             return None
-        if len(found) != 1 or found == {self.model_digest}:
+        others = sorted(found - {self.model_digest})
+        if not others:
             return None
         return Reason.DIGEST_MISMATCH.error(
-            f"the weights digest to {found.pop()} now, and {self.model_digest} when they were digested last; rlctl has "
-            "written nothing since: something else has, or memory is damaged",
-            metadata={"expected": self.model_digest},
+            f"the weights digest to {', '.join(others)} now, and {self.model_digest} when they were digested last; "
+            "rlctl has written nothing since: something else has, or memory is damaged",
+            metadata={"expected": self.model_digest, "found": others[0]},
             outcome=OUTCOME_DIRTY,
         )
 
@@ -227,13 +231,13 @@ class Facts:
         verb: Verb,
         request: Message,
         outcome: Outcome.ValueType,
-        results: Iterable[RankResult],
+        results: Sequence[RankResult],
         *,
         steady: bool = True,
     ) -> None:
         """Take in what became of a verb. Where the outcome leaves it open, the side is assumed that serves nothing.
 
-        ``steady``: nothing wrote to what serves while it was carried out.
+        ``steady``: nothing was written while it was carried out, to what serves or to a shadow copy.
         """
         applied = outcome == OUTCOME_APPLIED
         possible = outcome in POSSIBLY_DONE
@@ -253,7 +257,8 @@ class Facts:
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id
-                self.update = OpenUpdate(update_id, request.version, self._generated_at, staged=staged)
+                full = request.kind in _FULL
+                self.update = OpenUpdate(update_id, request.version, self._generated_at, staged=staged, full=full)
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
                     self.update.adapter.MergeFrom(request.adapter)
@@ -276,9 +281,13 @@ class Facts:
                 self._aborted(self.update, applied=applied)
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
                 self._mixed()
+                if self.update is not None and not self.update.aside:
+                    self.update.spoilt = True
             case verbs_pb2.CheckWeightsRequest() if outcome == OUTCOME_DIRTY and not request.shadow:
                 self._mixed()  # what is held is not what was confirmed: somebody else has written to it
-            case verbs_pb2.CheckWeightsRequest() if applied and _of_all(request) and (steady or request.shadow):
+                if self.update is not None and not self.update.full:
+                    self.update.spoilt = True
+            case verbs_pb2.CheckWeightsRequest() if applied and steady and _of_all(request):
                 self._digested(results, shadow=request.shadow)
             case verbs_pb2.UpdateWeightsFromDiskRequest() if applied and self.update is not None:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
@@ -333,10 +342,11 @@ class Facts:
         self.model_digest = ""
         self.checkpoint = ""
 
-    def _digested(self, results: Iterable[RankResult], *, shadow: bool) -> None:
+    def _digested(self, results: Sequence[RankResult], *, shadow: bool) -> None:
         digests = _digests(results)
         if shadow and self.update is not None:
-            self.update.digest = digests.pop() if len(digests) == 1 else ""
+            complete = self.update.prepared and len(digests) == 1
+            self.update.digest = digests.pop() if complete else ""
         elif not shadow and self.weights is Weights.WHOLE and len(digests) == 1:
             self.model_digest = digests.pop()
 
@@ -360,11 +370,17 @@ class Facts:
 
     def _committed(self, update: OpenUpdate, version: WeightVersion) -> None:
         update.committed = True
+        if update.spoilt:
+            self.update = None
+            self._mixed()
+            return
         self.weights = Weights.WHOLE  # one that was not full began with whole ones
         self.version = version
         self.model_digest = update.digest
         self.checkpoint = update.checkpoint
 
+
+_FULL = (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
 
 _WRITES = (
     verbs_pb2.UpdateWeightsFromDiskRequest,
@@ -387,14 +403,16 @@ def _of_all(request: verbs_pb2.CheckWeightsRequest) -> bool:
     return not (request.skip_tensors or request.adapter)
 
 
-def _digests(results: Iterable[RankResult]) -> set[str]:
-    """Model digests that ranks have found."""
-    return {result.check.model_digest for result in results if result.check.model_digest}
+def _digests(results: Sequence[RankResult]) -> set[str]:
+    """Model digests that ranks have found, those that were not the expected one among them."""
+    mismatch = Reason.DIGEST_MISMATCH.name
+    unlike = {result.error.metadata.get("found", "") for result in results if result.error.reason == mismatch}
+    return ({result.check.model_digest for result in results} | unlike) - {""}
 
 
 def _ends_update(request: Message) -> bool:
     return isinstance(request, verbs_pb2.CommitUpdateRequest | verbs_pb2.AbortUpdateRequest)
 
 
-def _reported(results: Iterable[RankResult]) -> frozenset[MemoryTag.ValueType]:
+def _reported(results: Sequence[RankResult]) -> frozenset[MemoryTag.ValueType]:
     return frozenset(tag for result in results for tag in result.memory.released)

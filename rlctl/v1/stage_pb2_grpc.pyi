@@ -192,7 +192,7 @@ class StageServiceStub:
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
     Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
-    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
+    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH).
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -464,7 +464,7 @@ class StageServiceAsyncStub(StageServiceStub):
     """Digests weights, keeps a snapshot, scrambles, or compares.
 
     Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
-    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
+    another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH).
     Idempotency: with the same request_id, yes.
     States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -829,7 +829,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         """Digests weights, keeps a snapshot, scrambles, or compares.
 
         Effect: reset_tensors makes the stage DIRTY; the other actions change nothing that is served. A stage whose digest is
-        another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH), and healed.
+        another one than when it was digested last, though rlctl has written nothing since, is DIRTY (DIGEST_MISMATCH).
         Idempotency: with the same request_id, yes.
         States: STALE, READY, PAUSED, UPDATING, DIRTY, with the weights resident.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.stage.facts import Facts, Weights
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -346,13 +346,42 @@ def test_whole_weights_that_digest_to_something_else_than_before_contradict_it(r
     digested(ready, "a", "a")
     assert contradiction(ready, "a", "a", "") is None
     assert contradiction(ready, "b", "b").outcome == OUTCOME_DIRTY
-    assert contradiction(ready, "a", "b") is None, "ranks are torn: nobody knows which it is"
+    assert contradiction(ready, "a", "b").outcome == OUTCOME_DIRTY, "ranks are torn"
     assert contradiction(ready, "") is None
     for fields in ({"skip_tensors": ["x"]}, {"adapter": "math"}, {"shadow": True}):
         assert contradiction(ready, "b", **fields) is None, "of something else"
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
     apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
     assert contradiction(ready, "b") is None, "half-written"
+
+
+def test_weights_that_are_not_the_expected_ones_contradict_what_they_were(ready: Facts) -> None:
+    digested(ready, "a")
+    for found, contradicts in (("a", False), ("b", True)):
+        error = Reason.DIGEST_MISMATCH.error("another", metadata={"found": found}).detail()
+        result = RankResult(outcome=OUTCOME_REJECTED, error=error)
+        assert (ready.contradiction(v.CheckWeightsRequest(expected_digest="c"), [result]) is not None) == contradicts
+
+
+def overwritten(facts: Facts, kind: int, *checks: tuple[v.CheckWeightsRequest, int]) -> str:
+    """The state after an update with these checks before its commit, and their outcomes."""
+    apply(facts, v.PrepareUpdateRequest(version=version(2), kind=kind), update_id="u")
+    apply(facts, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    for request, outcome in checks:
+        apply(facts, request, outcome)
+    apply(facts, v.CommitUpdateRequest(version=version(2)), update_id="u")
+    facts.admit([version(2)], adopt=None)
+    return state(facts)
+
+
+def test_an_update_makes_nothing_whole_that_was_found_spoilt_meanwhile(ready: Facts) -> None:
+    reset = v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS), OUTCOME_APPLIED
+    contradicted = v.CheckWeightsRequest(), OUTCOME_DIRTY
+    full, partial = v.UPDATE_KIND_FULL, v.UPDATE_KIND_PARTIAL
+    assert overwritten(ready, partial, contradicted) == "DIRTY", "what it has left alone is not what it was"
+    assert overwritten(ready, full, contradicted) == "READY", "everything was written"
+    assert overwritten(ready, full, reset) == "DIRTY", "what it had written is gone"
+    assert overwritten(ready, full) == "READY"
 
 
 def test_a_digest_that_something_was_written_beside_is_of_no_version(ready: Facts) -> None:

@@ -241,7 +241,7 @@ async def test_weights_that_something_else_has_written_to_are_found_by_a_check_a
     assert (bad.error.reason, bad.state) == (Reason.DIGEST_MISMATCH.name, common.STAGE_STATE_DIRTY)
     assert digest("another's") in bad.error.message
     assert digest("two") in bad.error.message
-    assert fleet.stage("b").quarantine == bad.error
+    assert not fleet.stage("b").routable
     assert [rank.check.model_digest for rank in bad.rank_results] == [digest("another's")] * 2
     assert (await fleet.stub.HealStage(HealStageRequest())).state == OPERATION_STATE_OK
     assert fleet.stage("b").routable
@@ -415,6 +415,26 @@ async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., A
         assert error.reason is Reason.UNHEALABLE
         assert "nobody knows the version's digest" in error.message
         assert fleet.stage("a").state == common.STAGE_STATE_STALE
+
+
+async def test_a_witness_that_is_found_damaged_says_nothing_about_the_version(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=1, c=1, heal=False) as fleet:
+        plan = await begin(fleet, "two", options=v.UpdateOptions(verify=common.VERIFICATION_LEVEL_NONE))
+        await join(fleet, plan)
+        await write(fleet, plan, "two")
+        await commit(fleet, plan)
+        assert (await fleet.stub.CheckWeights(v.CheckWeightsRequest())).state == OPERATION_STATE_OK
+        damaged = next(slot for slot in fleet.server.coordinator.roster.slots if slot != "b")  # the first to be asked
+        fleet.stages[damaged]._engine.weights = "another's"  # type: ignore[attr-defined]
+        await restart(fleet, "b")
+        await fleet.until(lambda _: fleet.stage("b").incarnation == 2)
+        await fleet.until(lambda _: fleet.stage("b").state == common.STAGE_STATE_STALE)
+        request = HealStageRequest(slots=["b"], checkpoint=checkpoint("two"))
+        assert (await fleet.stub.HealStage(request)).state == OPERATION_STATE_OK
+        assert fleet.stage("b").routable
+        assert (fleet.stage(damaged).state, fleet.stage(damaged).routable) == (common.STAGE_STATE_DIRTY, False)
 
 
 async def test_an_update_does_not_wait_for_the_rest_of_a_heal_of_several_stages(
