@@ -173,10 +173,13 @@ class SGLangEngine(ServerEngine):
         self._requests.release()
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
-        """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
+        """Empty the caches; refused while requests hold entries, after waiting as long as the request says, and in a
+        pair that is paused for handovers.
+        """
         self._check("FlushCache")
         call.accept()
-        await memory.flush(self._control, seconds(request.idle_timeout), call)
+        ending = memory.HANDOVER_S if self._state.paired and self._state.stopped else 0.0
+        await memory.flush(self._control, max(seconds(request.idle_timeout), ending), call)
         self._stamps.flushed()
         return verbs_pb2.FlushReport(tiers=self._facts.cache_tiers)
 

@@ -28,6 +28,11 @@ from rlctl_sglang.requests import Limits, bodies
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
+_ABORTED, _HANDOVER = "Aborted by AbortReq.", "KVTransferError"
+"""Of a pair's server, in the message of a sample that ends with status 500: it was aborted while its KV entries were on
+their way, or they did not come (``prepare_abort`` in srt/disaggregation, 0.5.23).
+"""
+
 
 class Native:
     """SGLang's /generate and /abort_request, as :class:`rlctl_servers.generation.Dialect`.
@@ -208,9 +213,11 @@ def _logprobs(tokens: Sequence[Any], tops: Sequence[Any]) -> list[TokenLogprob]:
 def _finish(told: dict[str, Any]) -> FinishReason:
     if told.get("type") not in _FINISH:
         raise Reason.ENGINE_FAILED.error(f"SGLang ended the sample for a reason that is not known: {told}")
-    status = told.get("status_code")
-    if told["type"] == "abort" and status:
-        raise _refused(str(told.get("message")), int(status))
+    status, message = told.get("status_code"), str(told.get("message") or "")
+    if told["type"] == "abort" and status and _ABORTED not in message:
+        if _HANDOVER in message:
+            raise Reason.HANDOVER_FAILED.error(f"SGLang: {message}")
+        raise _refused(message, int(status))
     reason = FinishReason(type=_FINISH[told["type"]])
     matched = told.get("matched")
     if isinstance(matched, int):
@@ -218,7 +225,7 @@ def _finish(told: dict[str, Any]) -> FinishReason:
     elif isinstance(matched, str):
         reason.matched_string = matched
     if told["type"] == "abort":
-        reason.message = str(told.get("message") or "")
+        reason.message = message
     return reason
 
 

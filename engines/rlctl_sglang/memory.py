@@ -18,6 +18,11 @@ LOOK_S = 0.05
 IDLE_S = 2.0
 """How long a request that has just ended may still be inside SGLang."""
 
+HANDOVER_S = 35.0
+"""How long a handover that was broken off may be inside a server of a pair: a decode server keeps the entries' place
+for 30 s, unless the prefill server says before that it writes no more (``_deferred_releases``, 0.5.23).
+"""
+
 
 async def flush(control: Control, idle_s: float, call: Call) -> None:
     """Empty the caches, waiting so long for requests to end. Raises ACTIVE_REQUESTS.

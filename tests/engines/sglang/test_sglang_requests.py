@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import Struct
 from rlctl_sglang.facts import Facts
-from rlctl_sglang.generation import Stamps
+from rlctl_sglang.generation import Stamps, _finish
 from rlctl_sglang.options import VENV, Options, interpreter, parse_options
 from rlctl_sglang.requests import Limits, bodies
 from rlctl_sglang.server import Server
@@ -18,7 +18,7 @@ from rlctl_sglang.server import Server
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
-from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest, SamplingParams, TokenIds
 
 LIMITS = Limits(vocab_size=16, context_length=32, longest_prompt=30)
 
@@ -64,6 +64,17 @@ def test_a_request_to_a_pair_carries_sglangs_fields_a_room_for_each_sample() -> 
     with pytest.raises(RlctlError) as caught:
         bodies(request([1], **fields), ["a"], LIMITS)
     assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "bootstrap_room")
+
+
+def test_a_sample_that_is_cut_between_two_servers_is_told_from_one_that_failed() -> None:
+    told = {"type": "abort", "status_code": 500}
+    failed = "Decode transfer failed for request rank=0 with exception KVTransferError(bootstrap_room=7): "
+    cut = _finish(told | {"message": failed + "Aborted by AbortReq."})
+    assert (cut.type, cut.message) == (FINISH_TYPE_ABORT, failed + "Aborted by AbortReq.")
+    for message, reason in ((failed + "Lost connection", Reason.HANDOVER_FAILED), ("oops", Reason.ENGINE_FAILED)):
+        with pytest.raises(RlctlError) as caught:
+            _finish(told | {"message": message})
+        assert caught.value.reason is reason
 
 
 def test_where_decode_servers_find_a_prefill_server() -> None:
