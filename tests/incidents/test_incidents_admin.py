@@ -196,7 +196,7 @@ async def test_incident_20_the_late_result_of_one_operation_is_not_taken_for_the
     fleet: InProcessFleet,
 ) -> None:
     async with held_up(fleet, "flush_cache") as calls:
-        request = v.FlushCacheRequest(header=header("a", timeout_s=0.4))
+        request = v.FlushCacheRequest(header=header("a", timeout_s=2.0))
         late = await fleet.stub.FlushCache(request)
         assert late.state == OPERATION_STATE_UNKNOWN
         following = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header("a"))))
