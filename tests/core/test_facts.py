@@ -549,6 +549,16 @@ def test_the_digest_of_a_shadow_copy_is_the_weights_once_they_are_swapped(ready:
     assert ready.model_digest == "new"
 
 
+def test_the_digest_of_a_copy_that_is_still_written_is_nobodys(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2), apply=v.APPLY_MODE_STAGED), update_id="s")
+    check = fenced(v.CheckWeightsRequest(shadow=True), "s")
+    results = [RankResult(outcome=OUTCOME_APPLIED, check=v.CheckReport(model_digest="half"))]
+    ready.settle(of_request(check), check, OUTCOME_APPLIED, results)
+    apply(ready, v.SealUpdateRequest(), update_id="s")
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="s")
+    assert ready.model_digest == ""
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Verbs with any outcome in any order: what is READY is whole, at an admitted version, resident and not paused."""
 
