@@ -66,3 +66,14 @@ def check_pair(request: GenerateRequest, mode: str) -> None:
         raise Reason.FIELD_INVALID.error(
             f"there is no room {request.bootstrap_room} at port {request.bootstrap_port}", field="bootstrap_room"
         )
+
+
+def check_pair_version(request: GenerateRequest, sequence: int) -> None:
+    """Raise STAGE_NOT_SERVING for half of a request to a pair where the weights are not at the version, here as its
+    sequence, at which the pair was picked: the other half may be computed there.
+    """
+    wanted = request.bootstrap_version_seq
+    if request.HasField("bootstrap_version_seq") and wanted != sequence:
+        raise Reason.STAGE_NOT_SERVING.error(
+            f"the pair was picked at version {wanted}, this stage is at {sequence}", field="bootstrap_version_seq"
+        )

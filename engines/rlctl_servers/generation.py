@@ -23,6 +23,9 @@ HELD_S = 0.05
 ABORT_S = 2.0
 """How long an aborted request waits for the server's own end of it: one that the server holds back has none."""
 
+_CUT = Reason.CANCELLED.error("its connection was closed")
+"""Of a sample that the server had said nothing of: nothing more comes."""
+
 _Event = tuple[int, dict[str, Any] | RlctlError | None]
 
 
@@ -52,6 +55,9 @@ class Dialect(Protocol):
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[SampleStream]:
         """The samples of a request, one for each id; nothing is sent yet. Raises what is wrong with it."""
 
+    def admit(self, request: GenerateRequest) -> None:
+        """Raise why a request that :meth:`Requests.cut` would reach from now on must not be sent."""
+
     def ends(self, *, heard: bool) -> bool:
         """Whether the end of a sample can be asked for now; ``heard``: the server has said something of it."""
 
@@ -65,19 +71,31 @@ class _Running:
     Attributes:
         engine_rids: ids of its samples at the server.
         adapter: name of its adapter, or "".
-        heard: those that the server has said something of.
+        heard: those that the server has said something of, as far as it was taken in.
+        silent: by number, what waits for samples that the server has said nothing of.
     """
 
     def __init__(self, engine_rids: Sequence[str], adapter: str) -> None:
         self.engine_rids = engine_rids
         self.adapter = adapter
         self.heard: set[str] = set()
+        self.silent: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
 
     def end(self) -> None:
         """Its end was asked for; from any thread."""
         self._loop.call_soon_threadsafe(self.cut.set)
+
+    async def leave_silent(self) -> None:
+        """Close the connections of samples that the server has said nothing of; from any loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._leave_silent(), self._loop))
+
+    async def _leave_silent(self) -> None:
+        silent = list(self.silent.values())
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
 
 
 class Requests:
@@ -125,8 +143,13 @@ class Requests:
                 raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
             self._running[rid] = running
         events: asyncio.Queue[_Event] = asyncio.Queue()
-        tasks = [asyncio.create_task(_pump(index, sample, events)) for index, sample in samples.items()]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            # Not before it can be cut: what stops the server from now on finds it.
+            self._dialect.admit(request)
+            for index, sample in samples.items():
+                running.silent[index] = asyncio.create_task(_pump(index, sample, events, running.silent))
+            tasks += running.silent.values()
             while samples:
                 event = await _next(events, running.cut)
                 while self._held and not running.cut.is_set():
@@ -140,6 +163,9 @@ class Requests:
                     return
                 index, told = event
                 if index not in samples:
+                    continue
+                if told is _CUT:
+                    yield GenerateResponse(rid=rid, samples=[_cut_off(index, samples.pop(index))])
                     continue
                 if isinstance(told, RlctlError):
                     raise told
@@ -165,6 +191,15 @@ class Requests:
             with self._lock:
                 self._running.pop(rid, None)
 
+    async def cut(self) -> None:
+        """Of a server that has stopped, and has ended what it had begun: have it begin nothing of what it was sent.
+
+        Samples that it has said nothing of end as aborted. Returns once their connections are closed.
+        """
+        with self._lock:
+            running = list(self._running.values())
+        await asyncio.gather(*(each.leave_silent() for each in running))
+
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
         """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""
         with self._lock:
@@ -186,14 +221,22 @@ class Requests:
         return len(found), [rid for rid in chosen if rid not in found]
 
 
-async def _pump(index: int, sample: SampleStream, events: asyncio.Queue[_Event]) -> None:
+async def _pump(
+    index: int, sample: SampleStream, events: asyncio.Queue[_Event], silent: dict[int, asyncio.Task[None]]
+) -> None:
     try:
         async with aclosing(sample.events()) as stream:
             async for told in stream:
+                silent.pop(index, None)
                 events.put_nowait((index, told))
         events.put_nowait((index, None))
     except RlctlError as error:
         events.put_nowait((index, error))
+    except asyncio.CancelledError:
+        events.put_nowait((index, _CUT))
+        raise
+    finally:
+        silent.pop(index, None)
 
 
 def _cut_off(index: int, sample: SampleStream) -> Sample:

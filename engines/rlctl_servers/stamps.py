@@ -39,6 +39,11 @@ class Stamps:
         self._kv_label = self.label
 
     @property
+    def present(self) -> WeightVersion:
+        """The version that the server is at."""
+        return self._versions[self.label]
+
+    @property
     def oldest_kv(self) -> WeightVersion:
         """The version that the oldest KV entries may be of."""
         return self._versions[self._kv_label]

@@ -15,10 +15,12 @@ from rlctl_servers.stamps import Stamps
 
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
+from rlctl.sampling import check_pair_version
 from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_UNSPECIFIED
 from rlctl.v1.results_pb2 import RankResult
+from rlctl.v1.rollout_pb2 import GenerateRequest
 from rlctl.weights.tensors import to_proto
 from rlctl_sglang import facts as facts_
 from rlctl_sglang import memory
@@ -99,6 +101,7 @@ class SGLangEngine(ServerEngine):
             table,
             incremental=facts.incremental,
             stopped=lambda: self._state.stopped,
+            admit=self._admit,
         )
         self._requests = self._ending = Requests(native)
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
@@ -161,6 +164,9 @@ class SGLangEngine(ServerEngine):
             if error.outcome != OUTCOME_UNKNOWN:
                 self._state.paused = before
             raise
+        finally:
+            if self._state.paired and self._state.stopped:
+                await self._requests.cut()
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
@@ -188,7 +194,16 @@ class SGLangEngine(ServerEngine):
         self._check("ReleaseMemory")
         self._refuse_during_update()
         call.accept()
-        report = await memory.release(self._control, self._state, request.tags, self._facts.memory_tags, call)
+        report = await memory.release(
+            self._control,
+            self._state,
+            request.tags,
+            self._facts.memory_tags,
+            call,
+            active=self._requests.active if self._server.launched else 1,
+        )
+        if self._state.paired:
+            await self._requests.cut()
         if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
             self._stamps.flushed()
         return report
@@ -288,8 +303,12 @@ class SGLangEngine(ServerEngine):
             return await self._adapters.commit(call)
         label = self._stamps.of(request.version)
         self._stamps.bind(request.version, label)
-        report = await self._updates.commit(label, call)
-        self._stamps.label = label
+        before, self._stamps.label = self._stamps.label, label  # while the update is open, see _admit
+        try:
+            report = await self._updates.commit(label, call)
+        except BaseException:
+            self._stamps.label = before
+            raise
         if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
             await self._adapters.drop_all()
         return report
@@ -342,6 +361,18 @@ class SGLangEngine(ServerEngine):
             tokenizer_path=told.get("tokenizer_path") or "",
             reference=[to_proto(reference[name]) for name in self._order()] if request.reference else (),
         )
+
+    def _admit(self, request: GenerateRequest) -> None:
+        """Refuse half of a pair's request where it may not be computed at the version that it names.
+
+        The servers do not compare the versions of the two halves. But all that a half is computed with is what it was
+        admitted at: no version changes before a pause or an update, and those end or refuse what was admitted before.
+        """
+        if not self._state.paired:
+            return
+        if self._state.stopped or self._updates.open:
+            raise Reason.STAGE_NOT_SERVING.error("SGLang is paused, or takes in weights")
+        check_pair_version(request, self._stamps.present.sequence)
 
     def _several_nodes(self) -> bool:
         """Whether the server is launched on several nodes. Raises FIELD_CONFLICT: it runs already."""

@@ -52,14 +52,16 @@ class Native:
         *,
         incremental: bool,
         stopped: Callable[[], bool],
+        admit: Callable[[GenerateRequest], None],
     ) -> None:
-        """``stopped``: whether the server is paused, or is about to be."""
+        """``stopped``: whether the server is paused, or is about to be; ``admit``: raises why a request waits."""
         self.adapters = adapters
         self.http = http
         self.stamps = stamps
         self.incremental = incremental
         self._limits = limits
         self._stopped = stopped
+        self.admit = admit
 
     def ends(self, *, heard: bool) -> bool:
         """Whether the end of a sample can be asked for; ``heard``: SGLang has said something of it.

@@ -9,7 +9,13 @@ from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED, MemoryTag
+from rlctl.v1.common_pb2 import (
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_UNSPECIFIED,
+    MemoryTag,
+)
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_sglang.state import MODES, TAGS, State
 
@@ -43,16 +49,21 @@ async def release(
     tags: Sequence[MemoryTag.ValueType],
     known: Collection[MemoryTag.ValueType],
     call: Call,
+    *,
+    active: int,
 ) -> MemoryReport:
     """Give regions back. Nothing can start between the check that SGLang is idle and the release: it is paused first.
 
     Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for a region that there is not.
+    ``active``: requests that have not ended, which the pause of a server of a pair would end.
     """
     names = state.release(tags, known)
     if names:
+        if state.paired and active and not state.stopped:
+            raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
         await hold(control, state, call)
         try:
-            await flush(control, IDLE_S, call)
+            await flush(control, HANDOVER_S if state.paired else IDLE_S, call)
         except RlctlError as error:
             await let_go(control, state, call)
             raise Reason.MEMORY_NOT_RELEASABLE.error(
@@ -85,7 +96,8 @@ async def hold(control: Control, state: State, call: Call) -> None:
     if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
         state.holding = True
         try:
-            await control.must("/pause_generation", {"mode": MODES[PAUSE_MODE_IN_PLACE]}, call=call)
+            mode = PAUSE_MODE_ABORT if state.paired else PAUSE_MODE_IN_PLACE
+            await control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
         except RlctlError as error:
             state.holding = error.outcome == OUTCOME_UNKNOWN
             raise

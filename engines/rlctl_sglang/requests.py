@@ -47,6 +47,11 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
     Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, PROMPT_TOO_LONG, UNSUPPORTED, naming the field.
     """
     check_pair(request, limits.mode)
+    if limits.mode != "null" and not request.HasField("bootstrap_version_seq"):
+        raise Reason.FIELD_REQUIRED.error(
+            "SGLang does not compare the versions of a pair: name the one at which it was picked",
+            field="bootstrap_version_seq",
+        )
     prompt, length = _prompt(request, limits)
     start = requests.logprob_start(request, length)
     body: dict[str, Any] = {

@@ -60,6 +60,9 @@ class TokensInOut:
         made = bodies(request, ids, engine_rids, self._limits)
         return [_Reading(self, index, request, body) for index, body in enumerate(made)]
 
+    def admit(self, request: GenerateRequest) -> None:
+        """Nothing needs to wait: vLLM's servers have no pairs."""
+
     def ends(self, *, heard: bool) -> bool:  # noqa: ARG002 - SGLang's cannot always be
         """Whether the end of a sample can be asked for."""
         return True

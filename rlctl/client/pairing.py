@@ -30,12 +30,15 @@ CAUSE_S = 1.0
 
 
 def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateRequest:
-    """The request for both. Its room is drawn anew: it is all that one must know to be handed the entries."""
+    """The request for both, which are at one version. Its room is drawn anew: it is all that one must know to be handed
+    the entries.
+    """
     asked = GenerateRequest()
     asked.CopyFrom(request)
     asked.model = decode.registration.model
     asked.bootstrap_host = prefill.registration.bootstrap_host
     asked.bootstrap_port = prefill.registration.bootstrap_port
+    asked.bootstrap_version_seq = prefill.report.weight_version.sequence
     # SGLang counts on from it, a room for each sample.
     asked.bootstrap_room = secrets.randbelow(MOST_ROOM - (request.sampling_params.n or 1))
     return asked

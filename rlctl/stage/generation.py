@@ -13,6 +13,7 @@ from rlctl.engine import Engine
 from rlctl.errors import Reason
 from rlctl.merging import Merged
 from rlctl.ports import Clock
+from rlctl.sampling import check_pair_version
 from rlctl.stage.core import Serving
 from rlctl.stage.multiplexed import Multiplexed
 from rlctl.stage.ongoing import Ongoing
@@ -67,6 +68,7 @@ class Generation:
         started = self._clock.now()
         serving = self._serving()
         serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter)
+        check_pair_version(request, serving.version.sequence)
         if request.WhichOneof("prompt") is None:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s

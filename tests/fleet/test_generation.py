@@ -69,6 +69,7 @@ async def test_a_request_is_served_and_stamped(fleet: InProcessFleet) -> None:
         (r.GenerateRequest(), Reason.FIELD_REQUIRED, "prompt"),
         (r.GenerateRequest(text="x", model="zz"), Reason.MODEL_NOT_FOUND, "model"),
         (r.GenerateRequest(text="x", min_version_seq=2), Reason.VERSION_TOO_OLD, "min_version_seq"),
+        (r.GenerateRequest(text="x", bootstrap_version_seq=2), Reason.STAGE_NOT_SERVING, "bootstrap_version_seq"),
     ],
 )
 async def test_what_cannot_be_served_is_refused(

@@ -9,7 +9,8 @@ import pytest
 
 from rlctl.client import pairing
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.fleet_pb2 import Stage, StageRegistration
+from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.fleet_pb2 import Stage, StageRegistration, StageReport
 from rlctl.v1.rollout_pb2 import (
     FINISH_TYPE_ABORT,
     FINISH_TYPE_LENGTH,
@@ -168,7 +169,10 @@ async def test_who_stops_listening_ends_both() -> None:
 
 
 def test_both_get_one_request_under_a_room_of_its_own() -> None:
-    prefill = Stage(registration=StageRegistration(slot="p", bootstrap_host="h", bootstrap_port=9))
+    prefill = Stage(
+        registration=StageRegistration(slot="p", bootstrap_host="h", bootstrap_port=9),
+        report=StageReport(weight_version=WeightVersion(sequence=3)),
+    )
     decode = Stage(registration=StageRegistration(slot="d", model="actor"))
     request = GenerateRequest(rid="r", text="x")
     made = [pairing.halves(request, prefill, decode) for _ in range(100)]
@@ -177,4 +181,5 @@ def test_both_get_one_request_under_a_room_of_its_own() -> None:
     }
     assert len({each.bootstrap_room for each in made}) == 100
     assert all(each.bootstrap_room < 1 << 63 for each in made)
+    assert {each.bootstrap_version_seq for each in made} == {3}
     assert not request.HasField("bootstrap_room")

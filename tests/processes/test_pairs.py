@@ -13,6 +13,7 @@ from paired import PROMPT, SAMPLING, killed_meanwhile, over_http, updated_meanwh
 from up_helpers import known, own_state, rlctl_command
 
 from rlctl.client.fleet import connect
+from rlctl.client.publisher import rolling
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -58,7 +59,9 @@ def test_a_pair_of_two_cuts_from_a_file(tiny: tuple[Any, Path], tmp_path: Path) 
         assert sample.output_ids == greedy(model, PROMPT, 8)
         for urls in (known("pairs").gateways, known("pairs").routers):
             assert over_http(urls["actor"], max_new_tokens=8) == greedy(model, PROMPT, 8)
-        updated_meanwhile(fleet, rollout, model, "retract", "abort", "in_place")
+        updated_meanwhile(
+            fleet, rollout, model, {"pause": "retract"}, {"pause": "abort", "rollout": rolling()}, {"pause": "in_place"}
+        )
         for half in ("prefill", "decode"):
             killed_meanwhile(fleet, rollout, f"actor-{half}-0")
     pids = set(known("pairs").processes.values())

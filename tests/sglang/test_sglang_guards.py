@@ -4,6 +4,7 @@ into what is harmless, and the server serves on.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,22 @@ def test_a_request_that_was_aborted_while_it_was_held_back_does_not_run_after_th
     driver.tell(v.ContinueGenerationRequest())
     assert held.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
     assert len(held.tokens) < 400
+
+
+def test_what_it_was_sent_and_holds_back_never_runs_once_it_was_left(driver: Driver) -> None:
+    """A half of a pair's request would be computed with other weights than those that it was admitted at."""
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    held = driver.begin(prompt(encode("7"), 400, rid="held"))
+    while not driver.engine._requests.active:
+        assert not held.done.done()
+    for _ in range(5):
+        driver.tell(v.GetLoadsRequest())  # so that it has been sent
+    asyncio.run(driver.engine._requests.cut())
+    assert held.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    driver.tell(v.ContinueGenerationRequest())
+    for _ in range(20):
+        loads = driver.tell(v.GetLoadsRequest())
+        assert (loads.running, loads.waiting) == (0, 0)
 
 
 def test_requests_that_a_pause_sent_back_do_not_keep_a_flush_waiting(driver: Driver) -> None:

@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from models import greedy
 from paired import PROMPT, SAMPLING, killed_meanwhile, over_http, updated_meanwhile
 from up_helpers import known, own_state, rlctl_command
 
 from rlctl.client.fleet import Fleet, connect
-from rlctl.errors import RlctlError
-from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE
+from rlctl.client.generation import build_request
+from rlctl.client.pairing import halves
+from rlctl.client.publisher import rolling
+from rlctl.errors import Reason, RlctlError
+from rlctl.transport.status import from_grpc
+from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, WORKER_TYPE_DECODE, WORKER_TYPE_PREFILL
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 from rlctl.v1.verbs_pb2 import PauseGenerationRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -62,7 +68,20 @@ def test_they_generate_and_are_updated(pair: Fleet, tiny: tuple[Any, Path]) -> N
     assert over_http(known(NAME).gateways["actor"], max_new_tokens=8) == sample.output_ids
     with pytest.raises(RlctlError, match="has no pause mode in_place; it has: abort, retract"):
         pair.call(PauseGenerationRequest(mode=PAUSE_MODE_IN_PLACE))
-    updated_meanwhile(pair, rollout, tiny[0], "retract", "abort")
+    updated_meanwhile(pair, rollout, tiny[0], {"pause": "retract"}, {"pause": "abort", "rollout": rolling()})
+
+
+def test_a_half_that_comes_late_is_computed_at_the_version_of_its_pair_or_not_at_all(pair: Fleet) -> None:
+    """SGLang itself would have the other half take whatever comes."""
+    stages = {stage.registration.worker_type: stage for stage in pair.status().stages}
+    prefill, decode = stages[WORKER_TYPE_PREFILL], stages[WORKER_TYPE_DECODE]
+    request = halves(build_request(PROMPT, {"max_new_tokens": 4, **SAMPLING}), prefill, decode)
+    request.bootstrap_version_seq -= 1
+    for stage in (prefill, decode):
+        with grpc.insecure_channel(stage.registration.rollout_address) as channel, pytest.raises(grpc.RpcError) as told:
+            RolloutServiceStub(channel).Generate(request, timeout=10)
+        error = from_grpc(told.value)
+        assert (error.reason, error.field) == (Reason.STAGE_NOT_SERVING, "bootstrap_version_seq")
 
 
 @pytest.mark.parametrize("half", ["prefill", pytest.param("decode", marks=pytest.mark.long)])

@@ -32,17 +32,17 @@ def over_http(url: str, **sampling: Any) -> list[int]:
     return ids
 
 
-def updated_meanwhile(fleet: Fleet, rollout: Any, model: Any, *pauses: str) -> None:
-    """Updates beside requests, one in each mode: every token is one of the weights whose version it says."""
+def updated_meanwhile(fleet: Fleet, rollout: Any, model: Any, *updates: dict[str, Any]) -> None:
+    """Updates beside requests, one for each settings: every token is one of the weights whose version it says."""
     weights = {1: model}
     with contextlib.closing(fleet.publisher("actor")) as publisher, ThreadPoolExecutor(1) as pool:
-        for step, pause in enumerate(pauses, start=2):
+        for step, settings in enumerate(updates, start=2):
             weights[step] = changed(model, step)
             running = pool.submit(
                 rollout.generate_batch, [[*PROMPT, n] for n in range(1, 5)], max_new_tokens=40, **SAMPLING
             )
             something_runs(fleet)
-            assert publisher.update(weights[step], version=f"step-{step}", pause=pause).version.sequence == step
+            assert publisher.update(weights[step], version=f"step-{step}", **settings).version.sequence == step
             for number, [sample] in enumerate(running.result(), start=1):
                 tokens = torch.tensor([[*PROMPT, number, *sample.output_ids]])
                 likely = {each: weights[each](input_ids=tokens).logits[0].argmax(-1).tolist() for each in weights}

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from rlctl_servers.generation import Requests
+import pytest
+from rlctl_servers.generation import ABORT_S, Requests
 
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 
 
@@ -21,6 +23,14 @@ class Stream:
         self._rid = rid
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            async for each in self._events():
+                yield each
+        finally:
+            self._server.closed.append(self._rid)
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        self._server.asked.set()
         await self._server.reached.wait()
         if self._server.ended_at_once:
             yield {"end": True}
@@ -47,11 +57,18 @@ class Server:
         self.reached = asyncio.Event()
         self.aborting = asyncio.Event()
         self.ended_at_once = ended_at_once
+        self.stopped = False
+        self.asked = asyncio.Event()
+        self.closed: list[str] = []
         self.ended: list[str] = []
 
     async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[Stream]:
         self.begun.set()
         return [Stream(self, rid) for rid in engine_rids]
+
+    def admit(self, request: GenerateRequest) -> None:
+        if self.stopped:
+            raise Reason.STAGE_NOT_SERVING.error("it is paused")
 
     def ends(self, *, heard: bool) -> bool:
         return True
@@ -96,3 +113,37 @@ async def test_what_the_server_has_ended_is_not_ended_again() -> None:
     assert await requests.abort([], all_of_them=True) == (1, [])
     assert len(await asyncio.wait_for(running, 5)) == 1
     assert server.ended == []
+
+
+async def test_nothing_is_sent_to_a_server_that_has_stopped() -> None:
+    server = Server()
+    server.stopped = True
+    requests = Requests(server)
+    with pytest.raises(RlctlError, match="it is paused"):
+        await generated(requests, asyncio.Event())
+    assert requests.active == 0
+    assert server.closed == []
+
+
+async def test_what_a_stopped_server_has_said_nothing_of_is_left_before_it_goes_on() -> None:
+    """Also when whoever stops it does so from another thread's loop; what it has begun to tell it ends itself."""
+    server, heard = Server(), asyncio.Event()
+    requests = Requests(server)
+    running = asyncio.create_task(generated(requests, heard))
+    await server.asked.wait()
+    server.stopped = True
+    before = asyncio.get_running_loop().time()
+    await asyncio.to_thread(asyncio.run, requests.cut())
+    assert len(server.closed) == 1, "once it returns"
+    [end] = await asyncio.wait_for(running, 5)
+    assert end.samples[0].finish_reason.type == FINISH_TYPE_ABORT
+    assert asyncio.get_running_loop().time() - before < ABORT_S, "it does not wait for what cannot come"
+
+    server.stopped, server.closed = False, []
+    running = asyncio.create_task(generated(requests, heard))
+    server.reached.set()
+    await asyncio.wait_for(heard.wait(), 5)
+    await asyncio.to_thread(asyncio.run, requests.cut())
+    assert server.closed == []
+    server.ended += [each for one in requests._running.values() for each in one.engine_rids]
+    assert len(await asyncio.wait_for(running, 5)) > 1

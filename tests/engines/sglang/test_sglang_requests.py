@@ -51,7 +51,8 @@ def test_seeds_differ_from_sample_to_sample_where_they_are_honoured() -> None:
 def test_a_request_to_a_pair_carries_sglangs_fields_a_room_for_each_sample() -> None:
     """As SGLang counts them for a batch (``_normalize_bootstrap_params`` in its io_struct.py)."""
     params = SamplingParams(n=2)
-    fields = {"model": "m", "bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 40}
+    place = {"model": "m", "bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 40}
+    fields = {**place, "bootstrap_version_seq": 0}
     for mode in ("prefill", "decode"):
         limits = Limits(vocab_size=16, context_length=32, longest_prompt=30, mode=mode)
         made = bodies(request([1], sampling_params=params, **fields), ["a", "b"], limits)
@@ -60,6 +61,9 @@ def test_a_request_to_a_pair_carries_sglangs_fields_a_room_for_each_sample() -> 
         with pytest.raises(RlctlError) as caught:
             bodies(request([1]), ["a"], limits)
         assert (caught.value.reason, caught.value.field) == (Reason.FIELD_REQUIRED, "bootstrap_room")
+        with pytest.raises(RlctlError) as caught:
+            bodies(request([1], **place), ["a"], limits)
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_REQUIRED, "bootstrap_version_seq")
     assert "bootstrap_room" not in bodies(request([1]), ["a"], LIMITS)[0]
     with pytest.raises(RlctlError) as caught:
         bodies(request([1], **fields), ["a"], LIMITS)
