@@ -14,6 +14,7 @@ from rlctl_servers.requests import refused
 from rlctl_servers.stamps import Stamps
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.sampling import check_pair_adapter
 from rlctl.v1.rollout_pb2 import (
     FINISH_TYPE_ABORT,
     FINISH_TYPE_LENGTH,
@@ -124,6 +125,7 @@ class _Reading:
         try:
             with self._native.adapters.using(self._request.adapter) as held:
                 if held is not None:
+                    check_pair_adapter(self._request, held.info.version)
                     self._body["lora_path"], self._adapter_version = held.name, held.info.version
                 async with aclosing(self._native.http.stream("/generate", self._body)) as stream:
                     async for told in stream:

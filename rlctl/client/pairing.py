@@ -30,8 +30,8 @@ CAUSE_S = 1.0
 
 
 def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateRequest:
-    """The request for both, which are at one version. Its room is drawn anew: it is all that one must know to be handed
-    the entries.
+    """The request for both, which are at one version, that of the prefill stage. Its room is drawn anew: it is all that
+    one must know to be handed the entries.
     """
     asked = GenerateRequest()
     asked.CopyFrom(request)
@@ -39,6 +39,9 @@ def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateR
     asked.bootstrap_host = prefill.registration.bootstrap_host
     asked.bootstrap_port = prefill.registration.bootstrap_port
     asked.bootstrap_version_seq = prefill.report.weight_version.sequence
+    for adapter in prefill.report.adapters:
+        if adapter.name == request.adapter:
+            asked.bootstrap_adapter_version = adapter.version
     # SGLang counts on from it, a room for each sample.
     asked.bootstrap_room = secrets.randbelow(MOST_ROOM - (request.sampling_params.n or 1))
     return asked

@@ -21,6 +21,7 @@ from rlctl.v1.rollout_pb2 import (
     SamplingParams,
     TokenLogprob,
 )
+from rlctl.v1.verbs_pb2 import Adapter
 
 LOST = Reason.HANDOVER_FAILED.error("nothing came")
 GONE = Reason.UNREACHABLE.error("it is gone")
@@ -171,7 +172,10 @@ async def test_who_stops_listening_ends_both() -> None:
 def test_both_get_one_request_under_a_room_of_its_own() -> None:
     prefill = Stage(
         registration=StageRegistration(slot="p", bootstrap_host="h", bootstrap_port=9),
-        report=StageReport(weight_version=WeightVersion(sequence=3)),
+        report=StageReport(
+            weight_version=WeightVersion(sequence=3),
+            adapters=[Adapter(name="math", version="m-2"), Adapter(name="prose", version="p-1")],
+        ),
     )
     decode = Stage(registration=StageRegistration(slot="d", model="actor"))
     request = GenerateRequest(rid="r", text="x")
@@ -181,5 +185,7 @@ def test_both_get_one_request_under_a_room_of_its_own() -> None:
     }
     assert len({each.bootstrap_room for each in made}) == 100
     assert all(each.bootstrap_room < 1 << 63 for each in made)
-    assert {each.bootstrap_version_seq for each in made} == {3}
+    assert {(each.bootstrap_version_seq, each.bootstrap_adapter_version) for each in made} == {(3, "")}
+    request.adapter = "prose"
+    assert pairing.halves(request, prefill, decode).bootstrap_adapter_version == "p-1"
     assert not request.HasField("bootstrap_room")

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import adapter_steps
 import grpc
 import pytest
+from loras import lora, merged_says, save
 from models import greedy
 from paired import PROMPT, SAMPLING, killed_meanwhile, over_http, updated_meanwhile
 from up_helpers import known, own_state, rlctl_command
@@ -17,6 +19,7 @@ from rlctl.client.fleet import Fleet, connect
 from rlctl.client.generation import build_request
 from rlctl.client.pairing import halves
 from rlctl.client.publisher import rolling
+from rlctl.demo.tiny import encode
 from rlctl.errors import Reason, RlctlError
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, WORKER_TYPE_DECODE, WORKER_TYPE_PREFILL
@@ -37,6 +40,12 @@ fleet:
 
 models:
   - name: actor
+    overrides:
+      enable_lora: true
+      lora_backend: torch_native
+      max_lora_rank: 4
+      lora_target_modules: [q_proj, k_proj, v_proj, down_proj]
+      allowed_roots: {roots}
     server_groups:
       - worker_type: prefill
         num_gpus: 1
@@ -52,13 +61,25 @@ def pair(tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> It
     """Both servers and a gateway, of a fleet that is up."""
     directory = tmp_path_factory.mktemp("pair")
     file = directory / "pairs.yaml"
-    file.write_text(FILE.format(checkpoint=tiny[1]))
+    file.write_text(FILE.format(checkpoint=tiny[1], roots=tmp_path_factory.getbasetemp()))
     with pytest.MonkeyPatch.context() as patch, own_state(patch, directory):
         up = rlctl_command("up", str(file), "--detach", "--listen", "127.0.0.1:0", "-o", "json", timeout_s=300)
         assert up.returncode == 0, up.stderr
         with connect(json.loads(up.stdout)["endpoint"]) as fleet:
             yield fleet
         assert rlctl_command("down", "--name", NAME).returncode == 0
+
+
+def test_adapters_are_switched_for_both(pair: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    """Before the updates below: the outputs are those of the first weights."""
+    rollout = pair.rollout("actor")
+    prompt = adapter_steps.PROMPT
+    for version, seed in (("1", 1), ("2", 2)):
+        tensors = lora(tiny[0], seed)
+        pair.load_adapter("math", save(tmp_path / version, tensors), version=version)
+        [sample] = rollout.generate(encode(prompt), max_new_tokens=8, adapter="math", **SAMPLING)
+        assert sample.output_ids == merged_says(tiny[0], prompt, tensors)
+    pair.unload_adapter("math")
 
 
 def test_they_generate_and_are_updated(pair: Fleet, tiny: tuple[Any, Path]) -> None:

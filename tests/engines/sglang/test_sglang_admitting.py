@@ -16,6 +16,7 @@ from rlctl_sglang.updates import Updates
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason, RlctlError
+from rlctl.sampling import check_pair_adapter
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED, WeightVersion
 from rlctl.v1.rollout_pb2 import GenerateRequest
 from rlctl.v1.verbs_pb2 import PrepareUpdateRequest
@@ -70,3 +71,12 @@ def test_a_server_of_no_pair_takes_every_request(engine: SGLangEngine) -> None:
     engine._state.paired = False
     engine._state.paused = PAUSE_MODE_ABORT
     assert not refused(engine, 9)
+
+
+def test_a_half_is_computed_with_the_adapter_that_its_pair_had() -> None:
+    request = GenerateRequest(bootstrap_version_seq=3, adapter="math", bootstrap_adapter_version="m-2")
+    check_pair_adapter(request, "m-2")
+    with pytest.raises(RlctlError, match="picked at version of adapter 'math' m-2, this stage is at m-3") as caught:
+        check_pair_adapter(request, "m-3")
+    assert (caught.value.reason, caught.value.field) == (Reason.STAGE_NOT_SERVING, "bootstrap_adapter_version")
+    check_pair_adapter(GenerateRequest(adapter="math"), "m-3")  # of no pair
