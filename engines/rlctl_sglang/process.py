@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl_servers import sources
 from rlctl_servers.http import Http
 from rlctl_servers.process import ServerProcess, cores_of, flags
 
@@ -64,8 +65,11 @@ class SGLangProcess(ServerProcess):
     scratch: Scratch
 
     def __init__(self, config: EngineConfig, options: Options, meeting: Meeting | None = None) -> None:
-        """``meeting``: None for a server of one node. Raises FIELD_INVALID when SGLang is not installed."""
+        """``meeting``: None for a server of one node. Raises FIELD_INVALID when SGLang is not installed, UNSUPPORTED
+        without what carries KV entries from one server to another.
+        """
         python = interpreter(options)
+        _refuse_without_nixl(config, options, python)
         self._config = config
         self._options = options
         self._meeting = meeting
@@ -170,6 +174,18 @@ def _arguments(config: EngineConfig, options: Options, meeting: Meeting | None) 
         }
     named |= options.arguments
     return flags(named)
+
+
+def _refuse_without_nixl(config: EngineConfig, options: Options, python: str) -> None:
+    """SGLang itself ends late, with a traceback. On a GPU the backend is the user's to choose and to install."""
+    part = _PAIRED_ON_CPU.get(options.arguments.get("disaggregation_mode", ""), {}) if config.device == "cpu" else {}
+    backend = options.arguments.get("disaggregation_transfer_backend", "nixl")
+    if part and backend == "nixl" and not any(sources.installed(python, "nixl")):
+        raise Reason.UNSUPPORTED.error(
+            "on a CPU prefill and decode servers of SGLang need NIXL, which is not installed for it",
+            field="options.disaggregation_mode",
+            next_step="`tools/engines install sglang` installs it; or `pip install nixl nixl-cu12` there.",
+        )
 
 
 def _ranks_here(config: EngineConfig, meeting: Meeting | None) -> int:

@@ -124,7 +124,9 @@ def _in_host_memory(module: types.ModuleType) -> None:
 
 
 _AMENDMENTS = {
+    # One for each CUDA that torch may be built for; NIXL takes the one that fits.
     "nixl_cu12._api": _in_host_memory,
+    "nixl_cu13._api": _in_host_memory,
     "sglang.srt.model_executor.model_runner_components.weight_exporter": _without_device,
     "sglang.srt.lora.layers": _without_pinning,
     "sglang.srt.lora.backend.torch_backend": _without_pinning,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rlctl_sglang.arguments import known_options
+from rlctl_sglang.options import parse_options
+from rlctl_sglang.process import SGLangProcess
+
+from rlctl.engine import EngineConfig
+from rlctl.errors import Reason, RlctlError
 
 FIELDS = """
 raise RuntimeError("nobody runs this")
@@ -50,3 +56,21 @@ def test_nothing_is_known_where_it_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "b" / "bin").mkdir(parents=True)
     (tmp_path / "b" / "bin" / "python").touch(mode=0o755)
     assert known_options({"python": str(tmp_path / "b" / "bin" / "python")}) is None
+
+
+def test_a_server_of_a_pair_on_a_cpu_needs_nixl(tmp_path: Path) -> None:
+    python = installed(tmp_path)
+    config = EngineConfig(model_path="/models/x")
+
+    def made(mode: str, **arguments: str) -> None:
+        options = parse_options({"python": python, "disaggregation_mode": mode, **arguments})
+        SGLangProcess(config, options).let_go()
+
+    for mode in ("prefill", "decode"):
+        with pytest.raises(RlctlError, match="need NIXL") as refused:
+            made(mode)
+        assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "options.disaggregation_mode")
+        made(mode, disaggregation_transfer_backend="mooncake")  # of whoever has it
+    made("null")
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "nixl").mkdir()
+    made("prefill")
