@@ -253,7 +253,11 @@ class Leading:
             try:
                 return plan, await self._send(source, wire, plan, request, deadline)
             except RlctlError as error:
-                if plan.attempt > request.retries or not _worth_retrying(error):
+                if not _worth_retrying(error):
+                    raise
+                if plan.attempt > request.retries:
+                    if request.options.quorum and not request.retries:
+                        error.next_step = "A quorum goes on without stages that are lost in another attempt: retries=1."
                     raise
                 again = RetryWeightUpdateRequest(
                     update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt

@@ -372,17 +372,24 @@ class Stage:
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         steady = not self._writing and self._written == written
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome in _LOOKED and steady:
-            contradiction = self.facts.contradiction(request, results)
-            if contradiction is not None:
-                outcome = contradiction.outcome
-                for result in results:
-                    result.outcome = outcome
-                    result.error.CopyFrom(contradiction.detail())
+            outcome = self._contradicted(request, results) or outcome
         self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
         self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
+
+    def _contradicted(
+        self, request: verbs_pb2.CheckWeightsRequest, results: Sequence[RankResult]
+    ) -> common_pb2.Outcome.ValueType | None:
+        """The outcome of a check that has found what cannot be; its results are made to say why. None of any other."""
+        contradiction = self.facts.contradiction(request, results)
+        if contradiction is None:
+            return None
+        for result in results:
+            result.outcome = contradiction.outcome
+            result.error.CopyFrom(contradiction.detail())
+        return contradiction.outcome
 
     def _place(self, request: Message) -> None:
         """A group's members are named for the whole fleet; the ranks are told where their own stage begins."""

@@ -213,11 +213,18 @@ class Facts:
         """Why what a check has found cannot be, if nothing was written meanwhile: weights that are whole are not what
         they were when they were digested last.
         """
-        found = _digests(results)
-        if request.shadow or not _of_all(request) or self.weights is not Weights.WHOLE or not self.model_digest:
+        if request.shadow or request.adapter or self.weights is not Weights.WHOLE:
             return None
-        others = sorted(found - {self.model_digest})
-        if not others:
+        torn = sorted({name for result in results for name in result.check.inconsistent})
+        if torn:
+            return Reason.DIGEST_MISMATCH.error(
+                f"replicas of {torn[0]} differ between ranks ({len(torn)} tensors do): an update has missed one, or "
+                "memory is damaged",
+                metadata={"tensors": ",".join(torn)},
+                outcome=OUTCOME_DIRTY,
+            )
+        others = sorted(_digests(results) - {self.model_digest})
+        if not others or not self.model_digest or not _of_all(request):
             return None
         return Reason.DIGEST_MISMATCH.error(
             f"the weights digest to {', '.join(others)} now, and {self.model_digest} when they were digested last; "

@@ -355,6 +355,24 @@ def test_whole_weights_that_digest_to_something_else_than_before_contradict_it(r
     assert contradiction(ready, "b") is None, "half-written"
 
 
+def test_ranks_that_hold_different_replicas_contradict_whole_weights_whatever_they_digest_to(ready: Facts) -> None:
+    results = [
+        RankResult(outcome=OUTCOME_APPLIED, check=v.CheckReport(model_digest="a", inconsistent=torn))
+        for torn in ([], ["norm", "bias"])
+    ]
+    digested(ready, "a", "a")
+    for request in (v.CheckWeightsRequest(), v.CheckWeightsRequest(skip_tensors=["x"])):
+        error = ready.contradiction(request, results)
+        assert error is not None
+        assert (error.outcome, error.metadata) == (OUTCOME_DIRTY, {"tensors": "bias,norm"})
+        assert "replicas of bias differ between ranks (2 tensors do)" in error.message
+    for request in (v.CheckWeightsRequest(adapter="math"), v.CheckWeightsRequest(shadow=True)):
+        assert ready.contradiction(request, results) is None, "of something else"
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
+    assert ready.contradiction(v.CheckWeightsRequest(), results) is None, "half-written"
+
+
 def test_weights_that_are_not_the_expected_ones_contradict_what_they_were(ready: Facts) -> None:
     digested(ready, "a")
     for found, contradicts in (("a", False), ("b", True)):

@@ -39,19 +39,22 @@ def two(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LaunchedFleet]:
         yield fleet
 
 
-def stopped_in_an_update(two: LaunchedFleet, fleet: Fleet, publisher: rlctl.Publisher, name: str) -> None:
-    """The rank is stopped half way, and goes on once the update has failed, by its deadline."""
+def stopped_in_an_update(
+    two: LaunchedFleet, fleet: Fleet, publisher: rlctl.Publisher, name: str, **settings: Any
+) -> str:
+    """The rank is stopped half way, and goes on once the update has failed, by its deadline; returns what it says."""
     publisher.update(demo_tiny.make(seed=1), version="before")
     pid = two.process(name).pid
     weights = Interrupted(demo_tiny.make(seed=2), lambda: os.kill(pid, signal.SIGSTOP))
     started = time.monotonic()
     try:
-        with pytest.raises(RlctlError):
-            publisher.update(weights, version="never", deadline_s=DEADLINE_S)
+        with pytest.raises(RlctlError) as caught:
+            publisher.update(weights, version="never", deadline_s=DEADLINE_S, **settings)
         assert time.monotonic() - started < DEADLINE_S + LATE_S
         assert stage(fleet, "b").state == common.STAGE_STATE_DIRTY
         assert not stage(fleet, "a").routable
         assert fleet.status().models[0].latest.label == "before"
+        return str(caught.value)
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -89,7 +92,8 @@ def test_a_rank_zero_that_goes_on_is_written_by_the_next_update(two: LaunchedFle
 def test_without_a_follower_the_others_are_written_and_its_engine_heals_after_its_restart(two: LaunchedFleet) -> None:
     with two.connect() as fleet:
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
-        stopped_in_an_update(two, fleet, publisher, "a.1")
+        said = stopped_in_an_update(two, fleet, publisher, "a.1", quorum=1)
+        assert said.endswith("in another attempt: retries=1.")
         until(fleet, lambda: not open_update(fleet))
         assert [rank.alive for rank in stage(fleet, "a").report.ranks] == [True, False]
         model = demo_tiny.make(seed=3)
