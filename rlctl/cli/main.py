@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -278,12 +279,15 @@ def root() -> None:
 def main() -> None:
     """Entry point."""
 
-    def terminate(number: int, frame: FrameType | None) -> NoReturn:
-        del number, frame
-        raise Terminated
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        del frame
+        # What was about to be started is dropped; Python would say so of a call to the coordinator.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
+    for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is default:
+            signal.signal(number, end)
     try:
         root()
     finally:

@@ -147,6 +147,31 @@ def test_termination_ends_what_waits_as_an_interrupt_does(rlctl: LiveFleet, word
     assert err.strip() == ""
 
 
+SIGNALLED = """
+import os, signal
+from rlctl.cli.main import main
+from rlctl.loops import LoopThread
+
+def submit(thread, work):
+    os.kill(os.getpid(), {number})
+    raise AssertionError("the signal came before")
+
+LoopThread.submit = submit
+main()
+"""
+"""The command, to which a signal comes just before it starts a call to the coordinator."""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_what_a_signal_keeps_from_being_started_is_dropped_without_a_word(
+    rlctl: LiveFleet, number: signal.Signals, code: int
+) -> None:
+    script = SIGNALLED.format(number=int(number))
+    command = [sys.executable, "-c", script, "--endpoint", rlctl.endpoint, "status", "-w", "-o", "jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stderr.strip()) == (code, "")
+
+
 def test_output_that_nobody_reads_any_more_ends_a_command_without_a_word(rlctl: LiveFleet) -> None:
     process = start("--endpoint", rlctl.endpoint, "status", "-o", "json")
     assert process.stdout is not None
