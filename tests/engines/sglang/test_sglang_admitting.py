@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rlctl_servers.checkpoints import Checkpoints
+from rlctl_servers.generation import Requests
 from rlctl_servers.stamps import Stamps
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.facts import Facts
@@ -18,8 +19,8 @@ from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import check_pair_adapter
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED, WeightVersion
-from rlctl.v1.rollout_pb2 import GenerateRequest
-from rlctl.v1.verbs_pb2 import PrepareUpdateRequest
+from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest, PrepareUpdateRequest
 
 
 @pytest.fixture
@@ -65,6 +66,53 @@ async def test_it_goes_to_none_that_may_be_at_another_version_before_it_is_compu
     assert "takes in weights" in refused(engine)
     await engine._updates.abort(call)
     assert not refused(engine)
+
+
+class Silent:
+    """A sample of which the server says nothing."""
+
+    tokens, over = 0, False
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        await asyncio.Event().wait()
+        yield {}
+
+
+class Server:
+    """One that holds back whatever it is sent."""
+
+    product = "SGLang"
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[Any]:
+        return [Silent() for _ in engine_rids]
+
+    def admit(self, request: GenerateRequest) -> None:
+        pass
+
+    async def must(self, path: str, body: dict[str, Any], **_: Any) -> None:
+        self.told.append((path, body))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+async def test_a_pause_of_one_of_a_pair_leaves_what_it_has_not_begun(engine: SGLangEngine, paired: bool) -> None:
+    """It would be computed after the pause, with whatever is there then."""
+    server: Any = Server()
+    engine._control, engine._requests = server, Requests(server)
+    engine._facts, engine._state.paired, engine._ready = Facts({}, {}), paired, True
+    running = asyncio.ensure_future(anext(engine._requests.generate(GenerateRequest(rid="r"))))
+    while not engine._requests.active:  # noqa: ASYNC110 - it is a line away
+        await asyncio.sleep(0)
+    await engine.pause_generation(PauseGenerationRequest(mode=PAUSE_MODE_ABORT), Call("c-1", 0.0))
+    assert server.told == [("/pause_generation", {"mode": "abort"})]
+    if paired:
+        assert (await running).samples[0].finish_reason.type == FINISH_TYPE_ABORT
+    else:
+        assert not running.done()
+        running.cancel()
+    engine._ready = False
 
 
 def test_a_server_of_no_pair_takes_every_request(engine: SGLangEngine) -> None:
