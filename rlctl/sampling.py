@@ -72,19 +72,17 @@ def check_pair_version(request: GenerateRequest, sequence: int) -> None:
     """Raise STAGE_NOT_SERVING for half of a request to a pair where the weights are not at the version, here as its
     sequence, at which the pair was picked: the other half may be computed there.
     """
-    if request.HasField("bootstrap_version_seq"):
-        _refuse_other("bootstrap_version_seq", "version", request.bootstrap_version_seq, sequence)
-
-
-def check_pair_adapter(request: GenerateRequest, version: str) -> None:
-    """The same where the request's adapter is at this version."""
-    if request.HasField("bootstrap_version_seq"):
-        named = f"version of adapter {request.adapter!r}"
-        _refuse_other("bootstrap_adapter_version", named, request.bootstrap_adapter_version, version)
-
-
-def _refuse_other(field: str, what: str, picked: int | str, here: int | str) -> None:
-    if picked != here:
+    wanted = request.bootstrap_version_seq
+    if request.HasField("bootstrap_version_seq") and wanted != sequence:
         raise Reason.STAGE_NOT_SERVING.error(
-            f"the pair was picked at {what} {picked}, this stage is at {here}", field=field
+            f"the pair was picked at version {wanted}, this stage is at {sequence}", field="bootstrap_version_seq"
+        )
+
+
+def check_pair_adapter(request: GenerateRequest, digest: str) -> None:
+    """The same where the adapter of the request's name has this digest."""
+    if request.HasField("bootstrap_version_seq") and request.bootstrap_adapter_digest != digest:
+        raise Reason.STAGE_NOT_SERVING.error(
+            f"this stage holds another adapter {request.adapter!r} than the pair that was picked",
+            field="bootstrap_adapter_digest",
         )

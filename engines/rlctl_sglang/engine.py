@@ -29,7 +29,7 @@ from rlctl_sglang.checking import Checker
 from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
 from rlctl_sglang.nodes import FirstNode
-from rlctl_sglang.options import parse_options
+from rlctl_sglang.options import parse_options, refuse_workers
 from rlctl_sglang.probing import Prober
 from rlctl_sglang.process import PRODUCT
 from rlctl_sglang.readback import readback_of
@@ -71,6 +71,7 @@ class SGLangEngine(ServerEngine):
         self._facts = facts = await facts_.ask(
             self._control, self.verbs(), call, launched=self._server.launched, nodes=self._config.nodes
         )
+        refuse_workers(facts.info)  # also of a server that somebody else has started
         self._state.paired = facts.mode != "null"
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
@@ -165,8 +166,7 @@ class SGLangEngine(ServerEngine):
                 self._state.paused = before
             raise
         finally:
-            if self._state.paired and self._state.stopped:
-                await self._requests.cut()
+            await self._leave_unbegun()
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
@@ -175,7 +175,7 @@ class SGLangEngine(ServerEngine):
         call.accept()
         empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
-        self._state.paused = PAUSE_MODE_UNSPECIFIED
+        self._state.paused, self._state.holding = PAUSE_MODE_UNSPECIFIED, False
         self._requests.release()
 
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
@@ -194,16 +194,13 @@ class SGLangEngine(ServerEngine):
         self._check("ReleaseMemory")
         self._refuse_during_update()
         call.accept()
-        report = await memory.release(
-            self._control,
-            self._state,
-            request.tags,
-            self._facts.memory_tags,
-            call,
-            active=self._requests.active if self._server.launched else 1,
-        )
-        if self._state.paired:
-            await self._requests.cut()
+        active = await self._active(call)
+        try:
+            report = await memory.release(
+                self._control, self._state, request.tags, self._facts.memory_tags, call, active=active
+            )
+        finally:
+            await self._leave_unbegun()
         if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
             self._stamps.flushed()
         return report
@@ -338,6 +335,9 @@ class SGLangEngine(ServerEngine):
         call.accept()
         if request.adapter:
             return self._adapters.check(request, self._workers)
+        if request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
+            self._refuse_during_update()
+            self._state.refuse_writing(self._requests.active)
         return await self._checker.check(request, call)
 
     # Reads.
@@ -361,6 +361,11 @@ class SGLangEngine(ServerEngine):
             tokenizer_path=told.get("tokenizer_path") or "",
             reference=[to_proto(reference[name]) for name in self._order()] if request.reference else (),
         )
+
+    async def _leave_unbegun(self) -> None:
+        """What a server of a pair holds back when it stops would be computed with whatever is there when it goes on."""
+        if self._state.paired and self._state.stopped:
+            await self._requests.cut()
 
     def _admit(self, request: GenerateRequest) -> None:
         """Refuse half of a pair's request where it may not be computed at the version that it names.

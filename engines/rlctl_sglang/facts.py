@@ -225,6 +225,9 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
         unsupported["UpdateWeightsFromTensor"] = (
             "tensors are handed over in memory to servers that the stage server launched, on CPUs of its own node, only"
         )
+    if info.get("hicache_storage_backend"):
+        why = "what hicache_storage_backend keeps outlives a flush, and does not say which weights it was computed with"
+        unsupported |= dict.fromkeys((*_BY_GROUP, "UpdateWeightsFromDisk"), why)
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"

@@ -125,7 +125,7 @@ class _Reading:
         try:
             with self._native.adapters.using(self._request.adapter) as held:
                 if held is not None:
-                    check_pair_adapter(self._request, held.info.version)
+                    check_pair_adapter(self._request, held.info.digest)
                     self._body["lora_path"], self._adapter_version = held.name, held.info.version
                 async with aclosing(self._native.http.stream("/generate", self._body)) as stream:
                     async for told in stream:

@@ -63,7 +63,8 @@ async def release(
             raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
         await hold(control, state, call)
         try:
-            await flush(control, HANDOVER_S if state.paired else IDLE_S, call)
+            left = call.deadline - asyncio.get_running_loop().time()
+            await flush(control, min(HANDOVER_S, left / 2) if state.paired else IDLE_S, call)
         except RlctlError as error:
             await let_go(control, state, call)
             raise Reason.MEMORY_NOT_RELEASABLE.error(

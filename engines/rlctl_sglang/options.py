@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlctl_servers import options
 from rlctl_servers.options import address, check_arguments, directories, key, start_seconds
@@ -61,6 +62,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
                 "--follower to `rlctl stage` on the first one.",
             )
     check_arguments("SGLang", arguments, TAKEN)
+    refuse_workers(arguments)
     url = address(given, arguments)
     if not url and (keys := {"api_key_file", "admin_key_file"} & given.keys()):
         raise Reason.FIELD_CONFLICT.error(
@@ -76,6 +78,19 @@ def parse_options(given: Mapping[str, str]) -> Options:
         start_s=start_seconds(given.get("start_s", "900")),
         arguments=arguments,
     )
+
+
+def refuse_workers(arguments: Mapping[str, Any]) -> None:
+    """Raise UNSUPPORTED for a server of several HTTP workers: a pause waits for the requests of one of them only, and
+    weights would be written under the others' (``multi_tokenizer_mixin``, 0.5.23).
+    """
+    number = str(arguments.get("tokenizer_worker_num") or 1)
+    if number != "1":
+        raise Reason.UNSUPPORTED.error(
+            f"a pause of SGLang with {number} tokenizer workers ends the requests of one of them only",
+            field="options.tokenizer_worker_num",
+            next_step="Leave it out.",
+        )
 
 
 def interpreter(settings: Options) -> str:

@@ -41,7 +41,7 @@ def halves(request: GenerateRequest, prefill: Stage, decode: Stage) -> GenerateR
     asked.bootstrap_version_seq = prefill.report.weight_version.sequence
     for adapter in prefill.report.adapters:
         if adapter.name == request.adapter:
-            asked.bootstrap_adapter_version = adapter.version
+            asked.bootstrap_adapter_digest = adapter.digest
     # SGLang counts on from it, a room for each sample.
     asked.bootstrap_room = secrets.randbelow(MOST_ROOM - (request.sampling_params.n or 1))
     return asked
@@ -96,9 +96,12 @@ async def together(
         part = await first
         if part is not None and request.HasField("logprob_start_len") and request.logprob_start_len >= 0:
             await asyncio.wait({computing})
-            if _failed(computing):
+            if _failed(computing) or prompt.aborted:
                 met_at_prefill()
             await computing
+            if prompt.aborted:  # before it had said them
+                yield _cut(request, prompt.aborted)
+                return
             scores = [*prompt.head.input_logprobs, *part.input_logprobs]
             del part.input_logprobs[:]
             part.input_logprobs.extend(scores)

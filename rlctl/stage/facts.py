@@ -216,7 +216,8 @@ class Facts:
         if request.shadow or request.adapter or self.weights is not Weights.WHOLE:
             return None
         torn = sorted({name for result in results for name in result.check.inconsistent})
-        if torn:
+        verifying = self.update is not None and self.update.committed  # which judges, and says which rank it was
+        if torn and not verifying:
             return Reason.DIGEST_MISMATCH.error(
                 f"replicas of {torn[0]} differ between ranks ({len(torn)} tensors do): an update has missed one, or "
                 "memory is damaged",

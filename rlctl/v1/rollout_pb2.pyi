@@ -211,7 +211,7 @@ class GenerateRequest(_message.Message):
     BOOTSTRAP_PORT_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_ROOM_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_VERSION_SEQ_FIELD_NUMBER: _builtins.int
-    BOOTSTRAP_ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     rid: _builtins.str
     """Request id of the caller's choice. Empty: made by the stage."""
     text: _builtins.str
@@ -246,8 +246,8 @@ class GenerateRequest(_message.Message):
     """Sequence of the version that both stages had when they were picked: a stage that is at another one refuses. Required by engines that
     do not compare the versions themselves when entries come over, SGLang's.
     """
-    bootstrap_adapter_version: _builtins.str
-    """Version of the adapter that both stages had then, likewise. Empty: there is no adapter."""
+    bootstrap_adapter_digest: _builtins.str
+    """Digest of the adapter that both stages had then, likewise. Empty: there is no adapter."""
     @_builtins.property
     def input_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -280,11 +280,11 @@ class GenerateRequest(_message.Message):
         bootstrap_port: _builtins.int = ...,
         bootstrap_room: _builtins.int | None = ...,
         bootstrap_version_seq: _builtins.int | None = ...,
-        bootstrap_adapter_version: _builtins.str = ...,
+        bootstrap_adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room", "_bootstrap_version_seq", b"_bootstrap_version_seq", "_logprob_start_len", b"_logprob_start_len", "bootstrap_room", b"bootstrap_room", "bootstrap_version_seq", b"bootstrap_version_seq", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room", "_bootstrap_version_seq", b"_bootstrap_version_seq", "_logprob_start_len", b"_logprob_start_len", "adapter", b"adapter", "bootstrap_adapter_version", b"bootstrap_adapter_version", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "bootstrap_room", b"bootstrap_room", "bootstrap_version_seq", b"bootstrap_version_seq", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "min_version_seq", b"min_version_seq", "model", b"model", "prompt", b"prompt", "return_engine_meta", b"return_engine_meta", "return_logprob", b"return_logprob", "rid", b"rid", "sampling_params", b"sampling_params", "session_id", b"session_id", "text", b"text", "top_logprobs_num", b"top_logprobs_num"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room", "_bootstrap_version_seq", b"_bootstrap_version_seq", "_logprob_start_len", b"_logprob_start_len", "adapter", b"adapter", "bootstrap_adapter_digest", b"bootstrap_adapter_digest", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "bootstrap_room", b"bootstrap_room", "bootstrap_version_seq", b"bootstrap_version_seq", "engine_fields", b"engine_fields", "input_ids", b"input_ids", "logprob_start_len", b"logprob_start_len", "min_version_seq", b"min_version_seq", "model", b"model", "prompt", b"prompt", "return_engine_meta", b"return_engine_meta", "return_logprob", b"return_logprob", "rid", b"rid", "sampling_params", b"sampling_params", "session_id", b"session_id", "text", b"text", "top_logprobs_num", b"top_logprobs_num"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bootstrap_room: _TypeAlias = _typing.Literal["bootstrap_room"]  # noqa: Y015
     _WhichOneofArgType__bootstrap_room: _TypeAlias = _typing.Literal["_bootstrap_room", b"_bootstrap_room"]  # noqa: Y015

@@ -371,6 +371,8 @@ def test_ranks_that_hold_different_replicas_contradict_whole_weights_whatever_th
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
     apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), update_id="u")
     assert ready.contradiction(v.CheckWeightsRequest(), results) is None, "half-written"
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="u")
+    assert ready.contradiction(v.CheckWeightsRequest(), results) is None, "whoever verifies it says which rank it was"
 
 
 def test_weights_that_are_not_the_expected_ones_contradict_what_they_were(ready: Facts) -> None:

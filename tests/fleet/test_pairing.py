@@ -136,6 +136,9 @@ async def test_a_prefill_stage_that_dies_after_it_has_given_everything_disturbs_
     outcome = await together(Half(SOON_S, GONE), Half(tokens(1, ends=True)), scored=True)
     assert outcome.error is GONE, "what was asked for is not there"
     assert outcome.at_prefill
+    outcome = await together(Half(SOON_S, ABORTED), Half(tokens(1, ends=True)), scored=True)
+    assert [part.samples[0].finish_reason.type for part in outcome.parts] == [FINISH_TYPE_ABORT], "nor is it here"
+    assert outcome.at_prefill
 
 
 async def test_a_decode_stage_that_says_nothing_at_all_is_no_part() -> None:
@@ -174,7 +177,7 @@ def test_both_get_one_request_under_a_room_of_its_own() -> None:
         registration=StageRegistration(slot="p", bootstrap_host="h", bootstrap_port=9),
         report=StageReport(
             weight_version=WeightVersion(sequence=3),
-            adapters=[Adapter(name="math", version="m-2"), Adapter(name="prose", version="p-1")],
+            adapters=[Adapter(name="math", digest="abc"), Adapter(name="prose", digest="def")],
         ),
     )
     decode = Stage(registration=StageRegistration(slot="d", model="actor"))
@@ -185,7 +188,7 @@ def test_both_get_one_request_under_a_room_of_its_own() -> None:
     }
     assert len({each.bootstrap_room for each in made}) == 100
     assert all(each.bootstrap_room < 1 << 63 for each in made)
-    assert {(each.bootstrap_version_seq, each.bootstrap_adapter_version) for each in made} == {(3, "")}
+    assert {(each.bootstrap_version_seq, each.bootstrap_adapter_digest) for each in made} == {(3, "")}
     request.adapter = "prose"
-    assert pairing.halves(request, prefill, decode).bootstrap_adapter_version == "p-1"
+    assert pairing.halves(request, prefill, decode).bootstrap_adapter_digest == "def"
     assert not request.HasField("bootstrap_room")

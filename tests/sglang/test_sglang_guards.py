@@ -393,6 +393,19 @@ def test_an_update_under_requests_that_are_frozen_in_place(driver: Driver, tiny:
     assert not span.HasField("kv_version")
 
 
+def test_weights_are_not_scrambled_under_requests_nor_in_an_update(driver: Driver) -> None:
+    """What a prefill server computes of them would be decoded elsewhere."""
+    scramble = v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS)
+    before = driver.digest()
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    assert refusal(driver, scramble).reason is Reason.ACTIVE_REQUESTS
+    driver.tell(v.PrepareUpdateRequest(abort_all_requests=True), update_id="u")
+    running.result()
+    assert refusal(driver, scramble).reason is Reason.ILLEGAL_STATE
+    driver.tell(v.AbortUpdateRequest(), update_id="u")
+    assert driver.digest() == before
+
+
 def test_an_update_while_requests_run(driver: Driver) -> None:
     running = driver.begin(prompt(encode("7"), 400)).started()
     assert refusal(driver, v.PrepareUpdateRequest(), update_id="u").reason is Reason.ACTIVE_REQUESTS

@@ -20,7 +20,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import check_pair_adapter
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED, WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest
-from rlctl.v1.verbs_pb2 import PauseGenerationRequest, PrepareUpdateRequest
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest, PrepareUpdateRequest
 
 
 @pytest.fixture
@@ -112,6 +112,9 @@ async def test_a_pause_of_one_of_a_pair_leaves_what_it_has_not_begun(engine: SGL
     else:
         assert not running.done()
         running.cancel()
+    engine._state.holding = True
+    await engine.continue_generation(ContinueGenerationRequest(), Call("c-2", 0.0))
+    assert not engine._state.stopped, "what was held by a release that failed goes on as well"
     engine._ready = False
 
 
@@ -122,9 +125,9 @@ def test_a_server_of_no_pair_takes_every_request(engine: SGLangEngine) -> None:
 
 
 def test_a_half_is_computed_with_the_adapter_that_its_pair_had() -> None:
-    request = GenerateRequest(bootstrap_version_seq=3, adapter="math", bootstrap_adapter_version="m-2")
-    check_pair_adapter(request, "m-2")
-    with pytest.raises(RlctlError, match="picked at version of adapter 'math' m-2, this stage is at m-3") as caught:
-        check_pair_adapter(request, "m-3")
-    assert (caught.value.reason, caught.value.field) == (Reason.STAGE_NOT_SERVING, "bootstrap_adapter_version")
-    check_pair_adapter(GenerateRequest(adapter="math"), "m-3")  # of no pair
+    request = GenerateRequest(bootstrap_version_seq=3, adapter="math", bootstrap_adapter_digest="abc")
+    check_pair_adapter(request, "abc")
+    with pytest.raises(RlctlError, match="holds another adapter 'math'") as caught:
+        check_pair_adapter(request, "def")
+    assert (caught.value.reason, caught.value.field) == (Reason.STAGE_NOT_SERVING, "bootstrap_adapter_digest")
+    check_pair_adapter(GenerateRequest(adapter="math"), "def")  # of no pair

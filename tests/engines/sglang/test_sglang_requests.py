@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from rlctl_sglang import facts
 from rlctl_sglang.facts import Facts
 from rlctl_sglang.generation import Stamps, _finish
-from rlctl_sglang.options import VENV, Options, interpreter, parse_options
+from rlctl_sglang.options import VENV, Options, interpreter, parse_options, refuse_workers
 from rlctl_sglang.requests import Limits, bodies
 from rlctl_sglang.server import Server
 
-from rlctl.engine import EngineConfig
+from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest, SamplingParams, TokenIds
@@ -184,3 +185,39 @@ def test_where_sglang_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     os.symlink(sys.executable, tmp_path / "bin" / "python")
     assert interpreter(Options()) == str(tmp_path / "bin" / "python")
     assert interpreter(Options(python=sys.executable)) == sys.executable
+
+
+@pytest.mark.parametrize("number", ["2", 2])
+def test_several_http_workers_are_refused(number: Any) -> None:
+    with pytest.raises(RlctlError, match="2 tokenizer workers") as refused:
+        refuse_workers({"tokenizer_worker_num": number})
+    assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "options.tokenizer_worker_num")
+    for fine in ({}, {"tokenizer_worker_num": 1}, {"tokenizer_worker_num": "1"}, {"tokenizer_worker_num": None}):
+        refuse_workers(fine)
+    with pytest.raises(RlctlError):
+        parse_options({"tokenizer_worker_num": "4"})
+
+
+class Answers:
+    """A server's answers, by path."""
+
+    def __init__(self, **info: object) -> None:
+        self.told: dict[str, Any] = {
+            "/server_info": {"version": "0.5.23", "device": "cpu", **info},
+            "/openapi.json": {},
+        }
+        self.told["/openapi.json"]["paths"] = dict.fromkeys(
+            route for routes in facts._ROUTES.values() for route in routes
+        )
+
+    async def ask(self, path: str, **_: object) -> Any:
+        return self.told[path]
+
+
+async def test_what_keeps_entries_past_a_flush_takes_no_weights() -> None:
+    writes = {"UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor"}
+    for storage, refused in ((None, set()), ("file", writes)):
+        control: Any = Answers(hicache_storage_backend=storage)
+        found = await facts.ask(control, facts._ROUTES, Call("c", 0.0), launched=True)
+        assert writes & found.unsupported.keys() == refused
+        assert all("outlives a flush" in found.unsupported[verb] for verb in refused)
