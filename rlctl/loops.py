@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -15,6 +17,9 @@ T = TypeVar("T")
 
 WAKE_S = 0.5
 """A blocking wait is cut into pieces of so long: Python acts on a signal that came just before a wait at its end."""
+
+CLOSED_AFTER_S = 5.0
+"""How long a loop that was stopped is kept, at least."""
 
 INTERRUPTED_S = 10.0
 """How long what was interrupted may take to end: an update that is given up tells the coordinator so."""
@@ -107,7 +112,24 @@ class LoopThread:
         self.call(cancel_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self.loop.close()
+        _close_later(self.loop)
+
+
+_STOPPED: deque[tuple[float, asyncio.AbstractEventLoop]] = deque()
+_CLOSING = threading.Lock()
+
+
+def _close_later(loop: asyncio.AbstractEventLoop) -> None:
+    """Close a loop that was stopped when nothing comes to it any more.
+
+    gRPC tells it of calls that were cancelled a moment later, by way of any loop that runs, and logs an error where it
+    is closed (``PollerCompletionQueue._handle_events``, 1.85).
+    """
+    now = time.monotonic()
+    with _CLOSING:
+        _STOPPED.append((now, loop))
+        while _STOPPED[0][0] < now - CLOSED_AFTER_S:
+            _STOPPED.popleft()[1].close()
 
 
 def _ended() -> RlctlError:

@@ -132,3 +132,15 @@ def test_an_iteration_may_be_collected_on_the_loops_own_thread(loop: LoopThread)
 
     loop.submit(collect()).result(10)
     assert ended.wait(10)
+
+
+def test_a_loop_that_was_stopped_may_still_be_told_of_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gRPC does, which logs an error where it is closed; it is closed once others are stopped later."""
+    first = LoopThread("first")
+    first.stop()
+    first.loop.call_soon_threadsafe(lambda: None)
+    with pytest.raises(RlctlError):
+        first.call(asyncio.sleep(0))
+    monkeypatch.setattr(loops, "CLOSED_AFTER_S", 0.0)
+    LoopThread("second").stop()
+    assert first.loop.is_closed()
