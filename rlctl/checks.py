@@ -53,18 +53,18 @@ def _rule(kind: type[M]) -> Callable[[Callable[[M], None]], Callable[[M], None]]
 
 def check(request: Message) -> None:
     """Raise an :class:`rlctl.errors.RlctlError` that names the field, or return."""
+    kind = request.DESCRIPTOR
     _enums(request, "")
-    header = getattr(request, "header", None)
-    if header is not None:
+    if _has_header(kind):
+        header = request.header  # type: ignore[attr-defined]
         if header.HasField("timeout"):
             timeout_s(header.timeout, "header.timeout")
         if header.request_id:
             request_id(header.request_id, "header.request_id")
         if header.validate_only and isinstance(request, _ON_OPEN_UPDATE):
             raise _invalid("what is done to an open update cannot be tried without doing it", "header.validate_only")
-    for field in ("version", "weight_version", "target_version"):
-        label = getattr(request, field, "")
-        if label and isinstance(label, str):  # every sample and every list of stages tells it
+    for field in _labels(kind):
+        if label := getattr(request, field):  # every sample and every list of stages tells it
             _name(label, field, MOST_LABEL)
     rule = _RULES.get(type(request))
     if rule is not None:
@@ -107,6 +107,21 @@ def _enums(message: Message, path: str) -> None:
                 _enums(item, f"{where}[{index}].")
         elif message.HasField(descriptor.name):
             _enums(value, f"{where}.")
+
+
+# What depends on a message's type alone is looked up once: requests for samples come by the thousand a second.
+
+
+@functools.cache
+def _has_header(kind: Descriptor) -> bool:
+    return "header" in kind.fields_by_name
+
+
+@functools.cache
+def _labels(kind: Descriptor) -> tuple[str, ...]:
+    """Fields of a message that are labels of versions."""
+    named = [kind.fields_by_name.get(name) for name in ("version", "weight_version", "target_version")]
+    return tuple(field.name for field in named if field is not None and field.type == field.TYPE_STRING)
 
 
 @functools.cache

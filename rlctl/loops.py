@@ -40,6 +40,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+async def give_way() -> None:
+    """Let what is ready run, and what is ready through that."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
 class LoopThread:
     """A loop that runs on a daemon thread, so that its callbacks never wait for those of another loop."""
 

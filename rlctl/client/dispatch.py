@@ -100,9 +100,10 @@ class Attempt:
         """It is under way since it was picked."""
         self.stage = picked.stage
         self.floor = floor
-        taking = [stage for stage in (picked.stage, picked.prefill) if stage is not None]
-        self._taken = [lines.take(stage.registration.rollout_address) for stage in taking]
-        self.line = self._taken[0]
+        self.line = lines.take(picked.stage.registration.rollout_address)
+        self._taken = [self.line]
+        if picked.prefill is not None:
+            self._taken.append(lines.take(picked.prefill.registration.rollout_address))
         self._picked = picked
         self._lines = lines
         self._router = router
@@ -157,27 +158,35 @@ class Dispatch:
         self.router = router
         self._told: tuple[str, int] | None = None
 
-    async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
-        """A stage that may take the request, waited for until ``deadline`` on the loop's clock; ``timeout_s`` is named
-        when none did. What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE,
-        FIELD_REQUIRED where no model is named and there are several, and as :meth:`rlctl.client.view.FleetView.check`.
-        """
-        picked, floor = await self._pick(wanting, deadline, timeout_s)
-        return Attempt(picked, floor, self.lines, self.router)
+    def at_once(self, wanted: Wanted, deadline: float) -> Attempt | None:
+        """A stage that may take the request now, if there is one and ``deadline`` on the loop's clock lies ahead.
 
-    async def _pick(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> tuple[Picked, int]:
+        Raises FIELD_REQUIRED where no model is named and there are several, and as
+        :meth:`rlctl.client.view.FleetView.check`.
+        """
+        view, now = self.lines.view, asyncio.get_running_loop().time()
+        view.check()
+        view.refuse_any(wanted.model)
+        picked = self.router.pick(view.stages, wanted, now) if now < deadline else None
+        if picked is None:
+            return None
+        self._told = None
+        return Attempt(picked, wanted.floor, self.lines, self.router)
+
+    async def attempt(self, wanting: Callable[[], Wanted], deadline: float, timeout_s: float) -> Attempt:
+        """A stage that may take the request, waited for until ``deadline``; ``timeout_s`` is named when none did.
+        What is wanted is asked for anew at every look. Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and as
+        :meth:`at_once`.
+        """
         view, loop = self.lines.view, asyncio.get_running_loop()
         wanted, begun = wanting(), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
             view.check()
-            view.refuse_any(wanted.model)
             if view.lacks(wanted.model):
                 # The view may lag behind; the coordinator says whether that is so.
                 await self.lines.check_model(wanted.model, remaining)
-            picked = self.router.pick(view.stages, wanted, now)
-            if picked is not None:
-                self._told = None
-                return picked, wanted.floor
+            if (attempt := self.at_once(wanted, deadline)) is not None:
+                return attempt
             try:
                 async with asyncio.timeout(min(remaining, TELL_S, self.router.again_s(now))):
                     await view.changed()

@@ -11,7 +11,7 @@ from rlctl.client.dispatch import Dispatch, Lines
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.policies import RoundRobin
 from rlctl.rollout.router import REFUSALS, Router, Wanted
-from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingParams, TokenIds
+from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingParams
 
 GENERATE_S = 600.0
 """How long a request may take when nobody says."""
@@ -104,6 +104,24 @@ def build_request(
     """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, and for a
     prompt that is none.
     """
+    try:
+        params = SamplingParams(**sampling)
+        request = GenerateRequest(sampling_params=params, **{k: v for k, v in fields.items() if v is not None})
+    except (TypeError, ValueError) as error:
+        _refuse_unknown(sampling)
+        raise Reason.FIELD_INVALID.error(str(error), field="sampling_params") from None
+    if isinstance(prompt, str):
+        request.text = prompt
+        return request
+    try:
+        request.input_ids.SetInParent()
+        request.input_ids.ids.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise Reason.FIELD_INVALID.error(f"a prompt is a text or token ids: {error}", field="input_ids") from None
+    return request
+
+
+def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
     known = SamplingParams.DESCRIPTOR.fields_by_name
     for name in sampling:
         if name not in known:
@@ -111,16 +129,3 @@ def build_request(
                 f"there is no sampling parameter {name!r}; there are: {', '.join(known)}",
                 field=f"sampling_params.{name}",
             )
-    try:
-        params = SamplingParams(**sampling)
-        request = GenerateRequest(sampling_params=params, **{k: v for k, v in fields.items() if v is not None})
-    except (TypeError, ValueError) as error:
-        raise Reason.FIELD_INVALID.error(str(error), field="sampling_params") from None
-    if isinstance(prompt, str):
-        request.text = prompt
-        return request
-    try:
-        request.input_ids.CopyFrom(TokenIds(ids=prompt))
-    except (TypeError, ValueError) as error:
-        raise Reason.FIELD_INVALID.error(f"a prompt is a text or token ids: {error}", field="input_ids") from None
-    return request

@@ -12,6 +12,7 @@ import grpc.aio
 
 from rlctl.client.connection import closed
 from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.loops import give_way
 from rlctl.times import duration
 from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, open_channel, refuse_large
 from rlctl.transport.status import from_grpc
@@ -238,6 +239,7 @@ class _Stream:
                         answers.take(part)
                     if taken % AT_ONCE == 0:
                         await asyncio.sleep(0)
+                await give_way()  # what their callers ask next is on its way before more is read
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error)
         except asyncio.CancelledError:

@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Unpack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Unpack
 
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
 from rlctl.client.generation import GENERATE_S, Sampling, build_request
@@ -28,9 +28,14 @@ STOP_S = 2.0
 RETRIES = 4
 """Failures of stages that one sample survives: one that brings down whoever takes it meets no more of them."""
 
+T = TypeVar("T")
+
 Prompt = str | Sequence[int]
 Resume = Literal["continue", "return"]
 Metadata = tuple[tuple[str, str], ...]
+
+
+_REFUSALS = (InvalidRequest, NotFound, Unauthenticated, Unsupported)
 
 
 class Asking(Sampling, total=False):
@@ -304,24 +309,31 @@ class AsyncRollout:
     async def _run(self, job: _Job, deadline: float, timeout_s: float) -> RolloutSample:
         """The sample as it ended, why it was cut inside."""
         error: RlctlError | None = None
-        placed = False
+        placed: bool | None = False
         try:
-            async with asyncio.timeout(0 if job.stopped else None) as job.waiting:
-                if self._places is not None or not self._lines.view.is_known:
-                    placed = await self._place(deadline, timeout_s)
-                error = await self._attempts(job, deadline, timeout_s)
+            if self._places is not None or not self._lines.view.is_known:
+                placed = await self._wait(job, self._place(deadline, timeout_s))
+            error = await self._attempts(job, deadline, timeout_s)
         except RlctlError as failure:
             error = failure
-        except TimeoutError:
-            if not job.stopped:
-                raise
         finally:
-            job.waiting = None
             if placed and self._places is not None:
                 self._places.release()
             if job.sample.own_session:
                 self._router.finish(job.sample.session_id)
         return job.progress.result(self.latest, error)
+
+    async def _wait(self, job: _Job, work: Awaitable[T]) -> T | None:
+        """What comes of something that is waited for; None: the sample was stopped meanwhile."""
+        try:
+            async with asyncio.timeout(0 if job.stopped else None) as job.waiting:
+                return await work
+        except TimeoutError:
+            if not job.stopped:
+                raise
+            return None
+        finally:
+            job.waiting = None
 
     async def _place(self, deadline: float, timeout_s: float) -> bool:
         """Wait until the fleet is known, and for one of the places that ``max_inflight_samples`` leaves, if it does;
@@ -341,7 +353,12 @@ class AsyncRollout:
         """Try until the sample has ended, or may not be tried again; returns why."""
         progress, faults, cuts = job.progress, 0, 0
         while not job.stopped:
-            with await self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s) as attempt:
+            found = self._dispatch.at_once(self._wanted(job), deadline) or await self._wait(
+                job, self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s)
+            )
+            if found is None:
+                return None
+            with found as attempt:
                 had = progress.tokens
                 request = progress.attempt(attempt.floor)
                 failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
@@ -430,7 +447,7 @@ def _failed(cause: RlctlError, samples: Sequence[RolloutSample]) -> RlctlError:
 
 def _refused(sample: RolloutSample) -> bool:
     """Whether something is wrong with the request itself."""
-    return isinstance(sample.error, InvalidRequest | NotFound | Unauthenticated | Unsupported) and not sample.output_ids
+    return isinstance(sample.error, _REFUSALS) and not sample.output_ids
 
 
 def _deadline(timeout_s: float) -> float:

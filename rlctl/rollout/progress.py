@@ -37,7 +37,7 @@ class Progress:
         self._sample = sample
         self._request = sample.request
         self._had = MergedSample(sample.whole)
-        self._prompt_ids = list(sample.prompt_ids)
+        self._prompt_ids = sample.prompt_ids
         self._parts = list(sample.parts)
         self._input_logprobs = list(sample.input_logprobs)
         self._tried = bool(sample.parts)
@@ -115,13 +115,13 @@ class Progress:
         for sample in response.samples:
             self._begin_part(response, sample)
             sample.index = 0
-            sample.completion_tokens += self._base
             sample.retractions += self._retractions
-            if self._base:  # of its prompt the engine now counts what was generated, too
-                sample.cached_tokens = self._cached
-            for span in sample.versions:
-                span.start += self._base
-                span.end += self._base
+            if self._base:
+                sample.completion_tokens += self._base
+                sample.cached_tokens = self._cached  # of its prompt the engine now counts what was generated, too
+                for span in sample.versions:
+                    span.start += self._base
+                    span.end += self._base
             self._had.add(sample)
             self._look_for_stop()
 
@@ -160,7 +160,7 @@ class Progress:
         return RolloutSample(
             request=self._request,
             whole=whole,
-            prompt_ids=list(self._prompt_ids),
+            prompt_ids=self._prompt_ids,
             parts=tuple(self._parts),
             input_logprobs=tuple(self._input_logprobs),
             session_id=known.session_id,

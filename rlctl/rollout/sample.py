@@ -23,9 +23,9 @@ class Part:
     start: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RolloutSample:
-    """One sample, finished or cut.
+    """One sample, finished or cut. Not to be changed.
 
     Attributes:
         request: what was asked for, for this sample alone; its seed is the sample's own.

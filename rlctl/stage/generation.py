@@ -72,12 +72,15 @@ class Generation:
         if request.WhichOneof("prompt") is None:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
-        async with contextlib.aclosing(self._engine().generate(request)) as parts:
-            with self._ongoing.request(deadline, request.adapter) as ongoing:
+        ongoing = self._ongoing.begin(deadline, request.adapter)
+        try:
+            async with contextlib.aclosing(self._engine().generate(request)) as parts:
                 while (part := await ongoing.next(parts)) is not None:
                     part.slot, part.incarnation = serving.slot, serving.incarnation
                     part.elapsed.CopyFrom(duration(self._clock.now() - started))
                     yield part
+        finally:
+            self._ongoing.end(ongoing)
 
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
         """End requests early."""

@@ -15,6 +15,7 @@ from typing import cast
 from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError, typed
+from rlctl.loops import give_way
 from rlctl.times import seconds
 from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, refuse_large
 from rlctl.v1.rollout_pb2 import (
@@ -82,6 +83,7 @@ class Multiplexed:
                 self._begin(numbered)
                 if taken % AT_ONCE == 0:
                     await asyncio.sleep(0)
+            await give_way()  # answers that are at hand are on their way before more is read
             for number in message.leave:
                 if number in self._running:
                     _cancel(self._running[number])
@@ -161,11 +163,9 @@ class Multiplexed:
         if not self._unsent or self._bytes_of_last > BATCH_BYTES:
             self._unsent.append(GenerateManyResponse())
             self._bytes_of_last = 0
-        said = self._unsent[-1].parts.add(number=number, ended=ended)
-        if part is not None:
-            said.response.CopyFrom(part)
-        if error is not None:
-            said.error.CopyFrom(error.detail())
+        said = self._unsent[-1].parts.add(
+            number=number, ended=ended, response=part, error=None if error is None else error.detail()
+        )
         self._bytes_of_last += said.ByteSize()
         self._news.set()
 

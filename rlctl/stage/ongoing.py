@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from rlctl.errors import Reason, RlctlError
@@ -30,22 +29,23 @@ class Ongoing:
         self._requests: set[_Request] = set()
         self._looking: asyncio.TimerHandle | None = None
 
-    @contextlib.contextmanager
-    def request(self, deadline: float, adapter: str) -> Iterator[_Request]:
-        """One of them, from beginning to end. ``deadline`` is a time of the clock, in seconds."""
+    def begin(self, deadline: float, adapter: str) -> _Request:
+        """One of them, to be ended. ``deadline`` is a time of the clock, in seconds."""
         loop = asyncio.get_running_loop()
         request = _Request(self._serving, self._clock, deadline, adapter)
         left = deadline - self._clock.now()
-        limit = None if left == float("inf") else loop.call_later(max(left, 0.0), request.time_up)
+        if left != float("inf"):
+            request.limit = loop.call_later(max(left, 0.0), request.time_up)
         self._requests.add(request)
         if self._looking is None:
             self._looking = loop.call_later(LOOK_S, self._look)
-        try:
-            yield request
-        finally:
-            self._requests.discard(request)
-            if limit is not None:
-                limit.cancel()
+        return request
+
+    def end(self, request: _Request) -> None:
+        """It has ended, however it did."""
+        self._requests.discard(request)
+        if request.limit is not None:
+            request.limit.cancel()
 
     def _look(self) -> None:
         serving, now = self._serving(), self._clock.now()
@@ -59,10 +59,15 @@ class Ongoing:
 
 
 class _Request:
-    """One of them: waits for what the engine says next, no longer than the stage may tell of it."""
+    """One of them: waits for what the engine says next, no longer than the stage may tell of it.
+
+    Attributes:
+        limit: ends it when its time is up.
+    """
 
     def __init__(self, serving: Callable[[], Serving], clock: Clock, deadline: float, adapter: str) -> None:
         self.adapter = adapter
+        self.limit: asyncio.TimerHandle | None = None
         self._serving = serving
         self._clock = clock
         self._deadline = deadline
@@ -78,9 +83,8 @@ class _Request:
         """
         if self._clock.now() >= self._deadline:
             raise _late()
-        part: T | None = None
-        with self, contextlib.suppress(StopAsyncIteration):
-            part = await anext(parts)
+        with self:
+            part = await anext(parts, None)
         self._serving().refuse_ongoing(self._clock.now(), self.adapter)
         return part
 

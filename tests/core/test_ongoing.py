@@ -52,16 +52,18 @@ class Host:
             yield await coming
 
         async with aclosing(said()) as parts:
+            request = self.ongoing.begin(deadline, adapter)
             try:
-                with self.ongoing.request(deadline, adapter) as request:
-                    part = await request.next(parts)
-                    assert part is None or await request.next(parts) is None
-                    return part
+                part = await request.next(parts)
+                assert part is None or await request.next(parts) is None
+                return part
             except RlctlError:
                 task = asyncio.current_task()
                 assert task is not None
                 assert not task.cancelling()
                 raise
+            finally:
+                self.ongoing.end(request)
 
 
 @pytest.fixture
@@ -245,11 +247,12 @@ async def test_time_that_is_up_while_the_caller_takes_its_time_ends_the_next_wai
         yield "y"
 
     async with aclosing(said()) as parts:
-        with host.ongoing.request(host.clock.now() + 3 * SOON_S, "") as request:
-            assert await request.next(parts) == "x"
-            await asyncio.sleep(5 * SOON_S)
-            with pytest.raises(RlctlError) as late:
-                await request.next(parts)
+        request = host.ongoing.begin(host.clock.now() + 3 * SOON_S, "")
+        assert await request.next(parts) == "x"
+        await asyncio.sleep(5 * SOON_S)
+        with pytest.raises(RlctlError) as late:
+            await request.next(parts)
+        host.ongoing.end(request)
     assert late.value.reason is Reason.DEADLINE_EXCEEDED
 
 
@@ -259,9 +262,10 @@ async def test_a_gate_that_was_shut_for_a_moment_while_nobody_waited_ends_nothin
         yield "y"
 
     async with aclosing(said()) as parts:
-        with host.ongoing.request(float("inf"), "") as request:
-            assert await request.next(parts) == "x"
-            host.serving = READY._replace(lease_until=0.0)
-            await asyncio.sleep(3 * SOON_S)
-            host.serving = READY
-            assert await request.next(parts) == "y"
+        request = host.ongoing.begin(float("inf"), "")
+        assert await request.next(parts) == "x"
+        host.serving = READY._replace(lease_until=0.0)
+        await asyncio.sleep(3 * SOON_S)
+        host.serving = READY
+        assert await request.next(parts) == "y"
+        host.ongoing.end(request)
