@@ -20,8 +20,9 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import Roster
 from rlctl.coordinator.updates import Updates
 from rlctl.simulation.journal import SimJournal
-from rlctl.stage.core import Serving, Stage
+from rlctl.stage.core import Stage
 from rlctl.stage.facts import Facts
+from rlctl.stage.serving import Serving
 from rlctl.verbs import Verb
 from rlctl.worker.follower import Follower
 

@@ -19,9 +19,10 @@ from rlctl.simulation.network import End
 from rlctl.simulation.simulation import Simulation
 from rlctl.simulation.slots import SimSlot
 from rlctl.simulation.world import Node, SimClock
-from rlctl.stage.core import Serving, Stage
+from rlctl.stage.core import Stage
 from rlctl.stage.generation import Generation
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
+from rlctl.stage.serving import Serving
 from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
@@ -16,16 +15,14 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
 from rlctl.stage.facts import Facts
 from rlctl.stage.relay import Relay
+from rlctl.stage.serving import Serving
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_UNSPECIFIED,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
-    STAGE_STATE_READY,
     ResponseHeader,
-    StageState,
-    WeightVersion,
 )
 from rlctl.v1.control_pb2 import (
     Attach,
@@ -42,84 +39,6 @@ from rlctl.version import CONTRACT_VERSION
 
 _LOOKED = (OUTCOME_APPLIED, OUTCOME_REJECTED)
 """Outcomes of a check that has looked: it may have found something else than was expected."""
-
-_OUT_OF_SERVICE = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_STALE, common_pb2.STAGE_STATE_DIRTY)
-
-
-class Serving(NamedTuple):
-    """What generation needs to know of the stage; immutable, read from another thread.
-
-    Attributes:
-        state: the stage's.
-        version: what the weights are at.
-        vouched: whether what they have generated may be told, whatever the state.
-        lease_until: until when it may serve, on the clock's ``now``.
-        obstacle: why it must not be routed to though it answers, or None.
-        adapters: version by name of the adapters that may be generated with.
-        held: names of the adapters that the ranks hold.
-        awaited: names of the adapters that the fleet serves, here or elsewhere.
-        spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
-    """
-
-    slot: str
-    model: str
-    incarnation: int
-    state: StageState.ValueType
-    version: WeightVersion
-    vouched: bool
-    lease_until: float
-    obstacle: RlctlError | None
-    adapters: Mapping[str, str]
-    held: frozenset[str]
-    awaited: frozenset[str]
-    spoiling: str
-
-    def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
-        """Raise why nothing is generated now, or return."""
-        if model and model != self.model:
-            raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
-        if self.obstacle is not None:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
-        if self.state != STAGE_STATE_READY:
-            name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
-        if self.spoiling:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is carrying out {self.spoiling}")
-        self._refuse_without_lease(now)
-        if min_version_seq > self.version.sequence:
-            raise Reason.VERSION_TOO_OLD.error(
-                f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
-                field="min_version_seq",
-            )
-        if adapter and adapter not in self.adapters:
-            self._refuse_adapter(adapter)
-
-    def _refuse_adapter(self, adapter: str) -> None:
-        if adapter in self.held and adapter in self.awaited:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds adapter {adapter!r} at another version")
-        there = ", ".join(sorted(self.adapters)) or "none"
-        raise Reason.ADAPTER_NOT_FOUND.error(
-            f"{self.slot} serves no adapter {adapter!r}; it serves: {there}", field="adapter"
-        )
-
-    def refuse_ongoing(self, now: float, adapter: str = "") -> None:
-        """Raise STAGE_NOT_SERVING when nothing more may be told of what is being generated.
-
-        What was generated before a pause may still be told; what comes from weights that nobody vouches for, or that
-        are not to be served any more, may not.
-        """
-        if self.obstacle is not None:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
-        if self.state in _OUT_OF_SERVICE or not self.vouched:
-            name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
-        if adapter and adapter not in self.adapters and self.state != common_pb2.STAGE_STATE_UPDATING:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")
-        self._refuse_without_lease(now)
-
-    def _refuse_without_lease(self, now: float) -> None:
-        if now >= self.lease_until:
-            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds no serving lease: no coordinator renews it")
 
 
 class Stage:

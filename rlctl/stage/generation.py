@@ -14,9 +14,9 @@ from rlctl.errors import Reason
 from rlctl.merging import Merged
 from rlctl.ports import Clock
 from rlctl.sampling import check_pair_version
-from rlctl.stage.core import Serving
 from rlctl.stage.multiplexed import Multiplexed
 from rlctl.stage.ongoing import Ongoing
+from rlctl.stage.serving import Serving
 from rlctl.times import duration
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 

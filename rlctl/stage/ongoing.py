@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
-from rlctl.stage.core import Serving
+from rlctl.stage.serving import Serving
 
 T = TypeVar("T")
 

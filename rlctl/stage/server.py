@@ -19,9 +19,10 @@ from rlctl.engine import Engine, EngineConfig, EngineInfo, brings_ranks, engine_
 from rlctl.errors import Reason, RlctlError
 from rlctl.loops import LoopThread
 from rlctl.ports import SystemClock
-from rlctl.stage.core import Serving, Stage
+from rlctl.stage.core import Stage
 from rlctl.stage.generation import Generation
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
+from rlctl.stage.serving import Serving
 from rlctl.transport.addresses import join, split
 from rlctl.transport.admin import admin_methods
 from rlctl.transport.channel import bearer, open_channel

@@ -45,6 +45,7 @@ CORES = [
     "rlctl/stage/core.py",
     "rlctl/stage/facts.py",
     "rlctl/stage/relay.py",
+    "rlctl/stage/serving.py",
     "rlctl/coordinator/adapters.py",
     "rlctl/coordinator/attempts.py",
     "rlctl/coordinator/core.py",

@@ -12,8 +12,8 @@ import pytest
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
 from rlctl.stage import ongoing
-from rlctl.stage.core import Serving
 from rlctl.stage.ongoing import Ongoing
+from rlctl.stage.serving import Serving
 from rlctl.v1 import common_pb2
 
 READY = Serving(

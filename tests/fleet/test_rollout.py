@@ -20,7 +20,7 @@ from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.progress import begin
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
-from rlctl.stage.core import Serving
+from rlctl.stage.serving import Serving
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
