@@ -83,10 +83,10 @@ class Multiplexed:
                 self._begin(numbered)
                 if taken % AT_ONCE == 0:
                     await asyncio.sleep(0)
-            await give_way()  # answers that are at hand are on their way before more is read
             for number in message.leave:
                 if number in self._running:
                     _cancel(self._running[number])
+            await give_way()  # answers that are at hand are on their way before more is read
 
     def _begin(self, numbered: NumberedRequest) -> None:
         number = numbered.number
