@@ -425,24 +425,31 @@ class Coordinator:
                 f"the stage speaks contract {registration.contract_version}, this coordinator {CONTRACT_VERSION}",
                 field="registration.contract_version",
             )
-        await self._confirm_replacement(registration)
+        await self._refuse_second(registration)
         slot = await self.roster.register(registration)
         self._peers.connect(slot)
         return slot
 
-    async def _confirm_replacement(self, registration: StageRegistration) -> None:
-        """What wants to replace a stage that is there must be found at the address that it gives."""
+    async def _refuse_second(self, registration: StageRegistration) -> None:
+        """A living stage is not replaced: two processes would take the slot from each other for ever.
+
+        One that has gone is, as soon as its link has ended, or when somebody else is found at its own address.
+        """
         slot = self.roster.slots.get(registration.slot)
         if slot is None or slot.commander is None or slot.commander.lost or slot.record.retired:
             return
-        if slot.record.registration.boot_id == registration.boot_id:
+        known = slot.record.registration
+        if known.boot_id == registration.boot_id:
             return
-        found = (await self._ask_who(registration.address)).registration
-        if found.boot_id != registration.boot_id:
-            raise Reason.INCARNATION_FENCED.error(
-                f"{registration.address} is not the process that registers; {slot.name} is filled by a living stage",
-                field="registration.address",
-            )
+        if known.address == registration.address:
+            found = (await self._ask_who(registration.address)).registration
+            if found.boot_id == registration.boot_id:
+                return
+        raise Reason.INCARNATION_FENCED.error(
+            f"{slot.name} is filled by a living stage, at {known.address}",
+            field="registration.slot",
+            next_step="Stop that one, or give this one a slot of its own. It is let in once the other has gone.",
+        )
 
     async def adopt(self, address: str) -> Slot:
         """Register a stage server that knows no coordinator: ask it who it is, then take charge of it.

@@ -333,20 +333,24 @@ class StageServer:
 
     async def _stay_registered(self) -> None:
         """Register, and again whenever no coordinator has been attached for a while: it may have been replaced."""
-        stage = self._stage
+        stage, told = self._stage, ""
         assert stage is not None
         while True:
             try:
                 await self._call_coordinator("RegisterStage", RegisterStageRequest(registration=stage.registration))
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
+                told = ""
                 self._left.clear()
                 await self._left.wait()
-                log.warning("%s: the coordinator's stream has ended", self.config.slot)
+                trouble = "the coordinator's stream has ended"
             except TimeoutError:
-                log.warning("%s: registered, but no coordinator attached", self.config.slot)
+                trouble = "registered, but no coordinator attached"
             except RlctlError as error:
-                log.warning("%s: not registered: %s", self.config.slot, error)
+                trouble = f"not registered: {error}"
+            if trouble != told:
+                log.warning("%s: %s", self.config.slot, trouble)
+            told = trouble
             await asyncio.sleep(REGISTER_AGAIN_S)
 
     async def _deregister(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from updating import abort, begin, refusal
+from updating import abort, begin, refusal, unreachable
 
 from rlctl.client import aio
 from rlctl.control.commander import Commander
@@ -76,6 +76,42 @@ async def test_a_stage_that_was_replaced_and_comes_back_serves_nothing_until_it_
         healed = await fleet.stub.HealStage(c.HealStageRequest(slots=["a"]))
         assert healed.state == OPERATION_STATE_OK
         await fleet.until(lambda stages: stages[0].routable)
+
+
+async def test_a_living_stage_is_not_replaced_and_its_place_is_taken_when_it_has_gone(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_fleet(a=1, b=1) as fleet:
+        living = fleet.stages.pop("a")
+        second = await fleet.start_stage(fleet.specs[0])
+        refused = f"a is filled by a living stage, at {living.address}"
+        await eventually(lambda: refused in caplog.text)
+        request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+        assert (await fleet.stub.UpdateWeightsFromDisk(request)).state == OPERATION_STATE_OK
+        await asyncio.sleep(2.5)  # it has asked again
+        assert caplog.text.count(refused) == 1
+        assert second._stage is not None
+        assert not second._stage.incarnation
+        assert (fleet.stage("a").incarnation, fleet.stage("a").routable) == (1, True)
+        await living.stop()
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+        assert second._stage.report().weight_version.sequence == 2
+
+
+async def test_a_stage_that_was_cut_off_and_replaced_does_not_take_its_place_back(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_fleet(lease_s=2.0, a=1, b=1) as fleet:
+        former = fleet.stages["a"]
+        async with unreachable(fleet, "a"):
+            await fleet.start_stage(fleet.specs[0])
+            await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+        await eventually(lambda: "a is filled by a living stage" in caplog.text)
+        await asyncio.sleep(2.5)
+        assert (fleet.stage("a").incarnation, fleet.stage("a").routable) == (2, True)
+        assert former._stage is not None
+        assert not former._stage.report().lease_held
+        await former.stop()
 
 
 async def test_a_stage_that_loads_the_published_checkpoint_is_admitted(
