@@ -288,15 +288,15 @@ class Client:
 
     async def generate(self, slot: str, chance: random.Random) -> None:
         """One request, served where it is sent."""
-        host = self.fleet.stages.get(slot)
-        if host is None or not host.alive:
+        host = self._host(slot, chance)
+        if host is None:
             return
         host.node.start(_read(host.generate(self._request(host, chance), 30.0)))
 
     async def generate_many(self, slot: str, chance: random.Random) -> None:
         """Several requests over one stream, of which some are left early."""
-        host = self.fleet.stages.get(slot)
-        if host is None or not host.alive:
+        host = self._host(slot, chance)
+        if host is None:
             return
 
         async def requests() -> AsyncIterator[GenerateManyRequest]:
@@ -308,6 +308,11 @@ class Client:
                     yield GenerateManyRequest(leave=[chance.randint(1, number)])
 
         host.node.start(_read(host.generate_many(requests())))
+
+    def _host(self, slot: str, chance: random.Random) -> StageHost | None:
+        """What is asked: of two processes with one slot, either."""
+        hosts = [host for host in self.fleet.filling(slot) if host.alive]
+        return chance.choice(hosts) if len(hosts) > 1 else next(iter(hosts), None)
 
     def _request(self, host: StageHost, chance: random.Random) -> GenerateRequest:
         request = GenerateRequest(rid=self.sim.world.new_id())

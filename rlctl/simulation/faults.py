@@ -15,6 +15,7 @@ from rlctl.errors import Reason
 from rlctl.ports import Delete, Put
 from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.network import Partition
+from rlctl.simulation.stage_host import StageHost
 from rlctl.simulation.trainer import Trainer
 from rlctl.simulation.trainers import Trainers
 from rlctl.simulation.traps import Trap
@@ -25,6 +26,9 @@ Fault = Callable[[random.Random], None]
 
 WORK_S = 40.0
 """Time in which things are asked and faults happen."""
+
+SECOND_EVERY, SECOND_AT = 7, 1
+"""Which seeds have slots that are filled twice."""
 
 
 class Faults:
@@ -73,6 +77,9 @@ class Faults:
             self._at(f"fault {number}", kinds)
         for number in range(chance.randint(0, 5)):
             self._sim.step(f"trap {number}", self._set_trap, fault=True)
+        if self._sim.world.seed % SECOND_EVERY == SECOND_AT:
+            for number in range(2):
+                self._at(f"second {number}", [self._fill_twice])
         self._sim.network.tap = self._tap
 
     def _rate(self, key: str, likely: float, rates: tuple[float, ...]) -> float:
@@ -107,6 +114,10 @@ class Faults:
             node.go_on()
         if not self._fleet.coordinator.node.alive or self._fleet.coordinator.coordinator is None:
             self._fleet.start_coordinator()
+        chance = sim.world.chance("formers")
+        for former in self._fleet.formers:
+            if chance.random() < 0.5:  # otherwise nobody notices that there are two
+                former.kill()
         for slot, host in list(self._fleet.stages.items()):
             if not all(node.alive for node in host.nodes):
                 host.kill()
@@ -211,6 +222,24 @@ class Faults:
         if host is not None and not all(node.alive for node in host.nodes):
             host.kill()
             self._fleet.start_stage(slot)
+
+    def _fill_twice(self, chance: random.Random) -> None:
+        """A stage is thought to be gone, and is cut off or stopped for a while; or is not even thought to be."""
+        slot = self._stage(chance)
+        former = self._fleet.stages[slot]
+        if not former.alive or len(self._fleet.filling(slot)) > 1:
+            return
+        match chance.choice(("cut off", "stopped", "well")):
+            case "cut off":
+                self._cut(Partition(frozenset({former.node.host})), chance.uniform(5, 25))
+            case "stopped":
+                self._stop(former.node, chance.uniform(5, 25))
+        self._timer.later(chance.uniform(0, 10), self._start_second, former)
+
+    def _start_second(self, former: StageHost) -> None:
+        if former.alive and self._fleet.stages.get(former.slot) is former and not self._sim.settling:
+            self._note(f"{former.slot} is filled a second time")
+            self._fleet.start_second(former.slot)
 
     def _leave(self, chance: random.Random) -> None:
         slot = self._stage(chance)

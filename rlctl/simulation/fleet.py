@@ -14,7 +14,8 @@ class Fleet:
 
     Attributes:
         models: slots of each model.
-        stages: what fills each slot.
+        stages: what was started last for each slot.
+        formers: what was started before and lives on.
         coordinator: the one that was started last.
     """
 
@@ -22,6 +23,7 @@ class Fleet:
         self.sim = sim
         self.models: dict[str, list[str]] = {}
         self.stages: dict[str, StageHost] = {}
+        self.formers: list[StageHost] = []
         self.coordinator: CoordinatorHost
         self._boots = 0
         self._coordinators = 0
@@ -39,6 +41,17 @@ class Fleet:
         """Fill a slot anew."""
         self._boots += 1
         self.stages[slot] = StageHost(self.sim, self.sim.slots[slot], self._boots, self._stage_again)
+
+    def start_second(self, slot: str) -> None:
+        """Fill a slot on another machine, though what fills it lives."""
+        self._boots += 1
+        self.formers.append(self.stages[slot])
+        place = f"{slot}+{self._boots}"
+        self.stages[slot] = StageHost(self.sim, self.sim.slots[slot], self._boots, self._stage_again, place)
+
+    def filling(self, slot: str) -> list[StageHost]:
+        """What was started for a slot and may live."""
+        return [host for host in (self.stages.get(slot), *self.formers) if host is not None and host.slot == slot]
 
     def _stage_again(self, host: StageHost) -> None:
         if self.stages.get(host.slot) is host:
@@ -58,6 +71,9 @@ class Fleet:
 
     def remove_stage(self, slot: str) -> None:
         """Empty a slot for good, if the coordinator can be told."""
-        host = self.stages.pop(slot)
+        *formers, host = reversed(self.filling(slot))
+        for former in formers:
+            former.kill()
+        del self.stages[slot]
         self.models[host.model].remove(slot)
         host.node.start(host.leave())

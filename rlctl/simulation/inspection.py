@@ -16,7 +16,7 @@ _WHOLE = (STAGE_STATE_READY, STAGE_STATE_PAUSED, STAGE_STATE_ASLEEP)
 
 def look(fleet: Fleet) -> None:
     """I1: what every stage would serve if it were asked now; I10: how often it has reported."""
-    for host in fleet.stages.values():
+    for host in (*fleet.stages.values(), *fleet.formers):
         stage = host.stage
         if stage is None:
             continue

@@ -45,14 +45,17 @@ class StageHost:
     It is said to ``again`` when it could not start.
     """
 
-    def __init__(self, sim: Simulation, slot: SimSlot, boot: int, again: Callable[[StageHost], None]) -> None:
+    def __init__(
+        self, sim: Simulation, slot: SimSlot, boot: int, again: Callable[[StageHost], None], place: str = ""
+    ) -> None:
+        """``place``: the machine, as far as partitions are concerned; "": the one that is called as the slot is."""
         self.sim = sim
         self.slot = slot.name
         self.model = slot.model
         self.name = f"{slot.name}.{boot}"
         self.stage: Stage | None = None
         processes = 1 if slot.speaker else slot.ranks
-        self.nodes = [sim.world.spawn(f"{slot.name}/{boot}.{rank}") for rank in range(processes)]
+        self.nodes = [sim.world.spawn(f"{place or slot.name}/{boot}.{rank}") for rank in range(processes)]
         self.machine = Machine(sim, slot, self.nodes)
         self._again = again
         self.executors: dict[int, Executor] = {}
