@@ -9,10 +9,11 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from rlctl.engine import Call, Engine, EngineConfig
 from rlctl.errors import Reason, RlctlError
@@ -22,11 +23,29 @@ from rlctl_servers.adapters import Adapters
 from rlctl_servers.checkpoints import Checkpoints
 from rlctl_servers.control import Control
 from rlctl_servers.generation import Requests
+from rlctl_servers.probing import Turn
 from rlctl_servers.server import Server
 from rlctl_servers.stamps import Stamps
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 IDLE_S = 0.05
 """How often an engine that ends requests looks whether they have ended."""
+
+
+def takes_turn(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A verb that must not come between a probe's lifting of a pause and its end. Raises DEADLINE_EXCEEDED."""
+
+    @functools.wraps(method)
+    async def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        engine, _, call = args
+        assert isinstance(engine, ServerEngine)
+        assert isinstance(call, Call)
+        async with engine.turn.taken(call):
+            return await method(*args, **kwargs)
+
+    return waiting
 
 
 class Facts(Protocol):
@@ -88,6 +107,7 @@ class ServerEngine(Engine):
     ) -> None:
         """``allowed_roots``: as :class:`Checkpoints` takes them."""
         self._on_failure = on_failure
+        self.turn = Turn()
         self._checkpoints = Checkpoints(product, config.model_path, allowed_roots)
         if config.dtype == "auto":
             # The servers' own "auto" holds a float32 checkpoint in half of its precision.

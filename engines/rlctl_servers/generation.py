@@ -58,6 +58,9 @@ class Dialect(Protocol):
     def admit(self, request: GenerateRequest) -> None:
         """Raise why a request that :meth:`Requests.cut` would reach from now on must not be sent."""
 
+    def prepares(self, request: GenerateRequest) -> bool:
+        """Whether the server may have a request that it has not begun where a pause of its leaves it stuck."""
+
     def ends(self, *, heard: bool) -> bool:
         """Whether the end of a sample can be asked for now; ``heard``: the server has said something of it."""
 
@@ -71,13 +74,17 @@ class _Running:
     Attributes:
         engine_rids: ids of its samples at the server.
         adapter: name of its adapter, or "".
+        prepared: see :meth:`Dialect.prepares`.
         heard: those that the server has said something of, as far as it was taken in.
         silent: by number, what waits for samples that the server has said nothing of.
+        sent: they are on their way to it.
     """
 
-    def __init__(self, engine_rids: Sequence[str], adapter: str) -> None:
+    def __init__(self, engine_rids: Sequence[str], adapter: str, *, prepared: bool) -> None:
         self.engine_rids = engine_rids
         self.adapter = adapter
+        self.prepared = prepared
+        self.sent = False
         self.heard: set[str] = set()
         self.silent: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
@@ -137,7 +144,7 @@ class Requests:
         # Ids of one width: SGLang ends requests by the beginnings of their ids.
         engine_rids = [uuid.uuid4().hex for _ in range(request.sampling_params.n or 1)]
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
-        running = _Running(engine_rids, request.adapter)
+        running = _Running(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
         with self._lock:
             if rid in self._running:
                 raise Reason.RID_IN_USE.error(f"a request {rid!r} is running", field="rid")
@@ -149,6 +156,7 @@ class Requests:
             self._dialect.admit(request)
             for index, sample in samples.items():
                 running.silent[index] = asyncio.create_task(_pump(index, sample, events, running.silent))
+            running.sent = True
             tasks += running.silent.values()
             while samples:
                 event = await _next(events, running.cut)
@@ -199,6 +207,27 @@ class Requests:
         with self._lock:
             running = list(self._running.values())
         await asyncio.gather(*(each.leave_silent() for each in running))
+
+    async def end_prepared(self, deadline: float) -> bool:
+        """End samples that the server may only prepare yet, before it is stopped; whether they have ended by
+        ``deadline`` on the loop's clock. Raises as :meth:`Http.call`.
+        """
+        while rids := self._prepared():
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await self._dialect.end(rids)
+            await asyncio.sleep(HELD_S)
+        return True
+
+    def _prepared(self) -> list[str]:
+        with self._lock:
+            prepared = [running for running in self._running.values() if running.prepared]
+        return [
+            rid
+            for running in prepared
+            for index, rid in enumerate(running.engine_rids)
+            if not running.sent or index in running.silent
+        ]
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
         """End requests: how many, and the ids that were not found. Raises as :meth:`Http.call`."""

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.v1.verbs_pb2 import ProbePrompt
+from rlctl_servers.control import LEAVING_S
 from rlctl_servers.generation import Requests
 from rlctl_servers.requests import Limits, check_ids
+
+
+class Turn:
+    """Has one at a time of those who lift a pause for a while, and those who count on it."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, call: Call) -> AsyncIterator[None]:
+        """Raises DEADLINE_EXCEEDED: nothing was done."""
+        try:
+            async with asyncio.timeout_at(call.deadline - LEAVING_S if self._lock.locked() else None):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error("a probe, or what it waits for, kept the server") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class Prober(abc.ABC):
     """Computes probes on one server, which nobody else sends requests to."""
 
-    def __init__(self, product: str, requests: Requests, limits: Limits) -> None:
+    def __init__(self, product: str, requests: Requests, limits: Limits, turn: Turn) -> None:
+        self._turn = turn
         self._product = product
         self._requests = requests
         self._limits = limits
@@ -29,6 +52,10 @@ class Prober(abc.ABC):
 
         Raises PROMPT_TOO_LONG, FIELD_INVALID, MEMORY_RELEASED, ILLEGAL_STATE, ENGINE_FAILED, DEADLINE_EXCEEDED.
         """
+        async with self._turn.taken(call):
+            return await self._probe(prompts, call)
+
+    async def _probe(self, prompts: Sequence[ProbePrompt], call: Call) -> list[ProbePrompt]:
         self.refuse()
         for index, prompt in enumerate(prompts):
             check_ids(prompt.token_ids, self._limits, f"prompts[{index}].token_ids")

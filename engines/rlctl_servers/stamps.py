@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rlctl.errors import Reason
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import Sample
+
+WRITING = "being written@0"
+"""The label, of the form of :meth:`Stamps.of`, of a server that others may attach to while an update writes to it: they
+must not take its weights for those that it was started with.
+"""
 
 
 class Stamps:
@@ -53,13 +59,21 @@ class Stamps:
         return self._versions.get(label)
 
     def spans(self, sample: Sample, told: Iterable[Mapping[str, Any]]) -> None:
-        """Say in a sample which version each stretch of it is of; ``told``: the server's spans, version, start, end."""
+        """Say in a sample which version each stretch of it is of; ``told``: the server's spans, version, start, end.
+
+        Raises ENGINE_FAILED for one that rlctl has not put there: somebody else drives the server, or it was started
+        anew behind a proxy.
+        """
         for span in told:
+            if span["end"] <= span["start"]:
+                continue
             version = self.version(str(span["version"]))
-            if version is not None and span["end"] > span["start"]:
-                sample.versions.add(
-                    version=version, start=span["start"], end=min(span["end"], sample.completion_tokens)
+            if version is None:
+                raise Reason.ENGINE_FAILED.error(
+                    f"the server says that its weights are {span['version']!r}, which rlctl did not call them",
+                    next_step="Start its stage again: nothing is known of what the server holds.",
                 )
+            sample.versions.add(version=version, start=span["start"], end=min(span["end"], sample.completion_tokens))
 
     def kv_of(self, sample: Sample) -> None:
         """Say in a sample, once its cached tokens are known, where it attends to older KV entries than its own."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from rlctl_servers.control import Control
-from rlctl_servers.engine import ServerEngine
+from rlctl_servers.engine import ServerEngine, takes_turn
 from rlctl_servers.generation import Requests
 from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.stamps import Stamps
@@ -18,7 +18,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import check_pair_version
 from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, OUTCOME_UNKNOWN, PAUSE_MODE_ABORT, PAUSE_MODE_UNSPECIFIED
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
 from rlctl.weights.tensors import to_proto
@@ -33,12 +33,16 @@ from rlctl_sglang.options import parse_options, refuse_workers
 from rlctl_sglang.probing import Prober
 from rlctl_sglang.process import PRODUCT
 from rlctl_sglang.readback import readback_of
+from rlctl_sglang.requests import has_grammar
 from rlctl_sglang.server import Server
 from rlctl_sglang.source import Source
 from rlctl_sglang.state import MODES, State
 from rlctl_sglang.updates import Updates
 
 START_CALL_S = 60.0
+PAUSE_S = 1.0
+"""How long a pause may take once nothing is in its way."""
+
 INTERRUPT_S = 10.0
 """How long a broadcast of an aborted update may take to end: its source has left the group by then."""
 
@@ -60,6 +64,7 @@ class SGLangEngine(ServerEngine):
         self._server = Server(self._config, self._options, self._failed, meeting)
         self._control = Control(self._server.http, self._wedged)
         self._state = State()
+        self._pausing = False
         self._source: Source | None = None
 
     # The life of the engine.
@@ -79,7 +84,7 @@ class SGLangEngine(ServerEngine):
         if not self._server.launched:
             updated = Stamps.ours(self._stamps.label)
             checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
-        readback, digest = await readback_of(
+        readback, digest, other = await readback_of(
             self._control,
             checkpoint,
             self._checkpoints.reference,
@@ -88,9 +93,12 @@ class SGLangEngine(ServerEngine):
             call=Call("start", asyncio.get_running_loop().time() + self._options.start_s),
         )
         self._readback = readback
+        if other and not self._server.launched:
+            updated |= self._checkpoints.dtype == facts.info.get("dtype")  # otherwise it may have been rounded
         if readback is not None:
             self._source = Source(self._config.node, readback, self._checkpoints.reference)
-        self._updates = Updates(self._control, self._state, self._checkpoints, facts)
+        label = None if self._server.launched else lambda: self._stamps.label
+        self._updates = Updates(self._control, self._state, self._checkpoints, facts, label)
         self._updates.checkpoint = checkpoint
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
         limits = facts.limits(self._checkpoints.config)
@@ -108,7 +116,7 @@ class SGLangEngine(ServerEngine):
         self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
         # Others' requests would be answered while a probe makes the server go on; one of a pair answers none alone.
         probes = self._server.launched and facts.mode == "null"
-        prober = Prober(self._control, self._state, self._requests, limits) if probes else None
+        prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
         self._workers = layout.workers
         self._checker = Checker(self._control, readback, prober, layout.workers)
@@ -119,7 +127,7 @@ class SGLangEngine(ServerEngine):
             capabilities=facts.capabilities(readable=bool(digest), actions=self._checker.actions),
             checkpoint="" if updated and not digest else checkpoint,  # it may hold what a trainer has sent
             model_digest=digest,
-            fenced=self._server.fenced,
+            fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
         )
 
@@ -153,21 +161,29 @@ class SGLangEngine(ServerEngine):
 
     # Generation and what stops it.
 
+    @takes_turn
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         self._check("PauseGeneration")
         mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
         call.accept()
-        before, self._state.paused = self._state.paused, _mode_of(mode)
+        self._pausing = True
         try:
-            await self._control.must("/pause_generation", {"mode": mode}, call=call)
-        except RlctlError as error:
-            if error.outcome != OUTCOME_UNKNOWN:
-                self._state.paused = before
-            raise
+            if mode != MODES[PAUSE_MODE_ABORT] and not self._state.stopped:
+                await self._end_prepared(call)
+            before, self._state.paused = self._state.paused, _mode_of(mode)
+            try:
+                await self._control.must("/pause_generation", {"mode": mode}, call=call)
+            except RlctlError as error:
+                if error.outcome != OUTCOME_UNKNOWN:
+                    self._state.paused = before
+                raise
+            finally:
+                await self._leave_unbegun()
         finally:
-            await self._leave_unbegun()
+            self._pausing = False
 
+    @takes_turn
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
         self._check("ContinueGeneration")
@@ -178,6 +194,7 @@ class SGLangEngine(ServerEngine):
         self._state.paused, self._state.holding = PAUSE_MODE_UNSPECIFIED, False
         self._requests.release()
 
+    @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
         """Empty the caches; refused while requests hold entries, after waiting as long as the request says, and in a
         pair that is paused for handovers.
@@ -189,6 +206,7 @@ class SGLangEngine(ServerEngine):
         self._stamps.flushed()
         return verbs_pb2.FlushReport(tiers=self._facts.cache_tiers)
 
+    @takes_turn
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Give regions back."""
         self._check("ReleaseMemory")
@@ -205,6 +223,7 @@ class SGLangEngine(ServerEngine):
             self._stamps.flushed()
         return report
 
+    @takes_turn
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Take regions again."""
         self._check("ResumeMemory")
@@ -213,6 +232,7 @@ class SGLangEngine(ServerEngine):
 
     # Weights.
 
+    @takes_turn
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Open an update. Refused while requests run, unless they are paused or are to be ended."""
         self._check("PrepareUpdate")
@@ -249,6 +269,7 @@ class SGLangEngine(ServerEngine):
             raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
         await self._updates.leave(request.group_name, call)
 
+    @takes_turn
     async def update_weights_from_distributed(
         self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
     ) -> verbs_pb2.WeightsReport:
@@ -258,6 +279,7 @@ class SGLangEngine(ServerEngine):
         call.accept()
         return await self._updates.from_distributed(request, call)
 
+    @takes_turn
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
     ) -> verbs_pb2.WeightsReport:
@@ -281,6 +303,7 @@ class SGLangEngine(ServerEngine):
         call.accept()
         return await self._source.send(request, call)
 
+    @takes_turn
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> verbs_pb2.WeightsReport:
@@ -290,6 +313,7 @@ class SGLangEngine(ServerEngine):
         call.accept()
         return await self._updates.from_disk(request, call)
 
+    @takes_turn
     async def commit_update(self, request: verbs_pb2.CommitUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Close the update; SGLang's weight version comes last."""
         self._check("CommitUpdate")
@@ -367,6 +391,11 @@ class SGLangEngine(ServerEngine):
         if self._state.paired and self._state.stopped:
             await self._requests.cut()
 
+    async def _end_prepared(self, call: Call) -> None:
+        """Raises ACTIVE_REQUESTS: nothing was paused."""
+        if not await self._requests.end_prepared(call.deadline - PAUSE_S):
+            raise Reason.ACTIVE_REQUESTS.error("SGLang does not end requests whose grammar it is compiling")
+
     def _admit(self, request: GenerateRequest) -> None:
         """Refuse half of a pair's request where it may not be computed at the version that it names.
 
@@ -374,6 +403,8 @@ class SGLangEngine(ServerEngine):
         admitted at: no version changes before a pause or an update, and those end or refuse what was admitted before.
         """
         if not self._state.paired:
+            if self._pausing and has_grammar(request):
+                raise Reason.STAGE_NOT_SERVING.error("SGLang is about to be paused")
             return
         if self._state.stopped or self._updates.open:
             raise Reason.STAGE_NOT_SERVING.error("SGLang is paused, or takes in weights")

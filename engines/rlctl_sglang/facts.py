@@ -49,6 +49,12 @@ _BY_GROUP = (
 )
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
 
+_KEEPERS = (
+    *("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+    "radix_cache_backend",
+)
+"""Arguments that give SGLang a store of KV entries which a flush leaves as it is (0.5.23)."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -215,6 +221,10 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
     unsupported = {name: "the SGLang plug-in has no code for it" for name in VERBS if name not in set(verbs)}
     unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, routes)
     tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
+    if dp_size > 1 and not info.get("enable_dp_attention"):  # whose data ranks are tensor-parallel ranks at once
+        unsupported["UpdateWeightsFromDisk"] = (
+            "SGLang answers for one of its data-parallel ranks and not for the others"
+        )
     if facts.ranks != tp_size or dp_size > 1:
         for verb in _BY_GROUP:
             unsupported[verb] = (
@@ -225,12 +235,15 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
         unsupported["UpdateWeightsFromTensor"] = (
             "tensors are handed over in memory to servers that the stage server launched, on CPUs of its own node, only"
         )
-    if info.get("hicache_storage_backend"):
-        why = "what hicache_storage_backend keeps outlives a flush, and does not say which weights it was computed with"
-        unsupported |= dict.fromkeys((*_BY_GROUP, "UpdateWeightsFromDisk"), why)
+    for keeper in _KEEPERS:
+        if info.get(keeper):
+            why = f"what {keeper} keeps outlives a flush, and does not say which weights it was computed with"
+            unsupported |= dict.fromkeys((*_BY_GROUP, "UpdateWeightsFromDisk"), why)
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
+    elif str(info.get("weight_cache_mode") or "off") != "off":
+        unsupported["ReleaseMemory"] = "with --weight-cache-mode SGLang ends when its weights are to be released"
     if not info.get("enable_lora"):
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
     elif dp_size > 1:

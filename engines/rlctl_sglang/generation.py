@@ -25,7 +25,7 @@ from rlctl.v1.rollout_pb2 import (
     Sample,
     TokenLogprob,
 )
-from rlctl_sglang.requests import Limits, bodies
+from rlctl_sglang.requests import Limits, bodies, has_grammar
 
 _FINISH = {"length": FINISH_TYPE_LENGTH, "stop": FINISH_TYPE_STOP, "abort": FINISH_TYPE_ABORT}
 
@@ -63,6 +63,12 @@ class Native:
         self._limits = limits
         self._stopped = stopped
         self.admit = admit
+
+    def prepares(self, request: GenerateRequest) -> bool:
+        """Requests whose grammar SGLang is compiling wait apart from the others, where nothing looks while it is
+        paused: caches cannot be flushed then, nor the requests be ended (``grammar_queue``, 0.5.23).
+        """
+        return has_grammar(request)
 
     def ends(self, *, heard: bool) -> bool:
         """Whether the end of a sample can be asked for; ``heard``: SGLang has said something of it.

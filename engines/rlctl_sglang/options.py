@@ -23,6 +23,9 @@ TAKEN = (
 )
 """Arguments of SGLang that rlctl sets itself."""
 
+GRPC = ("grpc_port", "grpc_mode", "smg_grpc_mode")
+"""Arguments that have SGLang serve gRPC."""
+
 NODES = ("nnodes", "node_rank", "dist_init_addr")
 """Arguments of a server over several nodes, which each node's process sets."""
 
@@ -63,6 +66,13 @@ def parse_options(given: Mapping[str, str]) -> Options:
             )
     check_arguments("SGLang", arguments, TAKEN)
     refuse_workers(arguments)
+    for name in GRPC:
+        if name in arguments:
+            raise Reason.UNSUPPORTED.error(
+                "SGLang's own gRPC asks for no key: others could pause it, and write its weights",
+                field=f"options.{name}",
+                next_step="Leave it out.",
+            )
     url = address(given, arguments)
     if not url and (keys := {"api_key_file", "admin_key_file"} & given.keys()):
         raise Reason.FIELD_CONFLICT.error(

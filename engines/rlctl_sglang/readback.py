@@ -116,20 +116,21 @@ class Readback:
 
 async def readback_of(
     control: Control, model_path: str, reference: Mapping[str, TensorMeta], *, ranks: int, exports: bool, call: Call
-) -> tuple[Readback | None, str]:
-    """How a server can be read that has just loaded a checkpoint, and that checkpoint's digest, hex.
+) -> tuple[Readback | None, str, str]:
+    """How a server can be read that has just loaded a checkpoint, that checkpoint's digest, hex, and the one that was
+    read, where that is another one.
 
     None, "": it cannot be: a server at which the digest of weights that are known cannot be had is not asked for that
     of others. ``exports``: its ranks can send what they hold, and their checksums say what that is.
     """
     size = sum(meta.numel for meta in reference.values())
     if size > MOST:
-        return None, ""
+        return None, "", ""
     checkpoint = open_checkpoint(model_path)
     try:
         held = await _held(control, checkpoint, call) if exports else []
         if not held and (ranks > 1 or size > MOST_AS_NUMBERS):
-            return None, ""
+            return None, "", ""
         stored = await asyncio.to_thread(digest_of, checkpoint)
     finally:
         checkpoint.close()
@@ -139,8 +140,10 @@ async def readback_of(
     except RlctlError as error:
         if error.reason is Reason.ENGINE_WEDGED:
             raise
-        return None, ""
-    return (readback, stored) if (found.digest, list(found.inconsistent)) == (stored, []) else (None, "")
+        return None, "", ""
+    if (found.digest, list(found.inconsistent)) == (stored, []):
+        return readback, stored, ""
+    return None, "", found.digest
 
 
 async def _held(control: Control, checkpoint: Checkpoint, call: Call) -> list[list[Parameter]]:

@@ -21,8 +21,10 @@ _FIELDS = frozenset(
         "token_ids_logprob",
     }
 )
+_GRAMMARS = ("ebnf", "json_schema", "regex", "structural_tag")
 _SAMPLING_FIELDS = frozenset(
-    {"custom_params", "ebnf", "json_schema", "regex", "spaces_between_special_tokens", "stop_regex", "structural_tag"}
+    # Not stop_regex: its search may take seconds, for every token, in which SGLang does nothing else.
+    {"custom_params", "spaces_between_special_tokens", *_GRAMMARS}
 )
 
 _GREEDY_BELOW = 1e-6
@@ -85,6 +87,12 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
             one["sampling_params"] = {**body["sampling_params"], "sampling_seed": seed}
         made.append(one)
     return made
+
+
+def has_grammar(request: GenerateRequest) -> bool:
+    """Whether SGLang compiles something before it begins with the request."""
+    sampling = request.engine_fields.fields["sampling_params"] if "sampling_params" in request.engine_fields else None
+    return sampling is not None and any(name in sampling.struct_value for name in _GRAMMARS)
 
 
 def _prompt(request: GenerateRequest, limits: Limits) -> tuple[dict[str, Any], int | None]:

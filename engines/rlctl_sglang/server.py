@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import ClassVar
 
 from rlctl_servers import server
-from rlctl_servers.http import Http
+from rlctl_servers.http import Answer, Http
 from rlctl_servers.options import key
 
 from rlctl.engine import EngineConfig
@@ -48,6 +49,11 @@ class Server(server.Server):
         http = process.http if process else Http(PRODUCT, options.url, options.api_key, options.admin_key)
         super().__init__(process, http, on_end)
         self.fenced = self.launched or bool(options.admin_key)
+
+    def refuse_ill(self, answer: Answer) -> None:
+        """What is not SGLang's own answer, 200 or, while it is paused, 503, is that of a proxy before it."""
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR and answer.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise Reason.UNREACHABLE.error(f"{PRODUCT} at {self.http.url}: status {answer.status}")
 
     async def refuse_unready(self) -> None:
         """Raise why a server that runs already cannot be attached to."""

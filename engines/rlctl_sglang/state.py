@@ -83,7 +83,9 @@ class State:
             )
         if self.paired:
             return MODES[PAUSE_MODE_ABORT]
-        if self.paused == PAUSE_MODE_IN_PLACE and mode == PAUSE_MODE_ABORT:
+        # What the plug-in holds it does in place; a release that failed may have left it so.
+        frozen = self.paused == PAUSE_MODE_IN_PLACE or (self.holding and not self.paused)
+        if frozen and mode == PAUSE_MODE_ABORT:
             if active:
                 raise Reason.PAUSE_MODE_CONFLICT.error(
                     f"{active} requests are frozen in place; SGLang never comes back from aborting those", field="mode"

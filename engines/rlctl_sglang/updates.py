@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, touched
 from rlctl_servers.opened import opened
+from rlctl_servers.stamps import WRITING
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import duration, seconds
-from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, WeightSelector
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome, WeightSelector
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_IN_PLACE,
     APPLY_MODE_UNSPECIFIED,
@@ -60,6 +61,7 @@ class OpenUpdate:
         selector: which of SGLang's models it is for.
         written: names that were written so far.
         dirty: something may have been written.
+        marked: the server's label says that it is being written.
     """
 
     update_id: str
@@ -67,6 +69,7 @@ class OpenUpdate:
     selector: str
     written: set[str] = field(default_factory=set)
     dirty: bool = False
+    marked: bool = False
     report: WeightsReport = field(default_factory=WeightsReport)
     loading_s: float = 0.0
 
@@ -78,8 +81,17 @@ class Updates:
         checkpoint: path of the checkpoint that was loaded last.
     """
 
-    def __init__(self, control: Control, state: State, checkpoints: Checkpoints, facts: Facts) -> None:
+    def __init__(
+        self,
+        control: Control,
+        state: State,
+        checkpoints: Checkpoints,
+        facts: Facts,
+        label: Callable[[], str] | None = None,
+    ) -> None:
+        """``label``: the server's present one, where it outlives this process; None: it does not."""
         self._control = control
+        self._label = label
         self._state = state
         self._checkpoints = checkpoints
         self._facts = facts
@@ -231,8 +243,7 @@ class Updates:
         if not update.dirty and not update.written and update.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         await self._end(call)
-        body = {"new_version": label, "abort_all_requests": False}
-        await self._control.must("/update_weight_version", body, call=call, outcome=OUTCOME_DIRTY)
+        await self._name(label, call, outcome=OUTCOME_DIRTY)
         self._update = None
         return update.report
 
@@ -242,6 +253,8 @@ class Updates:
             opened(self._update, call)
             if self._state.session:
                 await self._end(call)
+            if self._update.marked and not self._update.dirty and self._label is not None:
+                await self._name(self._label(), call)
             self._update = None
 
     async def leave(self, group: str, call: Call) -> None:
@@ -291,6 +304,7 @@ class Updates:
                 )
         if self._state.session:
             await self._end(call)  # a load from disk packs and unpacks by itself
+        await self._mark(update, call)
         body = {
             "model_path": stored.path,
             "flush_cache": False,
@@ -325,10 +339,26 @@ class Updates:
             update.report.tensors += 1
             update.report.bytes_received += meta.nbytes
 
+    async def _name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._control.must("/update_weight_version", body, call=call, outcome=outcome)
+
+    async def _mark(self, update: OpenUpdate, call: Call) -> None:
+        """Before the first byte: whoever attaches next must not take it for what it was."""
+        if self._label is not None and not update.marked:
+            await self._name(WRITING, call)
+            update.marked = True
+
     async def _begin(self, update: OpenUpdate, call: Call) -> None:
-        if not self._state.session:
-            await self._control.must("/begin_weight_update", {"selector": update.selector}, call=call)
-            self._state.session = True
+        if self._state.session:
+            return
+        await self._mark(update, call)
+        body = {"selector": update.selector}
+        if not (await self._control.tell("/begin_weight_update", body, call=call)).ok:
+            # A stage server that has ended has left one open; nobody else closes it.
+            await self._control.tell("/end_weight_update", {}, call=call)
+            await self._control.must("/begin_weight_update", body, call=call)
+        self._state.session = True
 
     async def _end(self, call: Call) -> None:
         if self._state.session:

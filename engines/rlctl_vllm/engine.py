@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from rlctl_servers.checkpoints import digest_of
 from rlctl_servers.control import Control
-from rlctl_servers.engine import IDLE_S, Ending, ServerEngine
+from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
 from rlctl_servers.generation import Requests
 from rlctl_servers.http import Http
 from rlctl_servers.lora_table import LoraTable
@@ -94,7 +94,9 @@ class VLLMEngine(ServerEngine):
         )
         self._readable = bool(digest)
         # Others' requests would be answered while a probe makes the server go on.
-        self._prober = Prober(self._control, self._state, self._requests, limits) if self._server.launched else None
+        self._prober = (
+            Prober(self._control, self._state, self._requests, limits, self.turn) if self._server.launched else None
+        )
         self._ready = True
         return EngineInfo(
             layout=layout,
@@ -136,6 +138,7 @@ class VLLMEngine(ServerEngine):
 
     # Generation and what stops it.
 
+    @takes_turn
     async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         """Stop generating."""
         self._check("PauseGeneration")
@@ -154,6 +157,7 @@ class VLLMEngine(ServerEngine):
             self._stamps.flushed()
         self._state.paused = mode
 
+    @takes_turn
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Go on generating."""
         self._check("ContinueGeneration")
@@ -163,6 +167,7 @@ class VLLMEngine(ServerEngine):
         self._state.paused = PAUSE_MODE_UNSPECIFIED
         self._requests.release()
 
+    @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
         """Empty the caches; refused while requests hold entries, after waiting as long as the request says."""
         self._check("FlushCache")
@@ -176,6 +181,7 @@ class VLLMEngine(ServerEngine):
         self._stamps.flushed()
         return verbs_pb2.FlushReport(tiers=["prefix"])
 
+    @takes_turn
     async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Give regions back."""
         self._check("ReleaseMemory")
@@ -188,6 +194,7 @@ class VLLMEngine(ServerEngine):
             self._stamps.flushed()
         return report
 
+    @takes_turn
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
         """Take regions again."""
         self._check("ResumeMemory")
@@ -209,6 +216,7 @@ class VLLMEngine(ServerEngine):
 
     # Weights.
 
+    @takes_turn
     async def prepare_update(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Open an update. Refused while requests run, unless they are paused or are to be ended."""
         self._check("PrepareUpdate")
@@ -244,6 +252,7 @@ class VLLMEngine(ServerEngine):
             raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
         await workers.each("DestroyWeightsUpdateGroup", request, verbs_pb2.DestroyWeightsUpdateGroupRequest, call)
 
+    @takes_turn
     async def update_weights_from_distributed(
         self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
     ) -> list[RankResult]:
@@ -252,6 +261,7 @@ class VLLMEngine(ServerEngine):
         call.accept()
         return await self._updates.from_distributed(request, call)
 
+    @takes_turn
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
@@ -263,6 +273,7 @@ class VLLMEngine(ServerEngine):
         call.accept()
         return await self._updates.from_tensor(request, call)
 
+    @takes_turn
     async def update_weights_from_disk(
         self, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call
     ) -> verbs_pb2.WeightsReport:
@@ -271,6 +282,7 @@ class VLLMEngine(ServerEngine):
         call.accept()
         return await self._updates.from_disk(request, call)
 
+    @takes_turn
     async def commit_update(
         self, request: verbs_pb2.CommitUpdateRequest, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:

@@ -63,6 +63,10 @@ class TokensInOut:
     def admit(self, request: GenerateRequest) -> None:
         """Nothing needs to wait: vLLM's servers have no pairs."""
 
+    def prepares(self, request: GenerateRequest) -> bool:  # noqa: ARG002
+        """No request keeps vLLM from anything while it is paused."""
+        return False
+
     def ends(self, *, heard: bool) -> bool:  # noqa: ARG002 - SGLang's cannot always be
         """Whether the end of a sample can be asked for."""
         return True

@@ -17,8 +17,8 @@ from rlctl_vllm.state import MODES, State
 class Prober(probing.Prober):
     """Computes probes on one server."""
 
-    def __init__(self, control: Control, state: State, requests: Requests, limits: Limits) -> None:
-        super().__init__(PRODUCT, requests, limits)
+    def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probing.Turn) -> None:
+        super().__init__(PRODUCT, requests, limits, turn)
         self._control = control
         self._state = state
 

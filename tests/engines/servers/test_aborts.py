@@ -70,6 +70,9 @@ class Server:
         if self.stopped:
             raise Reason.STAGE_NOT_SERVING.error("it is paused")
 
+    def prepares(self, request: GenerateRequest) -> bool:
+        return False
+
     def ends(self, *, heard: bool) -> bool:
         return True
 

@@ -92,6 +92,9 @@ class Server:
     def admit(self, request: GenerateRequest) -> None:
         pass
 
+    def prepares(self, request: GenerateRequest) -> bool:
+        return False
+
     async def must(self, path: str, body: dict[str, Any], **_: Any) -> None:
         self.told.append((path, body))
 
