@@ -143,6 +143,11 @@ class _Reading:
         """What is new; of the first sample also, once, what is said of the prompt."""
         if "meta_info" not in told:
             raise _refused(str(told.get("error")), 400)
+        finish = told["meta_info"].get("finish_reason")
+        if finish and finish.get("type") == "abort" and not self._tokens and has_grammar(self._request):
+            # While its grammar was compiled: to end it SGLang computes a prompt and a token that are nobody's.
+            self._over = True
+            return GenerateResponse(samples=[Sample(index=self._index, finish_reason=_finish(finish))])
         response = GenerateResponse(samples=[self._sample(told)])
         if self._head:
             self._head = False

@@ -83,8 +83,9 @@ class State:
             )
         if self.paired:
             return MODES[PAUSE_MODE_ABORT]
-        # What the plug-in holds it does in place; a release that failed may have left it so.
-        frozen = self.paused == PAUSE_MODE_IN_PLACE or (self.holding and not self.paused)
+        # What the plug-in holds it does in place; a release that failed may have left it so, under requests.
+        left = self.holding and not self.paused and not self.released
+        frozen = left or self.paused == PAUSE_MODE_IN_PLACE
         if frozen and mode == PAUSE_MODE_ABORT:
             if active:
                 raise Reason.PAUSE_MODE_CONFLICT.error(

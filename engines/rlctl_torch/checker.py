@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from google.protobuf.duration_pb2 import Duration
@@ -96,7 +96,7 @@ class Check:
             return self._digest_adapter()
         if self._action == CHECK_ACTION_RESET_TENSORS:
             rank.beside.stop(Reason.WEIGHTS_DIRTY.error("the weights were scrambled meanwhile"))
-            scramble(rank)
+            scramble(rank, self._request.skip_tensors)
         elif self._request.shadow or not rank.at_rest:
             return self._beside()
         return _Digesting(rank, self._request, self._action, rank.ranks).run()
@@ -246,11 +246,18 @@ class _Digesting:
         }
 
 
-def scramble(rank: Rank) -> None:
-    """Turn every bit of every weight around; only a full update makes them whole again."""
-    for tensor in rank.model.tensors:
+def scramble(rank: Rank, skip: Sequence[str]) -> None:
+    """Change every byte of every weight whose name contains none of ``skip``, otherwise each time: two times do not
+    undo each other. Replicas stay alike. Only a full update makes the weights whole again.
+    """
+    rank.scrambled += 1
+    for name, tensor in rank.model.named.items():
+        if any(part in name for part in skip):
+            continue
         data = as_bytes(tensor)
-        torch.bitwise_not(data, out=data)
+        source = torch.Generator(data.device).manual_seed(rank.scrambled)
+        noise = torch.randint(1, 256, data.shape, dtype=data.dtype, device=data.device, generator=source)
+        torch.bitwise_xor(data, noise, out=data)
     rank.weights = Weights.MIXED
 
 

@@ -89,9 +89,15 @@ class Model(LoadHooks):
     _released: dict[int, torch.Size] = field(default_factory=dict)
 
     @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every parameter and persistent buffer of this rank, tied ones once, by its last name."""
+        once = {id(tensor): (name, tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()}
+        return dict(once.values())
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every parameter and persistent buffer of this rank, tied ones once."""
-        return list({id(t): t for t in self.module.state_dict(keep_vars=True).values()}.values())
+        """Those of :attr:`named`."""
+        return list(self.named.values())
 
     def release(self) -> int:
         """Give the memory of all :attr:`tensors` back; returns the bytes. What they held is lost.

@@ -135,6 +135,7 @@ class Rank:
         draining: a drain is waiting for the running samples; nothing new starts.
         released: memory regions that are released.
         snapshot: digests by tensor name, kept by the checker for a later compare; None: none were.
+        scrambled: how often the checker has scrambled the weights.
         beside: the thread for what must not hold up the steps: filling a shadow copy, reading the weights that serve.
         last_step: when the last generation step ended, on :func:`time.perf_counter`'s clock; 0: none has.
     """
@@ -167,6 +168,7 @@ class Rank:
         self.roots = Roots.around(config.model_path, options.allowed_roots)
         self.origin: Origin | None = None
         self.snapshot: dict[str, str] | None = None
+        self.scrambled = 0
         self.beside = Beside(self.device, f"rlctl-torch-{ranks.rank}-beside")
         self.last_step = 0.0
 

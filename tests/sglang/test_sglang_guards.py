@@ -5,6 +5,9 @@ into what is harmless, and the server serves on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +159,82 @@ def test_what_it_was_sent_and_holds_back_never_runs_once_it_was_left(driver: Dri
     for _ in range(20):
         loads = driver.tell(v.GetLoadsRequest())
         assert (loads.running, loads.waiting) == (0, 0)
+
+
+@pytest.fixture
+def scheduler(driver: Driver) -> int:
+    """SGLang's scheduler process."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = os.getpgid(int(process.name)) == driver.engine._server.pid
+            if ours and "scheduler" in (process / "cmdline").read_text():
+                return int(process.name)
+    raise AssertionError("no scheduler")
+
+
+@contextlib.contextmanager
+def long_step(scheduler: int) -> Iterator[None]:
+    """The scheduler takes everything that comes meanwhile in at once."""
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+
+
+def test_a_request_whose_grammar_is_compiled_ends_before_a_pause(
+    driver: Driver, scheduler: int, tiny: tuple[Any, Path]
+) -> None:
+    """SGLang has it wait apart from others, where a paused one does not look: no flush, and no abort, would end."""
+    fields = Struct()
+    fields.update({"sampling_params": {"regex": "1{5}"}})
+    with long_step(scheduler):
+        compiled = driver.begin(prompt(encode("7"), 5, rid="compiled", engine_fields=fields))
+        while not driver.engine._requests.active:
+            assert not compiled.done.done()
+        pausing = driver.submit(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+        with pytest.raises(TimeoutError):
+            pausing.result(1.0)
+    pausing.result(30)
+    assert compiled.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+    assert not compiled.tokens
+    held = driver.begin(prompt(encode("7"), 5, rid="held", engine_fields=fields))  # which SGLang does not let in
+    driver.tell(v.PrepareUpdateRequest(), update_id="grammar")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="grammar")
+    driver.commit("grammar", "grammar", 2)
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_ABORT))
+    assert driver.tell(v.AbortRequestsRequest(rids=["held"])).aborted == 1
+    held.result()
+
+
+def test_a_pause_is_refused_while_a_grammar_is_compiled_for_long(driver: Driver, scheduler: int) -> None:
+    fields = Struct()
+    fields.update({"sampling_params": {"regex": "2{5}"}})
+    with long_step(scheduler):
+        compiled = driver.begin(prompt(encode("7"), 5, engine_fields=fields))
+        while not driver.engine._requests.active:
+            assert not compiled.done.done()
+        pause = v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT)
+        assert refusal(driver, pause, timeout_s=3).reason is Reason.ACTIVE_REQUESTS
+        assert not driver.engine._state.stopped
+    compiled.result()
+
+
+def test_a_probe_and_a_continue_take_turns(driver: Driver, scheduler: int) -> None:
+    """The probe pauses again when it has ended; nobody would know of it."""
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    prompts = [v.ProbePrompt(token_ids=encode("7=7"))]
+    with long_step(scheduler):
+        probing = driver.submit(v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=prompts))
+        going_on = driver.submit(v.ContinueGenerationRequest())
+        with pytest.raises(TimeoutError):
+            going_on.result(1.0)
+    probing.result(30)
+    going_on.result(30)
+    running = driver.begin(prompt(encode("7"), 3))
+    running.result(10)
+    assert len(running.tokens) == 3
 
 
 def test_requests_that_a_pause_sent_back_do_not_keep_a_flush_waiting(driver: Driver) -> None:

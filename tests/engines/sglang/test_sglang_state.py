@@ -40,6 +40,13 @@ def test_an_abort_of_what_is_frozen_is_never_sent() -> None:
                     )
 
 
+def test_what_a_release_that_failed_has_frozen_is_not_aborted_either() -> None:
+    with pytest.raises(RlctlError) as refused:
+        State(holding=True).pause(PAUSE_MODE_ABORT, active=1)
+    assert refused.value.reason is Reason.PAUSE_MODE_CONFLICT
+    assert State(holding=True, released={MEMORY_TAG_KV_CACHE}).pause(PAUSE_MODE_ABORT, active=1) == "abort", "held back"
+
+
 @pytest.mark.parametrize("mode", [PAUSE_MODE_DRAIN, 77])
 def test_modes_that_it_does_not_have_are_skipped(mode: int) -> None:
     with pytest.raises(RlctlError) as refused:

@@ -99,6 +99,10 @@ async def test_reset_scrambles_every_tensor_and_only_a_full_update_helps(stage: 
         assert report.model_digest != digest_of(stage.config.model_path)
     for report in await check(stage, CHECK_ACTION_COMPARE, skip_tensors=["rotary"]):
         assert report.matched == 0
+    for report in await check(stage, CHECK_ACTION_RESET_TENSORS):  # does not undo the first time
+        assert not report.inconsistent
+    for report in await check(stage, CHECK_ACTION_COMPARE, skip_tensors=["rotary"]):
+        assert report.matched == 0
     with pytest.raises(RlctlError) as caught:
         await stage(ContinueGenerationRequest())
     assert caught.value.reason is Reason.WEIGHTS_DIRTY
@@ -106,6 +110,16 @@ async def test_reset_scrambles_every_tensor_and_only_a_full_update_helps(stage: 
     for report in await check(stage, CHECK_ACTION_COMPARE):
         assert report.matched == report.tensor_count
     assert len(await stage.tokens([1, 2, 3], 3)) == 3
+
+
+async def test_reset_leaves_out_what_it_is_told_to(stage: Stage) -> None:
+    await check(stage, CHECK_ACTION_SNAPSHOT)
+    await check(stage, CHECK_ACTION_RESET_TENSORS, skip_tensors=["norm"])
+    for report in await check(stage, CHECK_ACTION_COMPARE, skip_tensors=["rotary"]):
+        assert report.matched > 0
+        assert report.changed
+        assert not any("norm" in name for name in report.changed)
+        assert report.matched + len(report.changed) == report.tensor_count
 
 
 async def test_reset_is_refused_under_requests_and_inside_an_update(stage: Stage) -> None:
