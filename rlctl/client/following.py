@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rlctl.client.part import Part, cut_off, describe, detail, refuse_unpublished, stopped
+from rlctl.client.part import Part, cut_off, describe, detail, explained, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Lead
 from rlctl.errors import Reason, from_detail
 from rlctl.v1.results_pb2 import Operation
-from rlctl.v1.trainer_pb2 import Offer, Sent, Shipment
+from rlctl.v1.trainer_pb2 import JoinResponse, Offer, Sent, Shipment
 from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights.source import WeightSource
 
@@ -51,7 +51,11 @@ async def follow(
                 elif cut_off(failure):
                     lead.say(update, number, failed=detail(failure))  # the lead may try again
                 else:
-                    raise failure
+                    lost = asyncio.ensure_future(_lost(hearing))
+                    try:
+                        raise await explained(failure, lost)
+                    finally:
+                        await stopped(lost)
             if not hearing.done():
                 continue
             said = hearing.result()
@@ -83,3 +87,11 @@ async def follow(
     finally:
         await stopped(attempt)
         hearing.cancel()
+
+
+async def _lost(hearing: asyncio.Task[JoinResponse]) -> None:
+    """Raise what the lead says next, if it is a failure."""
+    said = await asyncio.shield(hearing)
+    for name in ("stop", "failed"):
+        if said.HasField(name):
+            raise from_detail(getattr(said, name))

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.blaming import blame_ranks, parts_in_question
-from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, refuse_unpublished, stopped
+from rlctl.client.part import STOP_S, Part, Ship, cut_off, detail, explained, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Members
 from rlctl.client.wire import (
@@ -365,7 +365,7 @@ class Leading:
                 told = fleet.exception()
                 causes = [told] if told is not None else causes
             if causes:
-                raise causes[0]
+                raise await explained(causes[0], theirs)
         except BaseException as error:
             self._members.tell(JoinResponse(stop=detail(error)))
             await stopped(own, theirs)

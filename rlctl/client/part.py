@@ -38,6 +38,9 @@ from rlctl.weights.tensors import TensorMeta, to_proto
 Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
 """Lets the ranks that share memory with this process take segments in; returns once none of them reads them."""
 
+LOST_S = 1.0
+"""How soon after a trainer's own collectives break it is known that a rank of its is gone."""
+
 STOP_S = 2.0
 """How long an attempt that was stopped may take to end."""
 
@@ -325,6 +328,20 @@ def cut_off(cause: BaseException) -> bool:
     return (
         isinstance(cause, RlctlError) and cause.reason is Reason.GROUP_FAILED and not isinstance(cause, OperationFailed)
     )
+
+
+async def explained(failure: BaseException, others: asyncio.Future[Any]) -> BaseException:
+    """What a failure of this trainer rank's own is raised as: where ``others`` soon fails because a rank is gone, as
+    that, since such a rank breaks the trainer's own collectives too. A source's defect stays what it is.
+    """
+    if isinstance(failure, RlctlError):
+        return failure
+    await asyncio.wait({others}, timeout=LOST_S)
+    lost = others.exception() if others.done() and not others.cancelled() else None
+    if not isinstance(lost, RlctlError) or lost.reason is not Reason.TRAINER_RANK_LOST:
+        return failure
+    lost.__cause__ = failure
+    return lost
 
 
 def detail(error: BaseException) -> common_pb2.ErrorDetail:

@@ -72,6 +72,11 @@ async def _attach_beside(self: Stage, attach: Any, link: Any) -> Any:
 _attach = Stage.attach
 
 
+async def _everybody(self: Coordinator, registration: Any) -> None:
+    """Whoever says that it fills a slot does."""
+    del self, registration
+
+
 async def _not_silenced(self: Peers, model: Any, only: Any) -> None:
     del self
     model.only = frozenset(only)
@@ -174,6 +179,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "presumed_abort": [(Orphans, "_orphan", _nothing)],
     "publish_last": [(Finish, "commit", _published_first)],
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
+    "second_stage": [(Coordinator, "_refuse_second", _everybody)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
     "shielding": [(calls, "shielded", lambda task: task), (Coordinator, "_answer", _ended_with_its_caller)],
     "silence": [(Peers, "silence", _not_silenced)],

@@ -135,5 +135,5 @@ def check_lost(said: list[Any], *, dies: int) -> None:
     assert [len(updates) for updates in said] == [1 if rank == dies else 2 for rank in range(len(said))]
     for rank, updates in enumerate(said):
         if rank != dies:
-            assert updates[-1]["reason"] in ("TRAINER_RANK_LOST", "SOURCE_FAILED"), updates[-1]
+            assert updates[-1]["reason"] == "TRAINER_RANK_LOST", updates[-1]
             assert updates[-1]["elapsed_s"] < 15

@@ -169,8 +169,8 @@ def main() -> None:
             said |= {"digest": result.model_digest, "sent": result.bytes_sent, "sequence": result.version.sequence}
         except rlctl.RlctlError as error:
             said |= {"reason": error.reason.name, "message": str(error)}
-        except RuntimeError as error:  # of the trainer's own collectives: a rank's own error is raised as it is
-            said |= {"reason": "SOURCE_FAILED", "message": str(error)}
+        except RuntimeError as error:  # of the trainer's own collectives, which no rank should be left alone with
+            said |= {"reason": "untyped", "message": str(error)}
         sys.stdout.write(json.dumps(said | {"elapsed_s": time.monotonic() - started}) + "\n")
         sys.stdout.flush()
     publisher.close()

@@ -40,6 +40,7 @@ CAUGHT_BY = {
     "presumed_abort": 1004,
     "publish_last": 1004,
     "quarantine": 1595,
+    "second_stage": 1002,
     "serving_lease": 1019,
     "shielding": 1003,
     "silence": 1004,

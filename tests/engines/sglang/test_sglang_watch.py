@@ -57,6 +57,26 @@ async def test_a_server_that_is_gone_is_noticed() -> None:
     assert error.reason is Reason.ENGINE_FAILED
 
 
+@pytest.mark.parametrize(("status", "there"), [(502, False), (500, False), (503, True), (200, True)])
+async def test_a_proxy_that_answers_for_it_is_not_taken_for_it(status: int, there: bool) -> None:
+    ended: asyncio.Queue[RlctlError] = asyncio.Queue()
+    now = 200
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=now)
+
+    async with serving(answer) as (url, _):
+        server = Server(EngineConfig("m"), Options(url=url), ended.put_nowait)
+        await server.start()
+        now = status
+        if there:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ended.get(), 1.0)
+        else:
+            assert (await asyncio.wait_for(ended.get(), 30)).reason is Reason.ENGINE_FAILED
+        await server.stop()
+
+
 async def test_a_server_that_takes_connections_and_says_nothing_is_stuck() -> None:
     ended: asyncio.Queue[RlctlError] = asyncio.Queue()
     mute = asyncio.Event()

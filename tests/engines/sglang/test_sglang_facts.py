@@ -1,0 +1,87 @@
+"""What a running SGLang's arguments rule out, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rlctl_servers.stamps import Stamps
+from rlctl_sglang import SGLangEngine
+from rlctl_sglang.facts import ask
+from rlctl_sglang.options import parse_options
+from rlctl_sglang.requests import has_grammar
+
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
+
+WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
+VERBS = SGLangEngine.verbs()
+
+
+async def unsupported(**info: Any) -> set[str]:
+    """Verbs that such a server cannot do, of those that SGLang 0.5.23 has the routes for."""
+
+    class Control:
+        async def ask(self, path: str, **_: Any) -> dict[str, Any]:
+            if path == "/server_info":
+                return {"version": "0.5.23", "device": "cpu", "enable_memory_saver": True, **info}
+            names = "begin_weight_update end_weight_update update_weight_version update_weights_from_distributed"
+            names += " update_weights_from_tensor update_weights_from_disk init_weights_update_group"
+            names += " destroy_weights_update_group release_memory_occupation resume_memory_occupation"
+            return {"paths": {f"/{name}": {} for name in names.split()}}
+
+    control: Any = Control()
+    return set((await ask(control, VERBS, Call("c", 0.0), launched=True)).unsupported)
+
+
+async def test_a_plain_server_takes_weights_in_by_every_path() -> None:
+    assert not {*WRITES, "ReleaseMemory"} & await unsupported()
+    assert not {*WRITES} & await unsupported(radix_cache_backend=None, enable_lmcache=False, weight_cache_mode="off")
+
+
+@pytest.mark.parametrize(
+    "keeper",
+    [
+        *("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+        "radix_cache_backend",
+    ],
+)
+async def test_what_outlives_a_flush_rules_out_updates(keeper: str) -> None:
+    assert {*WRITES} <= await unsupported(**{keeper: "flexkv"})
+
+
+async def test_data_ranks_that_it_does_not_answer_for_rule_out_updates() -> None:
+    assert {*WRITES} <= await unsupported(dp_size=2)
+    assert "UpdateWeightsFromDisk" not in await unsupported(dp_size=2, tp_size=2, enable_dp_attention=True)
+
+
+async def test_weights_that_are_cached_are_not_released() -> None:
+    found = await unsupported(weight_cache_mode="host")
+    assert "ReleaseMemory" in found
+    assert not {*WRITES} & found
+
+
+@pytest.mark.parametrize("name", ["grpc_port", "grpc_mode", "smg_grpc_mode"])
+def test_a_server_that_is_launched_serves_no_grpc(name: str) -> None:
+    with pytest.raises(RlctlError) as refused:
+        parse_options({name: "1"})
+    assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, f"options.{name}")
+
+
+def test_a_version_that_is_not_ours_is_not_told() -> None:
+    stamps = Stamps("default")
+    stamps.spans(Sample(completion_tokens=2), [{"version": "default", "start": 0, "end": 2}])
+    stamps.spans(Sample(completion_tokens=2), [{"version": "theirs", "start": 2, "end": 2}])
+    with pytest.raises(RlctlError) as refused:
+        stamps.spans(Sample(completion_tokens=2), [{"version": "theirs", "start": 0, "end": 2}])
+    assert refused.value.reason is Reason.ENGINE_FAILED
+
+
+def test_grammars_are_told_by_their_fields() -> None:
+    request = GenerateRequest()
+    assert not has_grammar(request)
+    request.engine_fields.update({"sampling_params": {"custom_params": {"a": 1}}, "no_logs": True})
+    assert not has_grammar(request)
+    request.engine_fields.update({"sampling_params": {"json_schema": "{}"}})
+    assert has_grammar(request)
