@@ -85,7 +85,8 @@ class VLLMEngine(ServerEngine):
         self._layout: Sequence[WorkerCoordinates] = layout.workers
         self._workers = workers if ranks else None
         self._stamps = Stamps(facts.label)
-        self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout)
+        label = None if self._server.launched else lambda: self._stamps.label
+        self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout, label)
         limits = facts.limits(self._checkpoints.config)
         table = LoraTable()
         self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps, table))

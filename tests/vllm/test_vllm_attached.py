@@ -63,12 +63,12 @@ def url(vllm: str, tiny: tuple[Any, Path]) -> Iterator[str]:
         loop.stop()
 
 
-def call(url: str, path: str) -> None:
+def call(url: str, path: str, body: dict[str, Any] | None = None) -> None:
     """What somebody else tells it."""
 
     async def tell() -> None:
         http = Http("vLLM", url)
-        assert (await http.call(path, {}, timeout_s=30)).ok
+        assert (await http.call(path, body or {}, timeout_s=30)).ok
         await http.close()
 
     asyncio.run(tell())
@@ -143,3 +143,30 @@ def test_attaching(url: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     finally:
         driver.stop()
     call(url, "/resume")  # it was not ours to end
+
+
+def test_weights_that_an_update_has_left_are_not_taken_for_those_of_the_start(
+    url: str, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """The stage server ends before its update does; vLLM, which it was attached to, does not."""
+    call(url, "/update_weight_version", {"new_version": "default"})  # as it was started
+    options = {"url": url, "allowed_roots": f"{tmp_path}:{tiny[1].parent}"}
+    changed(tiny[0], seed=2).save_pretrained(tmp_path / "saved")
+    first = Driver(VLLMEngine, tiny[1], options=options)
+    try:
+        assert first.start().checkpoint == str(tiny[1])
+        first.prepare("u")
+        first.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tmp_path / "saved")), update_id="u")
+    finally:
+        first.stop()
+    call(url, "/resume")  # which is what the next stage server asks for
+    again = Driver(VLLMEngine, tiny[1], options=options)
+    try:
+        assert again.start().checkpoint == ""
+        again.prepare("back")
+        again.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="back")
+        again.commit("back", "back", 3)
+        again.tell(v.ContinueGenerationRequest())
+    finally:
+        again.stop()
+    call(url, "/resume")
