@@ -73,11 +73,16 @@ def test_every_source_of_a_distributed_trainer_updates_every_engine(
     assert all(stage.routable for stage in fleet.status().stages)
 
 
-def test_a_trainer_rank_that_is_killed_fails_the_update_on_all(fleet: Fleet, tmp_path: Path) -> None:
-    check_lost(train(fleet, tmp_path, seeds=[61, 62], dies=3, deadline_s=30.0, **PP_TP), dies=3)
+@pytest.mark.parametrize(("layout", "dies"), [(PP_TP, 3), (FSDP, 1)], ids=["pp2-tp2", "fsdp2"])
+def test_a_trainer_rank_that_is_killed_fails_the_update_on_all(
+    fleet: Fleet, tmp_path: Path, layout: dict[str, Any], dies: int
+) -> None:
+    seeds = [57 + dies, 67 + dies]
+    assert dies not in layout["sources"]
+    check_lost(train(fleet, tmp_path, seeds=seeds, dies=dies, deadline_s=30.0, **layout), dies=dies)
     status = fleet.status()
     assert not status.models[0].update_id
-    assert status.models[0].latest.label == "seed-61", "nothing of the failed update is served"
+    assert status.models[0].latest.label == f"seed-{seeds[0]}", "nothing of the failed update is served"
     # A trainer that is started anew gets groups of its own; no engine is restarted.
     again = train(fleet, (tmp_path / "again").mkdir() or tmp_path / "again", seeds=[63], **PP_TP)  # type: ignore[func-returns-value]
     assert {updates[0]["digest"] for updates in again} == {digest_of(63)}

@@ -91,21 +91,37 @@ class StageSource:
         return torch.cat(parts)
 
 
+class Interrupted:
+    """A model's weights, in the middle of which something happens."""
+
+    def __init__(self, model: torch.nn.Module, happens: Callable[[], object]) -> None:
+        self._source = as_source(model)
+        self._happens = happens
+
+    def metas(self) -> list[TensorMeta]:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, named in enumerate(self._source.tensors()):
+            if index == len(self.metas()) // 2:
+                self._happens()
+            yield named
+
+
 def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGroup | None) -> Any:
     model = trainer_models.make(settings["model"], seed)
-    rank = dist.get_rank()
+    rank, last = dist.get_rank(), seed == settings["seeds"][-1]
+    victim = os.getpid() if rank == settings.get("dies") else settings.get("kills") if rank == 0 else None
+    happens = functools.partial(os.kill, victim, signal.SIGKILL) if last and victim is not None else None
     if settings["layout"] == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return model
+        return model if happens is None else Interrupted(model, happens)
     assert stage_group is not None
-    last = seed == settings["seeds"][-1]
     if last and rank == settings.get("stops"):
         return StageSource(model, rank // 2, stage_group, functools.partial(stop_for, settings["stops_s"]))
-    victim = os.getpid() if rank == settings.get("dies") else settings.get("kills") if rank == 0 else None
-    happens = functools.partial(os.kill, victim, signal.SIGKILL) if last and victim is not None else None
     return StageSource(model, rank // 2, stage_group, happens)
 
 
