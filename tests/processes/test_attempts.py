@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import greedy
 from trainers import PP_TP, train
 
 import rlctl
@@ -62,6 +63,10 @@ def test_the_others_go_on_without_an_engine_that_dies(three: LaunchedFleet) -> N
         assert stages["c"].quarantine.reason
         assert [stage.incarnation for stage in stages.values()] == before, "nothing was restarted"
         assert held(fleet, "a", "b") == {rlctl.model_digest(model)}
+        for slot in ("a", "b"):
+            (sample,) = fleet.generate([4, 5], slot=slot, max_new_tokens=8, temperature=0, ignore_eos=True).samples
+            assert list(sample.output_ids) == greedy(model, [4, 5], 8)
+            assert {span.version.label for span in sample.versions} == {"without-c"}
         assert fleet.status().models[0].latest.label == "without-c"
         # It is healed by a stage that has the version: no checkpoint has it, and the trainer is not asked. Engine b
         # holds the same parts as c, engine a does not.
