@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,17 @@ def test_the_checker_scrambles_and_sees_it(driver: Driver) -> None:
     assert driver.digest() != before[0].check.model_digest
 
 
+@pytest.fixture
+def lent(driver: Driver, tiny: tuple[Any, Path]) -> Iterator[Driver]:
+    """Others drive its server meanwhile. Afterwards it has to be updated: their versions are not known here."""
+    yield driver
+    driver.prepare("back")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="back")
+    driver.commit("back", "back", 10)
+    driver.tell(v.FlushCacheRequest())
+    driver.tell(v.ContinueGenerationRequest())
+
+
 def not_attached(model_path: Path, options: dict[str, str]) -> RlctlError:
     """Why a server cannot be attached to."""
     driver = Driver(SGLangEngine, model_path, options=options)
@@ -275,19 +287,19 @@ def not_attached(model_path: Path, options: dict[str, str]) -> RlctlError:
     return refused.value
 
 
-def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
-    http = driver.engine._server.http
-    driver.tell(v.ContinueGenerationRequest())
-    driver.prepare("as it was")
-    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="as it was")
-    driver.commit("as it was", "as-it-was", 9)
-    driver.tell(v.FlushCacheRequest())
+def test_attaching_to_a_server_that_runs(lent: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    http = lent.engine._server.http
+    lent.tell(v.ContinueGenerationRequest())
+    lent.prepare("as it was")
+    lent.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="as it was")
+    lent.commit("as it was", "as-it-was", 9)
+    lent.tell(v.FlushCacheRequest())
     for name, admin in (("api", False), ("admin", True)):
         (tmp_path / name).write_text(http._keys[admin])
     keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
     error = not_attached(tiny[1], {"url": http.url, **keys})
     assert (error.reason, error.field) == (Reason.ILLEGAL_STATE, "options.url"), "it is paused"
-    driver.tell(v.ContinueGenerationRequest())
+    lent.tell(v.ContinueGenerationRequest())
     error = not_attached(tiny[1], {"url": http.url})
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.api_key_file")
     attached = Driver(SGLangEngine, tiny[1], options={"url": http.url, **keys})
@@ -296,31 +308,31 @@ def test_attaching_to_a_server_that_runs(driver: Driver, tiny: tuple[Any, Path],
         assert info.fenced
         assert not attached.engine.can_restart()
         assert info.model_digest == rlctl.model_digest(tiny[0])
-        running = driver.begin(prompt(encode("7"), 400)).started()
+        running = lent.begin(prompt(encode("7"), 400)).started()
         with pytest.raises(RlctlError) as busy:
             attached.tell(v.PrepareUpdateRequest(), update_id="u")
         assert busy.value.reason is Reason.ACTIVE_REQUESTS, "somebody else's requests count"
-        driver.abort(rollout.AbortRequest(abort_all=True))
+        lent.abort(rollout.AbortRequest(abort_all=True))
         running.result()
     finally:
         attached.stop()
-    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+    assert lent.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
 
 
 def test_half_written_weights_are_not_taken_for_those_of_the_start(
-    driver: Driver, tiny: tuple[Any, Path], tmp_path: Path
+    lent: Driver, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     """The stage server ends in the middle of its first update; SGLang, which it was attached to, does not."""
-    http = driver.engine._server.http
+    http = lent.engine._server.http
 
     def told(path: str, **body: Any) -> None:
-        assert driver.admin.submit(http.call(path, body, timeout_s=30)).result(40).ok
+        assert lent.admin.submit(http.call(path, body, timeout_s=30)).result(40).ok
 
-    driver.prepare("first")
-    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="first")
-    driver.commit("first", "first", 9)
-    driver.tell(v.FlushCacheRequest())
-    driver.tell(v.ContinueGenerationRequest())
+    lent.prepare("first")
+    lent.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="first")
+    lent.commit("first", "first", 9)
+    lent.tell(v.FlushCacheRequest())
+    lent.tell(v.ContinueGenerationRequest())
     told("/update_weight_version", new_version="default", abort_all_requests=False)  # as it was started
     for name, admin in (("api", False), ("admin", True)):
         (tmp_path / name).write_text(http._keys[admin])
@@ -358,16 +370,11 @@ def test_half_written_weights_are_not_taken_for_those_of_the_start(
         assert running.tokens == greedy(model, encode("4"), 8)
     finally:
         again.stop()
-    driver.prepare("back")
-    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="back")
-    driver.commit("back", "back", 10)
-    driver.tell(v.FlushCacheRequest())
-    driver.tell(v.ContinueGenerationRequest())
 
 
-def test_a_trainer_takes_charge_of_it_by_its_url(driver: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_trainer_takes_charge_of_it_by_its_url(lent: Driver, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     model, checkpoint = tiny
-    http = driver.engine._server.http
+    http = lent.engine._server.http
     for name, admin in (("api", False), ("admin", True)):
         (tmp_path / name).write_text(http._keys[admin])
     keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
@@ -391,14 +398,14 @@ def test_a_trainer_takes_charge_of_it_by_its_url(driver: Driver, tiny: tuple[Any
             (sample,) = fleet.generate(encode("4"), max_new_tokens=8, temperature=0).samples
             assert list(sample.output_ids) == greedy(served, encode("4"), 8)
             publisher.close()
-    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+    assert lent.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
 
 
 def test_up_attaches_to_external_engines_by_slimes_flags_and_never_ends_them(
-    driver: Driver, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lent: Driver, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, checkpoint = tiny
-    http = driver.engine._server.http
+    http = lent.engine._server.http
     for name, admin in (("api", False), ("admin", True)):
         (tmp_path / name).write_text(http._keys[admin])
     external = ["--rollout-external", "--rollout-external-engine-addrs", http.url.removeprefix("http://")]
@@ -423,4 +430,4 @@ def test_up_attaches_to_external_engines_by_slimes_flags_and_never_ends_them(
             now = when(client, lambda now: now["actor-0"].incarnation == 2 and now["actor-0"].routable)
             assert now["actor-0"].report.weight_version.label == "step-1"
         assert rlctl_command("down", "--name", "external").returncode == 0
-    assert driver.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"
+    assert lent.tell(v.GetLoadsRequest()).max_tokens > 0, "the server was not ours to end"

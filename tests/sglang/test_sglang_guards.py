@@ -151,8 +151,8 @@ def test_what_it_was_sent_and_holds_back_never_runs_once_it_was_left(driver: Dri
     held = driver.begin(prompt(encode("7"), 400, rid="held"))
     while not driver.engine._requests.active:
         assert not held.done.done()
-    for _ in range(5):
-        driver.tell(v.GetLoadsRequest())  # so that it has been sent
+    for _ in range(50):
+        driver.tell(v.GetLoadsRequest())  # so that it has been sent, and taken in
     asyncio.run(driver.engine._requests.cut())
     assert held.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
     driver.tell(v.ContinueGenerationRequest())
