@@ -261,13 +261,19 @@ def test_an_update_waits_for_the_request_that_runs(native: DiffusionServer, chec
         done: list[float] = []
 
         def draw() -> None:
-            native.ask("/v1/images/generations", {**PICTURE, "num_inference_steps": 80}, 120)
+            native.ask("/v1/images/generations", {**PICTURE, "num_inference_steps": 400}, 120)
             done.append(time.monotonic())
 
         drawing = threading.Thread(target=draw)
         drawing.start()
-        time.sleep(2)
-        error = refused(lambda: driver.tell(v.PrepareUpdateRequest(), update_id="u"))
+        error = None
+        while error is None:
+            assert drawing.is_alive()
+            try:
+                driver.tell(v.PrepareUpdateRequest(), update_id="u")
+                driver.tell(v.AbortUpdateRequest(), update_id="u")  # it has not begun
+            except RlctlError as refusal:
+                error = refusal
         assert (error.reason, not done) == (Reason.ACTIVE_REQUESTS, True)
         for mode in (common.PAUSE_MODE_IN_PLACE, common.PAUSE_MODE_ABORT):
             error = refused(lambda mode=mode: driver.tell(v.PauseGenerationRequest(mode=mode)))  # type: ignore[misc]
