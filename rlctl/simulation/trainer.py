@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import fingerprints
 from rlctl.simulation.clients import MODES, Caller
 from rlctl.simulation.coordinator_host import COORDINATOR
@@ -213,7 +213,10 @@ class Trainer(Caller):
         if begin.kind in (verbs_pb2.UPDATE_KIND_PARTIAL, verbs_pb2.UPDATE_KIND_DELTA):
             chosen = chance.sample(NAMES, chance.randint(1, len(NAMES) - 1))
             sent = {name: content for name, content in whole.items() if name in chosen}
-            whole = {**sim.observer.published[self.model, sim.observer.sequence(self.model)], **sent}
+            base = sim.observer.published.get((self.model, sim.observer.sequence(self.model)))
+            if base is None:  # of a trainer that names no update, and nobody has served it yet
+                raise Reason.CANCELLED.error("what it would be based on is not known")
+            whole = {**base, **sent}
         elif chance.random() < 0.04:
             # It has forgotten one, on every source.
             forgotten = chance.choice(NAMES)
