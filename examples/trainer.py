@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 import rlctl
 
 model = AutoModelForCausalLM.from_pretrained("/tmp/tiny")
-with rlctl.connect("127.0.0.1:5080") as fleet:
-    publisher = fleet.publisher("actor")  # keeps its process groups from update to update
+with rlctl.connect("127.0.0.1:5080") as fleet, fleet.publisher("actor") as publisher:
+    # The publisher keeps its process groups from update to update.
     for step in range(1, 4):
         samples = fleet.generate_batch(["1+2=", "3+4="], n=4, max_new_tokens=8, return_logprob=True)
         for parameter in model.parameters():  # your gradient step
@@ -20,4 +20,3 @@ with rlctl.connect("127.0.0.1:5080") as fleet:
         print(result.version.label, f"paused {result.pause_s * 1e3:.0f} ms", result.model_digest[:12])
     held = {rank.check.model_digest for stage in fleet.check_weights().stage_results for rank in stage.rank_results}
     assert held == {rlctl.model_digest(model)}
-    publisher.close()

@@ -67,7 +67,7 @@ BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
 
 
-class AsyncPublisher:
+class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
     """Sends one model's weights. Make one per trainer process and keep it: its groups are kept between updates.
 
     A trainer of several processes makes one in each. All call :meth:`update` together; rank 0 of the trainer's group
@@ -298,6 +298,10 @@ class AsyncPublisher:
         if self._members is not None:
             await self._members.close()
 
+    async def __aexit__(self, *_: object) -> None:
+        """Close it."""
+        await self.close()
+
     def leave(self) -> None:
         """Leave the groups, and remove the segments, where nothing runs any more."""
         self._part.close()
@@ -343,8 +347,8 @@ class AsyncPublisher:
             return share(group, text)
 
 
-class Publisher:
-    """:class:`AsyncPublisher` for blocking code."""
+class Publisher(contextlib.AbstractContextManager["Publisher"]):
+    """:class:`AsyncPublisher` for blocking code. Close it, or use it as a context manager."""
 
     def __init__(self, publisher: AsyncPublisher, loop: LoopThread, *, owns_loop: bool = False) -> None:
         self.aio = publisher
@@ -377,6 +381,10 @@ class Publisher:
         self._loop.call(self.aio.close())
         if self._owns_loop:
             self._loop.stop()
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
 
 def rolling(max_unavailable: int = 1) -> RolloutStrategy:

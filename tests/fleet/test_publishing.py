@@ -60,22 +60,19 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
 async def test_a_stage_that_a_version_has_not_come_to_is_named(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = await aio.connect(fleet.server.address)
-    publisher = client.publisher("actor")
-    async with unreachable(fleet, "a"):
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        async with unreachable(fleet, "a"):
+            result = await publisher.update(
+                Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none"
+            )
+        assert result.left_out == {"a": "not there"}
+        assert "version two has not come to a (not there)" in caplog.text
+        await fleet.until(lambda stages: all(stage.routable for stage in stages))
+        caplog.clear()
         result = await publisher.update(
-            Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none"
+            Source(lambda: None), version="three", checkpoint=checkpoint("three"), verify="none"
         )
-    assert result.left_out == {"a": "not there"}
-    assert "version two has not come to a (not there)" in caplog.text
-    await fleet.until(lambda stages: all(stage.routable for stage in stages))
-    caplog.clear()
-    result = await publisher.update(
-        Source(lambda: None), version="three", checkpoint=checkpoint("three"), verify="none"
-    )
-    assert (result.left_out, caplog.text.count("has not come")) == ({}, 0)
-    await publisher.close()
-    await client.close()
+        assert (result.left_out, caplog.text.count("has not come")) == ({}, 0)
 
 
 async def test_a_trainer_whose_ranks_do_not_all_come_can_still_end_and_meets_once(

@@ -87,9 +87,19 @@ def test_where_decode_servers_find_a_prefill_server() -> None:
     assert Facts(told, {}).bootstrap("http://[::1]:30000") == ("::1", 8999)
     for other in ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "null"}, {}):
         assert Facts(other, {}).bootstrap("http://h:1") is None
-    assert Facts(told, {}).capabilities(readable=False, actions=()).experimental[-1] == "disaggregation"
-    on_cpu = Facts(told | {"device": "cpu"}, {}).capabilities(readable=False, actions=())
-    assert list(on_cpu.experimental) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "experimental"),
+    [
+        ({"device": "cuda"}, ["device.cuda", "transport.torch_nccl"]),
+        ({"disaggregation_mode": "prefill"}, ["device.cuda", "transport.torch_nccl", "disaggregation"]),
+        ({"device": "cpu"}, []),
+        ({"device": "cpu", "disaggregation_mode": "decode"}, []),
+    ],
+)
+def test_what_has_never_run_on_a_gpu_is_called_experimental(told: dict[str, str], experimental: list[str]) -> None:
+    assert list(Facts(told, {}).capabilities(readable=False, actions=()).experimental) == experimental
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rlctl_torch import TorchEngine
+from rlctl_torch.info import capabilities
 from safetensors.torch import load_file, save_file
 from torch_models import greedy, make_checkpoint, prompt_of
 from torch_source import digest_of, load
@@ -26,9 +27,11 @@ from transformers import (
 from rlctl.engine import EngineConfig, engine_class
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
+    TRANSPORT_CUDA_IPC,
     TRANSPORT_DISK,
     TRANSPORT_SHARED_MEMORY,
     TRANSPORT_TORCH_GLOO,
+    TRANSPORT_TORCH_NCCL,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
     VERIFICATION_LEVEL_PROBE,
@@ -77,6 +80,17 @@ async def test_capabilities_say_what_there_is(checkpoints) -> None:
     assert found.staged_apply
     assert not found.experimental
     assert info.model_digest == digest_of(fresh.config.model_path)
+
+
+async def test_what_has_never_run_on_a_gpu_is_called_experimental(checkpoints) -> None:
+    stage = Stage(checkpoints())
+    await stage.start()
+    stage.engine._rank.device = torch.device("cuda")
+    found = capabilities(stage.engine._rank, [])
+    stage.engine._rank.device = torch.device("cpu")
+    await stage.stop()
+    assert set(found.experimental) == {"device.cuda", "transport.torch_nccl", "transport.cuda_ipc", "staged_apply"}
+    assert {TRANSPORT_TORCH_NCCL, TRANSPORT_CUDA_IPC} <= set(found.transports)
 
 
 async def test_the_layout_names_every_rank(checkpoints, follower: Follower) -> None:

@@ -1,0 +1,21 @@
+"""What follows from what a server of vLLM's says about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rlctl_vllm.facts import Facts
+
+from rlctl.v1 import common_pb2 as common
+
+
+@pytest.mark.parametrize(
+    ("device", "experimental"), [("cpu", []), ("", []), ("cuda", ["device.cuda", "transport.torch_nccl"])]
+)
+def test_what_has_never_run_on_a_gpu_is_called_experimental(device: str, experimental: list[str]) -> None:
+    config: dict[str, Any] = {"device_config": {"device_type": device}}
+    rank = {"rank": 0, "digest": "d", "device": device, "host_id": "h", "store": ["localhost", 1]}
+    found = Facts("0.1", config, "", [rank], {}).capabilities(readable=True, probes=True)
+    assert list(found.experimental) == experimental
+    assert (common.TRANSPORT_TORCH_NCCL in found.transports) is (device == "cuda")
