@@ -26,7 +26,7 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float) -> No
     """Connect to ``peer`` from ``interface_host``, an address or name of this machine, and hang up.
 
     A peer that refuses is asked again until the time is up: it may be about to listen. Raises UNREACHABLE, naming
-    source, interface and destination.
+    source, its interface, destination, and the interface that the system's route there leads over where it is another.
     """
     host, port = peer
     deadline = time.monotonic() + timeout_s
@@ -47,12 +47,25 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float) -> No
             time.sleep(_PAUSE_S)
     except OSError as error:
         name = interface_of(interface_host) or "unknown"
+        route = _route_to(host) or name
+        by = "" if route == name else f", by a route over {route}"
         raise Reason.UNREACHABLE.error(
-            f"{host}:{port} cannot be reached from {interface_host} (interface {name}): {error}",
+            f"{host}:{port} cannot be reached from {interface_host} (interface {name}){by}: {error}",
             field="master_address",
             next_step="Give the trainer's publisher, and the stage's node, addresses on a network that both are on.",
-            metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}"},
+            metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}", "route": route},
         ) from error
+
+
+def _route_to(host: str) -> str:
+    """Interface that packets to a host leave by when nothing says otherwise; "" when that cannot be told."""
+    try:
+        family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(destination)  # Looks the route up and sends nothing.
+            return interface_of(asking.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def address_of(node: str) -> str:

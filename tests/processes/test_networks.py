@@ -89,14 +89,15 @@ def trained(place: tuple[str, ...], coordinator: str, *hosts: str) -> list[dict[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check_unreachable(said: dict[str, Any], source: str, interface: str, destination: str) -> None:
-    """It names both ends and the interface, and nothing was touched."""
+def check_unreachable(said: dict[str, Any], source: str, interface: str, destination: str, *, by: str) -> None:
+    """It names both ends, the interface, and the one that the route leads over; nothing was touched."""
     assert said["reason"] == "UNREACHABLE"
     metadata = said["metadata"]
-    assert (metadata["source"], metadata["interface"]) == (source, interface)
+    assert (metadata["source"], metadata["interface"], metadata["route"]) == (source, interface, by)
     assert metadata["destination"].rpartition(":")[0] == destination
     assert metadata["destination"] in said["message"]
-    assert f"from {source} (interface {interface})" in said["message"]
+    route = "" if by == interface else f", by a route over {by}"
+    assert f"from {source} (interface {interface}){route}: " in said["message"]
     assert said["latest"] == "initial"
     assert said["routable"] == [True]
     assert set(said["verbs"]) <= {"InitWeightsUpdateGroup", "WeightUpdate"}, "nothing was paused or prepared"
@@ -112,7 +113,7 @@ def test_a_wrong_default_route_is_named_before_anything_is_paused(
         address = found["address"]
         with serving(hosts.engine, *stage, *bound, "--coordinator", address, log=tmp_path / "engine.log"):
             wrong, right = trained(hosts.trainer, address, "10.97.2.1", "10.97.1.1")
-    check_unreachable(wrong, "10.97.1.2", "control", "10.97.2.1")
+    check_unreachable(wrong, "10.97.1.2", "control", "10.97.2.1", by="wrong")
     assert right["latest"] == "from 10.97.1.1", "the same engine takes the same update over the network that both have"
     assert right["routable"] == [True]
 
@@ -126,6 +127,6 @@ def test_ipv6_loopback(tmp_path: Path, tiny: tuple[Any, Path]) -> None:
         address = found["address"]
         with serving((), *stage, *bound, "--coordinator", address, log=tmp_path / "engine.log"):
             wrong, right = trained((), address, "127.0.0.1", "::1")
-    check_unreachable(wrong, "::1", "lo", "127.0.0.1")
+    check_unreachable(wrong, "::1", "lo", "127.0.0.1", by="lo")
     assert right["latest"] == "from ::1"
     assert right["routable"] == [True]
