@@ -46,6 +46,7 @@ from rlctl.v1.update_pb2 import (
 )
 from rlctl.weights import lora
 from rlctl.weights.digest import ModelDigest
+from rlctl.weights.interfaces import address_on
 from rlctl.weights.ordering import trainer_stream
 from rlctl.weights.source import WeightSource, as_source
 from rlctl.weights.tensors import dtype_name
@@ -85,7 +86,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         path: str = "broadcast",
         backend: str | Sequence[str] = "gloo",
         bucket_bytes: int = BUCKET_BYTES,
-        host: str = "127.0.0.1",
+        host: str = "",
+        network: str = "",
         trainer: str = "",
         incarnation: int = 0,
     ) -> None:
@@ -99,7 +101,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
         the ranks', which must all be different ones; of several, each engine gets the first that it offers, in groups
         apart that one pass through the weights feeds. ``host``: address of this process as the engines' ranks and the
-        other trainer ranks reach it; the groups' store and the source bind it. ``trainer``: name for messages.
+        other trainer ranks reach it (by default 127.0.0.1); the groups' store and the source bind it. ``network``: in
+        its place an interface ("eth0") or a network ("10.0.0.0/8", the same on every host of the trainer) in which
+        this process has an address. ``trainer``: name for messages.
         ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones are fenced from
         then on.
         """
@@ -117,14 +121,16 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if not backends or not set(backends) <= _TRANSPORTS.keys():
             known = ", ".join(_TRANSPORTS)
             raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {known}", field="backend")
+        if host and network:
+            raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
         self._path = _PATHS[path]
         # gloo alone is what every engine is asked for that says nothing of groups.
         self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
-        self._host = host
+        self._host = address_on(network, field="network") if network else host or "127.0.0.1"
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group
         self._size = 1 if trainer_group is None else dist.get_world_size(trainer_group)
-        self._part = Part(host, 0 if source is None and self._rank == 0 else source, alone=self._size == 1)
+        self._part = Part(self._host, 0 if source is None and self._rank == 0 else source, alone=self._size == 1)
         self._members: Members | None = None
         self._leading: Leading | None = None
         self._lead: Lead | None = None

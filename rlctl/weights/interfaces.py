@@ -89,25 +89,25 @@ def interface_of(host: str) -> str:
     return next((name for name, found in _ipv4_addresses().items() if found == str(address)), "")
 
 
-def address_on(interface: str) -> str:
+def address_on(interface: str, *, field: str = "interface") -> str:
     """This machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
 
-    Raises FIELD_INVALID, naming what there is, when it has none there.
+    Raises FIELD_INVALID with ``field``, naming what there is, when it has none there.
     """
     addresses = {str(ipaddress.IPv6Address(bytes.fromhex(raw))): name for raw, name in _ipv6_interfaces().items()}
     found = {**{address: name for name, address in _ipv4_addresses().items()}, **addresses}
-    for address, name in found.items():
-        if "/" in interface:
+    network = None
+    if "/" in interface:
+        try:
             network = ipaddress.ip_network(interface, strict=False)
-            parsed = ipaddress.ip_address(address)
-            if parsed.version == network.version and parsed in network:
-                return address
-        elif name == interface:
+        except ValueError as error:
+            raise Reason.FIELD_INVALID.error(f"{interface} is no network: {error}", field=field) from None
+    for address, name in found.items():
+        # An address of the other family is in no network of this one.
+        if name == interface if network is None else ipaddress.ip_address(address) in network:
             return address
     there = ", ".join(f"{name} {address}" for address, name in found.items())
-    raise Reason.FIELD_INVALID.error(
-        f"this machine has no address on {interface}; there are: {there}", field="interface"
-    )
+    raise Reason.FIELD_INVALID.error(f"this machine has no address on {interface}; there are: {there}", field=field)
 
 
 def _ipv4_addresses() -> dict[str, str]:

@@ -159,3 +159,6 @@ def test_an_interface_or_a_network_is_an_address_of_this_machine() -> None:
     for nowhere in ("no0", "203.0.113.0/24"):
         with pytest.raises(InvalidRequest, match=rf"no address on {nowhere}; there are: .*lo 127\.0\.0\.1"):
             address_on(nowhere)
+    with pytest.raises(InvalidRequest, match=r"10\.0\.0\.0/99 is no network") as caught:
+        address_on("10.0.0.0/99", field="network")
+    assert caught.value.field == "network"

@@ -57,6 +57,17 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
     await client.close()
 
 
+async def test_an_address_is_named_in_one_way(fleet: InProcessFleet) -> None:
+    async with await aio.connect(fleet.server.address) as client:
+        for settings, reason in (
+            ({"host": "127.0.0.1", "network": "lo"}, Reason.FIELD_CONFLICT),
+            ({"network": "203.0.113.0/24"}, Reason.FIELD_INVALID),
+        ):
+            with pytest.raises(RlctlError) as caught:
+                client.publisher("actor", **settings)
+            assert (caught.value.reason, caught.value.field) == (reason, "network")
+
+
 async def test_a_stage_that_a_version_has_not_come_to_is_named(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:

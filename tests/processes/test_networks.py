@@ -25,7 +25,7 @@ from rlctl.demo import tiny
 coordinator, *hosts = sys.argv[1:]
 with rlctl.connect(coordinator) as fleet:
     for seed, host in enumerate(hosts):
-        publisher = fleet.publisher("actor", host=host)
+        publisher = fleet.publisher("actor", **{"network" if "/" in host else "host": host})
         said = {}
         try:
             said["digest"] = publisher.update(tiny.make(seed=seed), version=f"from {host}").model_digest
@@ -82,7 +82,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def trained(place: tuple[str, ...], coordinator: str, *hosts: str) -> list[dict[str, Any]]:
-    """What came of updates from each of these addresses of the trainer."""
+    """What came of updates from each of these addresses, or networks, of the trainer."""
     command = [*place, sys.executable, "-c", TRAINER, coordinator, *hosts]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -112,10 +112,11 @@ def test_a_wrong_default_route_is_named_before_anything_is_paused(
     with serving(hosts.trainer, *coordinator, log=tmp_path / "coordinator.log") as found:
         address = found["address"]
         with serving(hosts.engine, *stage, *bound, "--coordinator", address, log=tmp_path / "engine.log"):
-            wrong, right = trained(hosts.trainer, address, "10.97.2.1", "10.97.1.1")
+            wrong, right, named = trained(hosts.trainer, address, "10.97.2.1", "10.97.1.1", "10.97.1.0/24")
     check_unreachable(wrong, "10.97.1.2", "control", "10.97.2.1", by="wrong")
     assert right["latest"] == "from 10.97.1.1", "the same engine takes the same update over the network that both have"
-    assert right["routable"] == [True]
+    assert named["latest"] == "from 10.97.1.0/24"
+    assert right["routable"] == named["routable"] == [True]
 
 
 def test_ipv6_loopback(tmp_path: Path, tiny: tuple[Any, Path]) -> None:

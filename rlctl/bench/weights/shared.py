@@ -111,6 +111,7 @@ def _tensor(setting: Setting) -> Reading:
         placing_ms=median([sample.placing_s for sample in measured.product]) * 1e3,
         update_ms=median([sample.total_s for sample in measured.product]) * 1e3,
         stall_ms=median([sample.stall_s for sample in measured.product]) * 1e3,
+        control_ms=median([sample.total_s - sample.written_s - sample.placing_s for sample in measured.product]) * 1e3,
     )
 
 
