@@ -71,6 +71,8 @@ def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankRes
     A rank without an entry, with two, or with one filed under coordinates that no rank has, is an UNKNOWN entry that
     says so: a result is never dropped, and one rank's answer is never taken for another's.
     """
+    if [worker.rank for worker in workers] == [result.coordinates.rank for result in results]:
+        return list(results)
     by_rank: dict[int, list[RankResult]] = {worker.rank: [] for worker in workers}
     strangers = [r.coordinates.rank for r in results if r.coordinates.rank not in by_rank]
     for result in results:

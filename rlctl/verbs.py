@@ -77,9 +77,13 @@ class Verb:
         """Whether this request changes anything."""
         return self.mutating and not (self.reads_if is not None and self.reads_if(request))
 
+    @functools.cached_property
+    def _allowed(self) -> frozenset[common_pb2.StageState.ValueType]:
+        return frozenset(common_pb2.StageState.Value(STATE_PREFIX + state) for state in self.states)
+
     def allows(self, state: common_pb2.StageState.ValueType) -> bool:
         """Whether a stage in this state carries the verb out."""
-        return common_pb2.StageState.Name(state).removeprefix(STATE_PREFIX) in self.states
+        return state in self._allowed
 
 
 def _read(name: str, *, cli: str, data: str, states: frozenset[str] = ANY) -> Verb:

@@ -74,15 +74,11 @@ async def _start_stage(slot: str, ranks: int) -> tuple[GrpcServer, StageRegistra
         clock,
     )
     executor = Executor(stage, clock)
-    methods = admin_methods("StageService", lambda: executor, clock, on_link_end=lambda link: _detached(stage, link))
+    methods = admin_methods("StageService", lambda: executor, clock, on_link_end=stage.detached)
     service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
     server = GrpcServer([(service, generic_handler(service, methods))], token=None)
     registration.address = registration.rollout_address = await server.start("127.0.0.1:0")
     return server, registration
-
-
-def _detached(stage: Stage, link: object) -> None:
-    stage.detached(link)
 
 
 async def _serve(coordinator: str, first: int, stages: int, ranks: int) -> None:

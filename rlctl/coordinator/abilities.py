@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import Message
 
 from rlctl.coordinator.roster import Slot
@@ -26,6 +28,17 @@ def incapable(slot: Slot, request: Message) -> RlctlError | None:
     if missing is None and isinstance(request, PauseGenerationRequest):
         missing = no_pause(slot, request.mode or PAUSE_MODE_ABORT, field="mode")
     return missing
+
+
+def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
+    """Why the first of these cannot carry a request out, if none of them can; None if one can."""
+    first = None
+    for slot in slots:
+        missing = incapable(slot, request)
+        if missing is None:
+            return None
+        first = first or missing
+    return first
 
 
 def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError | None:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
-from rlctl.coordinator.abilities import incapable
+from rlctl.coordinator.abilities import incapable_all
 from rlctl.coordinator.attempts import Attempts
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.from_disk import FromDisk
@@ -290,12 +290,10 @@ class Coordinator:
             targets, excluded = self.updates.adapter_holders(request)
         else:
             targets, excluded = self.roster.select(header.target)
-        missing = [incapable(slot, request) for slot in targets]
-        if all(missing):
-            first = missing[0]
-            assert first is not None
+        missing = incapable_all(targets, request)
+        if missing is not None:
             raise Reason.UNSUPPORTED_BY_ALL.error(
-                f"none of {len(targets)} stages can do {verb.name}: {first.message}", field=first.field
+                f"none of {len(targets)} stages can do {verb.name}: {missing.message}", field=missing.field
             )
         return targets, excluded
 

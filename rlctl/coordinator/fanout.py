@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -64,10 +65,15 @@ class Fanout:
         packed = self._pack(request)
         mutates = verb.mutates(request) and not aside
         results: dict[Slot, StageResult] = {}
-        waiting: dict[asyncio.Future[CommandResult], tuple[Slot, str]] = {}
+        waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
+        unanswered: set[Slot] = set()
+        everybody: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         given_up = False
 
         def settle(slot: Slot, done: asyncio.Future[CommandResult]) -> None:
+            unanswered.discard(slot)
+            if not unanswered and not everybody.done():
+                everybody.set_result(None)
             file(slot, self._answer(slot, done))
 
         def file(slot: Slot, result: StageResult) -> None:
@@ -75,22 +81,29 @@ class Fanout:
                 results[slot] = self._vetted(slot, verb, request, result, mutates=mutates)
                 on_result(results[slot])
 
-        # No task for each stage: of many stages, they would cost as much as their commands.
+        # No task for each stage, and no wait: of many stages, they would cost as much as their commands. Nothing is
+        # awaited between them either: whether the journal is still this coordinator's is asked once for all.
+        succeeded = self._peers.succession()
         for slot in slots:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
             try:
                 self._refuse_incapable(slot, request)
+                if succeeded is not None:
+                    raise succeeded
                 issued = self._peers.issue(slot, command_id, operation_id, packed, deadline, again=again)
             except RlctlError as error:
                 file(slot, self._failed(slot, error))
             else:
-                waiting[issued.result] = slot, command_id
+                waiting[slot] = issued.result, command_id
+                unanswered.add(slot)
                 issued.result.add_done_callback(functools.partial(settle, slot))
         try:
             if waiting:
-                await asyncio.wait(waiting, timeout=max(0.0, deadline - self._clock.now()))
-            for future, (slot, command_id) in waiting.items():
-                file(slot, self._answer(slot, future) if future.done() else self._late(slot, command_id))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                        await everybody
+            for slot, (answer, command_id) in waiting.items():
+                file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))
         finally:
             given_up = True
         if verb.mutates(request) and verb.waits:

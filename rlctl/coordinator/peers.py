@@ -203,10 +203,9 @@ class Peers:
     def issue(
         self, slot: Slot, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool
     ) -> Issued:
-        """Send a command. Where the link breaks under it, it is asked again over the next one, if ``again``. Raises
-        UNREACHABLE, outcome NOT_SENT, when no link stands.
+        """Send a command; :meth:`succession` was asked just before. Where the link breaks under it, it is asked again
+        over the next one, if ``again``. Raises UNREACHABLE, outcome NOT_SENT, when no link stands.
         """
-        self._refuse_succeeded()
         if slot.commander is None or slot.commander.lost:
             raise Reason.UNREACHABLE.error(f"no link to {slot.name} stands", outcome=OUTCOME_NOT_SENT)
         return slot.commander.issue(command_id, operation_id, request, deadline, again=again)
@@ -223,8 +222,13 @@ class Peers:
         return not self.succeeded.is_set()
 
     def _refuse_succeeded(self) -> None:
-        if not self._holds_journal():
-            raise self.succeeded_error()
+        succeeded = self.succession()
+        if succeeded is not None:
+            raise succeeded
+
+    def succession(self) -> RlctlError | None:
+        """Why nothing may be sent any more, the journal being another's; or None."""
+        return None if self._holds_journal() else self.succeeded_error()
 
     @staticmethod
     def succeeded_error() -> RlctlError:
@@ -290,7 +294,7 @@ class Peers:
             told = slot.report  # something newer may have come while it was noted who is there
             newer = told is not None and told.revision > attached.report.revision
             self._reported(slot, told if told is not None and newer else attached.report)
-            granting = asyncio.create_task(self._keep_granting(slot))
+            granting = asyncio.create_task(self._keep_granting(slot, commander))
             await receiving
         except TimeoutError:
             raise Reason.UNREACHABLE.error(f"{slot.name} did not answer the attach in {ATTACH_S:g} s") from None
@@ -322,10 +326,12 @@ class Peers:
         asyncio.get_running_loop().call_later(TURN_S, end)
         return end
 
-    async def _keep_granting(self, slot: Slot) -> None:
-        while True:
+    async def _keep_granting(self, slot: Slot, commander: Commander) -> None:
+        while self._holds_journal():
             self.grant(slot)
             await asyncio.sleep(GRANT_EVERY_S)
+        # To its successor something else may fill the slot: a stage that is held here would never ask there.
+        await commander.close()
 
     def _reported(self, slot: Slot, report: StageReport) -> None:
         first = slot.report is None

@@ -57,6 +57,7 @@ class Slot:
 
     Attributes:
         record: what is journaled.
+        name: the slot's, which stays.
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
@@ -73,6 +74,7 @@ class Slot:
     """
 
     record: SlotRecord
+    name: str = field(init=False)
     commander: Commander | None = None
     report: StageReport | None = None
     lease_until: float = float("-inf")
@@ -85,6 +87,10 @@ class Slot:
     spoilt_at: float | None = None
     unhealable: str = ""
 
+    def __post_init__(self) -> None:
+        """Take the name from the record."""
+        self.name = self.record.registration.slot
+
     @property
     def held(self) -> bool:
         """Whether generation is paused because an update paused it, not because somebody asked by name."""
@@ -94,11 +100,6 @@ class Slot:
     def former_until(self) -> float:
         """No later than this what filled the slot before may still be serving."""
         return max(self.formers.values(), default=float("-inf"))
-
-    @property
-    def name(self) -> str:
-        """The slot's name."""
-        return self.record.registration.slot
 
     @property
     def model(self) -> str:

@@ -59,7 +59,6 @@ class StageHost:
         self.machine = Machine(sim, slot, self.nodes)
         self._again = again
         self.executors: dict[int, Executor] = {}
-        self._left = asyncio.Event()
         self._generation: Generation | None = None
         for rank in range(1, processes):
             self.nodes[rank].start(self._follow(rank))
@@ -193,8 +192,8 @@ class StageHost:
         return self.stage.serving
 
     def _link_ended(self, link: End) -> None:
-        if self.stage is not None and self.stage.detached(link):
-            self._left.set()
+        if self.stage is not None:
+            self.stage.detached(link)
 
     async def _stay_registered(self, stage: Stage) -> None:
         while True:
@@ -203,8 +202,7 @@ class StageHost:
                 await self.sim.network.call(self.node, COORDINATOR, "RegisterStage", request, REGISTER_S)
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
-                self._left.clear()
-                await self._left.wait()
+                await stage.left.wait()
             except (TimeoutError, RlctlError):
                 pass
             await asyncio.sleep(REGISTER_AGAIN_S)

@@ -56,6 +56,11 @@ class Stage:
         self.incarnation = 0
         self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
         self.attached = asyncio.Event()
+        self.left = asyncio.Event()
+        """A coordinator holds the stage; none does. Exactly one of the two is set: who waits for one after the other
+        misses nothing, however soon a link ends again.
+        """
+        self.left.set()
         self._engine = engine
         self._relay = relay
         self._ranks = list(ranks)
@@ -94,6 +99,7 @@ class Stage:
         self.facts.fleet_epoch = attach.fleet_epoch
         self.facts.joined = True
         self.incarnation = attach.incarnation
+        self.left.clear()
         self.attached.set()
         self._changed(tell=False)
         return Attached(registration=self.registration, report=self.report())
@@ -118,13 +124,12 @@ class Stage:
         """Whether this is the coordinator's link."""
         return self._link is not None and link is self._link
 
-    def detached(self, link: object) -> bool:
-        """A stream has ended; the lease runs out by itself. Returns whether it was the coordinator's."""
-        if link is not self._link:
-            return False
-        self._link = None
-        self.attached.clear()
-        return True
+    def detached(self, link: object) -> None:
+        """A stream has ended. If it was the coordinator's, the lease runs out by itself."""
+        if link is self._link:
+            self._link = None
+            self.attached.clear()
+            self.left.set()
 
     async def leave(self) -> None:
         """End the coordinator's stream from this side."""
@@ -292,10 +297,11 @@ class Stage:
         steady = not self._writing and self._written == written
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome in _LOOKED and steady:
             outcome = self._contradicted(request, results) or outcome
-        self.facts.settle(verb, request, outcome, results, steady=steady)
+        changed = self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
-        self._changed()
+        if changed or spoils(request):
+            self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
 
     def _contradicted(

@@ -125,7 +125,8 @@ class Facts:
         return self.released_at if self.weights is Weights.LOST else self.version
 
     def _admits(self, version: WeightVersion) -> bool:
-        return any((v.sequence, v.label) == (version.sequence, version.label) and v.sequence > 0 for v in self.admitted)
+        sequence, label = version.sequence, version.label
+        return sequence > 0 and any(v.sequence == sequence and v.label == label for v in self.admitted)
 
     @property
     def vouched(self) -> bool:
@@ -163,10 +164,10 @@ class Facts:
         staging = self.update is not None and self.update.aside
         if staging or _of_staged(request):
             self._refuse_staged(request)
-        state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
         # The steps of a staged update leave the stage in whatever state it is.
         a_step = staging and (verb.in_update or _of_staged(request))
         if not a_step and not verb.allows(self.state):
+            state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
             raise Reason.ILLEGAL_STATE.error(
                 f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; this one is {state}",
                 metadata={"state": state},
@@ -242,13 +243,15 @@ class Facts:
         results: Sequence[RankResult],
         *,
         steady: bool = True,
-    ) -> None:
+    ) -> bool:
         """Take in what became of a verb. Where the outcome leaves it open, the side is assumed that serves nothing.
 
-        ``steady``: nothing was written while it was carried out, to what serves or to a shadow copy.
+        ``steady``: nothing was written while it was carried out, to what serves or to a shadow copy. Returns whether
+        any fact may have changed.
         """
         applied = outcome == OUTCOME_APPLIED
         possible = outcome in POSSIBLY_DONE
+        changed = True
         match request:
             case verbs_pb2.PauseGenerationRequest() if possible:
                 # Whoever pauses by name takes an update's pause over; an update does not take over theirs.
@@ -301,6 +304,8 @@ class Facts:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
+            case _:
+                changed = False
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
         beside = self.update is not None and self.update.adapter is not None
         # A write of a staged update reaches what serves only if the engine itself says that it has gone wrong so far.
@@ -309,6 +314,8 @@ class Facts:
             if self.update is not None:
                 self.update.touched = True
             self._mixed()
+            changed = True
+        return changed
 
     def is_aside(self, verb: Verb, request: Message) -> bool:
         """Whether a verb, a step of a staged update, leaves alone what serves, whatever becomes of it."""

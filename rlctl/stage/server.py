@@ -104,7 +104,6 @@ class StageServer:
         self._failure: RlctlError | None = None
         self._engine = self._new_engine()
         self._rollout_loop = LoopThread(f"rollout {config.slot}")
-        self._left = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._registering: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -282,8 +281,8 @@ class StageServer:
         return self._stage.serving
 
     def _link_ended(self, link: object) -> None:
-        if self._stage is not None and self._stage.detached(link):
-            self._left.set()
+        if self._stage is not None:
+            self._stage.detached(link)
 
     def _advertised(self, bound: str) -> str:
         if not self.config.advertise or bound.startswith("unix:"):
@@ -341,8 +340,7 @@ class StageServer:
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
                 told = ""
-                self._left.clear()
-                await self._left.wait()
+                await stage.left.wait()
                 trouble = "the coordinator's stream has ended"
             except TimeoutError:
                 trouble = "registered, but no coordinator attached"

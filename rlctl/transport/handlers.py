@@ -91,15 +91,13 @@ def _streaming(
 def _bidirectional(
     method: MethodDescriptor, request_type: type[Message], implementation: Any
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    async def stream(
-        requests: AsyncIterator[Message], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Message]:
+    async def stream(requests: AsyncIterator[Message], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
             if implementation is None:
                 raise _unimplemented(method)
             async with contextlib.aclosing(implementation(requests)) as answers:
                 async for answer in answers:
-                    yield answer
+                    await context.write(answer)
         except RlctlError as error:
             await abort(context, error)
 

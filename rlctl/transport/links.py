@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
@@ -44,13 +45,34 @@ class GrpcDialer:
         return DialledLink(channel, call)
 
 
+class _Outbox:
+    """What is to be written, in order, for one writer. As it is never full, it needs none of asyncio.Queue's care."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Any] = deque()
+        self._writer: asyncio.Future[None] | None = None
+
+    def put(self, message: Any) -> None:
+        """Never waits."""
+        self._messages.append(message)
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    async def get(self) -> Any:
+        """The next message, once there is one."""
+        while not self._messages:
+            self._writer = asyncio.get_running_loop().create_future()
+            await self._writer
+        return self._messages.popleft()
+
+
 class DialledLink:
     """The dialling end."""
 
     def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
         self._channel = channel
         self._call = call
-        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._outbox = _Outbox()
         self._writer = asyncio.create_task(self._write())
         self._ended = False
 
@@ -58,7 +80,7 @@ class DialledLink:
         """Queue a message. Raises LINK_LOST."""
         if self._ended:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
-        self._outbox.put_nowait(message)
+        self._outbox.put(message)
 
     async def receive(self) -> AsyncIterator[Any]:
         """Messages until the stream ends. Raises what the peer ended it with, if that was an error."""
@@ -92,18 +114,18 @@ class DialledLink:
 
 
 class ServedLink:
-    """The serving end, for a handler that yields :meth:`messages`."""
+    """The serving end, for a handler that yields what was :meth:`sent`."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = requests
-        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._outbox = _Outbox()
         self._ended = False
 
     def send(self, message: Any) -> None:
         """Queue a message. Raises LINK_LOST."""
         if self._ended:
             raise Reason.LINK_LOST.error(outcome=OUTCOME_NOT_SENT)
-        self._outbox.put_nowait(message)
+        self._outbox.put(message)
 
     async def receive(self) -> AsyncIterator[Any]:
         """Messages until the stream ends."""
@@ -123,12 +145,11 @@ class ServedLink:
         """End the stream once what is queued has been sent."""
         if not self._ended:
             self._ended = True
-            self._outbox.put_nowait(None)
+            self._outbox.put(None)
 
-    async def messages(self) -> AsyncIterator[Any]:
-        """What was sent, until the link is closed."""
-        while (message := await self._outbox.get()) is not None:
-            yield message
+    async def sent(self) -> Any:
+        """The next message that was sent; None once the link is closed."""
+        return await self._outbox.get()
 
 
 def serve_links(
@@ -141,7 +162,7 @@ def serve_links(
         obeying = asyncio.ensure_future(obey(link))
         obeying.add_done_callback(lambda _: link.end())
         try:
-            async for message in link.messages():
+            while (message := await link.sent()) is not None:
                 yield message
         finally:
             obeying.cancel()

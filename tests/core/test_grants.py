@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -64,9 +65,12 @@ async def stage(clock: Clock) -> Stage:
     return stage
 
 
+def attaching(epoch: int) -> Attach:
+    return Attach(fleet_epoch=epoch, slot="actor-0", incarnation=1, contract_version=CONTRACT_VERSION)
+
+
 async def attach(stage: Stage, epoch: int) -> Attached:
-    request = Attach(fleet_epoch=epoch, slot="actor-0", incarnation=1, contract_version=CONTRACT_VERSION)
-    return await stage.attach(request, cast(Any, Link()))
+    return await stage.attach(attaching(epoch), cast(Any, Link()))
 
 
 def grant(
@@ -131,3 +135,25 @@ async def test_a_stage_says_which_grant_it_was_asked_to_confirm(stage: Stage) ->
     stage.grant(grant(5, confirm=True))
     stage.grant(grant(6))
     assert stage.report().grant_number == 5
+
+
+async def test_whoever_waits_hears_of_a_coordinator_that_left_as_soon_as_it_had_come(clock: Clock) -> None:
+    registration = StageRegistration(slot="actor-0", model="actor")
+    stage = Stage(registration, cast(Any, Versioned()), cast(Any, None), [], clock)
+    waiting = asyncio.create_task(stage.attached.wait())
+    await asyncio.sleep(0)
+    link = cast(Any, Link())
+    await stage.attach(attaching(7), link)
+    stage.detached(link)
+    await waiting  # it has been there
+    async with asyncio.timeout(1):
+        await stage.left.wait()
+
+
+async def test_the_end_of_a_link_that_was_replaced_is_not_the_coordinators(stage: Stage) -> None:
+    former, present = cast(Any, Link()), cast(Any, Link())
+    for link in (former, present):
+        await stage.attach(attaching(7), link)
+    stage.detached(former)
+    assert stage.attached.is_set()
+    assert not stage.left.is_set()

@@ -14,6 +14,7 @@ from updating import abort, begin, refusal, unreachable
 
 from rlctl.client import aio
 from rlctl.control.commander import Commander
+from rlctl.coordinator import peers
 from rlctl.errors import InvalidRequest, Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
@@ -213,6 +214,20 @@ async def test_an_adopting_coordinator_fences_the_one_before(fleet: InProcessFle
     assert successor.stage("a").state == common.STAGE_STATE_PAUSED
     await successor.channel.close()
     await successor.server.stop()
+
+
+async def test_a_coordinator_that_has_lost_its_journal_lets_go_of_its_stages(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To its successor something else may fill a slot: whoever it went on to hold here would never ask there."""
+    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    async with make_fleet(a=1, b=1) as fleet:
+        coordinator = fleet.server.coordinator
+        monkeypatch.setattr(coordinator._journal, "held", lambda: False)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(fleet.stages[slot]._stage.left.wait() for slot in "ab"))
+        with pytest.raises(RlctlError, match="journal"):
+            await coordinator.end_of_reign()
 
 
 async def test_stages_that_are_adopted_at_once_never_lower_the_epoch(make_fleet: Callable, tmp_path: Path) -> None:
