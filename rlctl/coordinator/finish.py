@@ -91,11 +91,8 @@ class Finish:
             if not session.published:
                 raise
             await self.break_off(run, error)
-            return
-        finally:
-            if session.published:
-                versions.close(session.model)
-        self._conclude(run)
+        else:
+            self._conclude(run)
 
     async def commit_batch(self, run: Run, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit and resume the present batch of an update that rolls in place; with
@@ -118,8 +115,6 @@ class Finish:
             await self._close(run, self._session.model.record.model_digest, typed(error))
         except RlctlError as again:
             self._log_unfinished(run, again)
-        finally:
-            versions.close(self._session.model)
         self._conclude(run, typed(error))
         if run.operation.state == OPERATION_STATE_OK:
             run.operation.state = OPERATION_STATE_PARTIAL
@@ -179,6 +174,8 @@ class Finish:
         ``error``: why those that it has not come to are left out.
         """
         session = self._session
+        if session.published:  # whatever fails from here on: nobody is granted the version before again
+            versions.close(session.model)
         async with self._silencing(session.done):
             good = self._present(run, session.done)
             if not session.published:
@@ -191,11 +188,12 @@ class Finish:
             for result in await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), left, cleanup=True):
                 if result.slot not in answered:
                     session.file(run, result, stopped)
-            await self._publish(run, good, digest)
-            versions.close(session.model)
-            if session.adapter is None:
-                for slot in self._roster.slots.values():
-                    slot.late = slot.late or (slot.model == session.model.record.name and slot not in good)
+            try:
+                await self._publish(run, good, digest)
+            finally:
+                if session.published and session.adapter is None:
+                    for slot in self._roster.slots.values():
+                        slot.late = slot.late or (slot.model == session.model.record.name and slot not in good)
 
     async def _serve(self, run: Run, good: Sequence[Slot]) -> None:
         """Wait until targets that hold the published version serve it, and let them generate."""

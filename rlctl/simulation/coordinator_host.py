@@ -105,7 +105,7 @@ class CoordinatorHost:
         answer = await getattr(self.coordinator, _PLAIN[method])(request)
         if fenced:
             self.sim.observer.broken("I5", f"{method} was not refused: {request}")
-        if isinstance(request, BeginWeightUpdateRequest) and not request.implicit:
+        if isinstance(request, BeginWeightUpdateRequest) and not (request.implicit or request.header.validate_only):
             self.sim.observer.began(request.model, request.trainer.incarnation)
         return answer
 

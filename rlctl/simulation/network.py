@@ -150,6 +150,8 @@ class Network:
         self._serving: dict[str, tuple[Node, Serve]] = {}
         self._calls: dict[str, tuple[Node, Handler]] = {}
         self._connections: dict[End, None] = {}
+        self._connected: set[Node] = set()
+        """Processes whose connections end with them."""
         self.cut: list[Partition] = []
         self.slow = 0.0
         self.messages = 0
@@ -166,7 +168,12 @@ class Network:
     def listen(self, node: Node, address: str, serve: Serve) -> None:
         """Serve links at an address while the process lives."""
         self._serving[address] = node, serve
-        node.at_end.append(lambda: self._gone(node))
+        self._connects(node)
+
+    def _connects(self, node: Node) -> None:
+        if node not in self._connected:
+            self._connected.add(node)
+            node.at_end.append(lambda: self._gone(node))
 
     def _gone(self, node: Node) -> None:
         for end in [end for end in self._connections if node in (end.node, end.peer.node)]:
@@ -230,6 +237,7 @@ class Network:
         if self.parted(node, server) or server.stopped:
             await asyncio.sleep(CONNECT_S)
             raise Reason.UNREACHABLE.error(f"{address} did not answer in {CONNECT_S:g} s", outcome=OUTCOME_NOT_SENT)
+        self._connects(node)
         near, far = End(self, node), End(self, server)
         near.peer, far.peer = far, near
         self._connections[near] = None

@@ -241,6 +241,10 @@ async def test_targets_that_could_not_be_told_of_the_end_say_what_was_in_the_way
         await commit_batch(three, plan, digest("w1"))
         async with asyncio.timeout(10):
             await run.ended.wait()
+        # Over the link that grants come by: whatever was granted until now has been taken in.
+        await three.stub.GetModelInfo(v.GetModelInfoRequest())
+        served = {slot: [version.label for version in three.stages[slot]._stage.facts.admitted] for slot in "ac"}
+        assert served == {"a": ["step-1"], "c": ["step-1"]}
     finally:
         journal.write = write_through  # type: ignore[method-assign]
     results = {result.slot: result for result in run.operation.stage_results}
