@@ -195,16 +195,19 @@ class Commander:
 
     async def _ping(self) -> None:
         nonce = unanswered = 0
-        heard = self.last_heard
+        heard, echoed = self.last_heard, self.echoed_at
         while not self.lost:
             await asyncio.sleep(PING_EVERY_S)
-            # In pings and not in time: while this process itself was stopped, it asked for nothing.
+            # In turns and not in time: while this process itself was stopped, it asked for nothing.
             unanswered = unanswered + 1 if self.last_heard == heard else 0
-            heard = self.last_heard
+            answered = self.echoed_at != echoed
+            heard, echoed = self.last_heard, self.echoed_at
             starting = self._attached is not None and not self._attached.done()
             if unanswered * PING_EVERY_S >= self._silence_s + starting * self._starting_s:
                 await self._link.close()
                 return
+            if answered:  # just now: it is let alone for one turn, which halves what a fleet costs that does nothing
+                continue
             nonce += 1
             with contextlib.suppress(RlctlError):
                 self._send(ControlRequest(ping=Ping(nonce=nonce)))
