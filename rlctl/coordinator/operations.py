@@ -238,19 +238,16 @@ class Operations:
 
     async def _end(self, run: Run) -> None:
         expired = self._expired()
+        ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
         # An id of a clock that goes ahead must not make those of all other callers look old.
-        forgotten = max(self._forgotten, min(max(expired, default=""), self._clock.new_id()))
+        forgotten = max(self._forgotten, min(max(ids, default=""), self._clock.new_id()))
         changes: list[Put | Delete] = [Delete("operation", key) for key in expired]
         if expired:
             changes.append(Put("forgotten", "", forgotten.encode()))
         try:
             await self._journal.write([_put(run.record), *changes])
-            self._unrecorded.difference_update(expired)
-            for key in expired:
-                for call in self._runs[key].record.joined:
-                    del self._joined[call.request_id]
-                del self._runs[key], self._ended[key]
-            self._forgotten = forgotten
+            self._forget(expired)
+            self._forgotten = max(self._forgotten, forgotten)
         except RlctlError as error:
             self._unrecorded.add(run.operation.operation_id)
             log.warning(
@@ -263,6 +260,15 @@ class Operations:
             self._ended[run.operation.operation_id] = None
             run.ended.set()
             await run.notify()
+
+    def _forget(self, expired: Sequence[str]) -> None:
+        """Another operation that ended at the same time may have forgotten them already."""
+        self._unrecorded.difference_update(expired)
+        for key in expired:
+            run = self._runs.pop(key, None)
+            self._ended.pop(key, None)
+            for call in run.record.joined if run is not None else ():
+                self._joined.pop(call.request_id, None)
 
     async def record_ended(self) -> None:
         """Record the ends that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""

@@ -1,0 +1,116 @@
+"""Operations that are forgotten: what of them is refused from then on, and operations that end at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from rlctl.coordinator.operations import Operations, Run
+from rlctl.coordinator.roster import Roster
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Delete, Put, SystemClock
+from rlctl.testing.waiting import eventually
+from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.verbs_pb2 import FlushCacheRequest, LoadAdapterRequest
+
+
+class Clock(SystemClock):
+    """No two of its ids are of the same millisecond."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def new_id(self) -> str:
+        self._made += 1
+        return f"00000000-{self._made:04x}-7000-8000-000000000000"
+
+
+class Memory:
+    """A journal that writes when it is let."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[str, str], bytes] = {}
+        self.let = asyncio.Event()
+        self.let.set()
+
+    async def write(self, changes: Sequence[Put | Delete]) -> None:
+        await self.let.wait()
+        for change in changes:
+            if isinstance(change, Put):
+                self.records[change.kind, change.key] = change.body
+            else:
+                self.records.pop((change.kind, change.key), None)
+
+    def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
+        return [(key, body) for (k, key), body in self.records.items() if k == kind]
+
+    def held(self) -> bool:
+        return True
+
+
+CLOCK = Clock()
+
+
+def operations(journal: Memory, retained: int) -> Operations:
+    return Operations(journal, Roster(journal, CLOCK), CLOCK, retained)
+
+
+async def begun(operations: Operations, let: asyncio.Event) -> Run:
+    async def work(_: Run) -> None:
+        await let.wait()
+
+    request = FlushCacheRequest(header=RequestHeader(request_id=CLOCK.new_id()))
+    return await operations.start(request, verb="FlushCache", targets=[], excluded=[], work=work, exclusive=False)
+
+
+async def ended(operations: Operations) -> Run:
+    let = asyncio.Event()
+    let.set()
+    run = await begun(operations, let)
+    await run.ended.wait()
+    return run
+
+
+async def test_operations_that_end_at_the_same_time_forget_the_same_one_once() -> None:
+    journal = Memory()
+    kept = operations(journal, retained=1)
+    first = await ended(kept)
+    second = await ended(kept)
+    let = asyncio.Event()
+    runs = [await begun(kept, let) for _ in range(3)]
+    journal.let.clear()
+    let.set()
+    await eventually(lambda: all(run.operation.HasField("done_time") for run in runs))
+    journal.let.set()
+    for run in runs:
+        assert run.task is not None
+        await run.task  # nothing went wrong in it
+    last = await ended(kept)
+    known = {run.operation.operation_id for run in kept.newest_first("", 0)}
+    assert known == {runs[-1].operation.operation_id, last.operation.operation_id}
+    assert {key for kind, key in journal.records if kind == "operation"} == known
+    for forgotten in (first, second, *runs[:-1]):
+        asked = FlushCacheRequest(header=RequestHeader(request_id=forgotten.operation.operation_id))
+        with pytest.raises(RlctlError) as refused:
+            kept.known(asked.header.request_id, asked)
+        assert refused.value.reason is Reason.REQUEST_ID_EXPIRED
+
+
+async def test_a_call_that_joined_an_operation_is_refused_once_that_is_forgotten() -> None:
+    """Its id may be newer than any that started an operation which is forgotten."""
+    journal = Memory()
+    kept = operations(journal, retained=1)
+    run = await ended(kept)
+    call = LoadAdapterRequest(name="math", path="x", header=RequestHeader(request_id=CLOCK.new_id()))
+    await kept.join(run, call)
+    assert kept.known(call.header.request_id, call) is run
+    await ended(kept)
+    await ended(kept)
+    for each in (kept, later := operations(journal, retained=1)):
+        if each is later:
+            await later.load()
+        with pytest.raises(RlctlError) as refused:
+            each.known(call.header.request_id, call)
+        assert refused.value.reason is Reason.REQUEST_ID_EXPIRED
