@@ -75,6 +75,7 @@ class Seed:
         sim.counts.messages = sim.network.messages
         sim.counts.turns = world.turns
         sim.counts.virtual_seconds = world.now
+        world.find_unheard()
         for defect in world.defects:
             sim.observer.broken("I0", defect)
         world.close()

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rlctl.errors import RlctlError
+
 T = TypeVar("T")
 
 CLOSING_ROUNDS = 20
@@ -292,7 +294,7 @@ class World:
         """Hold a task until it has ended: nothing else may hold one of a process that was killed."""
         self._tasks.append(task)
         if len(self._tasks) > self._kept:
-            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tasks = [task for task in self._tasks if not task.done() or _unheard(task)]
             self._kept = len(self._tasks) + KEPT
 
     def sleeps(self, loop: NodeLoop) -> None:
@@ -337,6 +339,16 @@ class World:
         digits = f"{value:032x}"
         return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
+    def find_unheard(self) -> None:
+        """Find tasks that failed with a defect which nobody has asked for. The garbage collector tells only of those
+        that nobody holds either. A typed error is the answer to a caller that has left.
+        """
+        for task in filter(_unheard, self._tasks):
+            error = task.exception()
+            if not isinstance(error, RlctlError):
+                message = "nobody has asked what a task has failed with"
+                task.get_loop().call_exception_handler({"message": message, "exception": error, "task": task})
+
     def close(self) -> None:
         """Let everything go. What is left of each process is cancelled first: no coroutine may be torn down by the
         garbage collector, outside of its loop.
@@ -355,6 +367,11 @@ class World:
         asyncio._set_running_loop(None)
         self._timers.clear()
         self.nodes.clear()
+
+
+def _unheard(task: asyncio.Task[Any]) -> bool:
+    """Whether a task has failed, and nobody has asked with what."""
+    return task.done() and task._log_traceback
 
 
 class SimClock:
