@@ -275,7 +275,7 @@ class Finish:
         commit = CommitUpdateRequest(version=session.record.plan.version, adapters=options.adapters)
         # A flush where the commit has failed costs entries that could have been kept, and nothing else.
         committed, *flushed = await session.in_order(session.step(commit, slots), *self._flushing(slots))
-        good = self._flushed(run, self._keep(run, slots, committed), flushed)
+        good = await self._flushed(run, self._keep(run, slots, committed), flushed)
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
         if session.staged:
@@ -341,13 +341,13 @@ class Finish:
         steps.append(self._session.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)]))
         return steps
 
-    def _flushed(self, run: Run, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
-        """Those that have done all of :meth:`_flushing`."""
-        kept = {slot.name for slot in slots}
-        flat = [result for step in results for result in step if result.slot in kept]
+    async def _flushed(self, run: Run, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
+        """Those that have done all of :meth:`_flushing`. The state of the others, whose commit went well, does not say
+        that they may not serve.
+        """
+        flat = [result for step in results for result in step]
         failed = {r.slot: from_detail(r.error) for r in flat if r.outcome != OUTCOME_APPLIED}
-        self._spoil(run, failed)
-        return [slot for slot in slots if slot.name not in failed]
+        return await self._without(run, slots, {slot.name: failed[slot.name] for slot in slots if slot.name in failed})
 
     async def _verify(
         self, run: Run, slots: list[Slot], committed: Sequence[StageResult], levels: Levels, expected: Expected

@@ -440,6 +440,19 @@ async def test_a_second_batch_that_fails_leaves_the_first_serving_and_the_rest_s
     assert not any(three.stage(slot).report.update_id for slot in "abc")
 
 
+async def test_a_stage_that_could_not_flush_after_its_swap_serves_nothing(three: InProcessFleet) -> None:
+    """The version is published and admitted, so that nothing but a quarantine keeps it from serving old KV entries."""
+    plan = await stage_weights(three, "w1", **rolling(1))
+    with hooked(three, "b", "flush_cache", failing(Reason.ENGINE_FAILED.error("no flush"))):
+        operation = await commit(three, plan, digest("w1"))
+    assert operation.state == OPERATION_STATE_PARTIAL
+    assert outcomes(operation) == {"a": OUTCOME_APPLIED, "b": OUTCOME_DIRTY, "c": OUTCOME_REJECTED}
+    seen = three.stage("b")
+    assert seen.HasField("quarantine")
+    assert not seen.routable
+    assert not three.stages["b"]._stage.report().lease_held
+
+
 async def test_a_first_batch_that_fails_publishes_nothing(three: InProcessFleet) -> None:
     plan = await stage_weights(three, "w1", **rolling(1))
     with hooked(three, "a", "commit_update", failing(Reason.ENGINE_FAILED.error("no swap"))):
