@@ -91,6 +91,8 @@ class SimEngine(Engine):
         self._idle = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._released: frozenset[int] = frozenset()
+        self._entries: set[tuple[str, ...]] = set()
+        """What entries of the KV cache were computed with: there are some of what was held when it was last empty."""
         self._version = WeightVersion()
         self._intake = Intake(machine.sim, machine.slot, self.node, self.holding)
 
@@ -104,6 +106,7 @@ class SimEngine(Engine):
         await asyncio.sleep(self.node.random.uniform(0.01, 0.3))
         self.machine.engines.append(self)
         self.holding.weights = dict(self._sim.disks[self.slot.checkpoint])
+        self._empty()
         host = self.slot.host
         workers = [
             WorkerCoordinates(rank=rank, tp=rank, node=host, host_id=host, device="cpu")
@@ -258,7 +261,17 @@ class SimEngine(Engine):
         await self._begin("FlushCache", call)
         if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
             raise Reason.ACTIVE_REQUESTS.error("requests hold KV entries")
+        self._empty()
         return verbs.FlushReport(tiers=["kv"])
+
+    def _empty(self) -> None:
+        """Nothing is left in the cache but, from now on, what is computed with the present weights."""
+        self._entries = {tuple(self.holding.weights.values())}
+
+    @property
+    def stale(self) -> bool:
+        """Whether there are entries of other weights than those that are held."""
+        return bool(self._entries - {tuple(self.holding.weights.values())})
 
     async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
         """Give regions back."""
@@ -273,7 +286,10 @@ class SimEngine(Engine):
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
         """Take regions again."""
         await self._begin("ResumeMemory", call)
-        self._released -= frozenset(request.tags) or TAGS
+        tags = frozenset(request.tags) or TAGS
+        if MEMORY_TAG_KV_CACHE in self._released & tags:
+            self._empty()
+        self._released -= tags
         return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
 
     # Weights.
@@ -483,7 +499,8 @@ class SimEngine(Engine):
                 part = self._part(mine, count, kind)
                 if not kind:
                     held = [engine.holding for engine in self.machine.engines]
-                    self._sim.observer.made(part, request.adapter, held, self._released)
+                    stale = any(engine.stale for engine in self.machine.engines)
+                    self._sim.observer.made(part, request.adapter, held, self._released, stale=stale)
                 yield part
                 if kind:
                     return

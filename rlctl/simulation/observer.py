@@ -61,6 +61,7 @@ class _Made:
     released: frozenset[int]
     adapter: str
     adapters: list[Tensors]
+    stale: bool
 
 
 class Observer:
@@ -216,11 +217,13 @@ class Observer:
         """Sequences that may be served now: the latest, and the one before it while an update rolls."""
         return sorted({self.sequence(model), *(entry[2] for entry in self._rolling if entry[0] == model)})
 
-    def made(self, part: GenerateResponse, adapter: str, held: Sequence[Holding], released: frozenset[int]) -> None:
-        """An engine made a token from what its ranks held."""
+    def made(
+        self, part: GenerateResponse, adapter: str, held: Sequence[Holding], released: frozenset[int], *, stale: bool
+    ) -> None:
+        """An engine made a token from what its ranks held; ``stale``: and from KV entries of other weights."""
         adapters = [rank.adapters.get(adapter, (None, {}))[1] for rank in held] if adapter else []
         weights = [dict(rank.weights) for rank in held]
-        self._made[part.rid, part.samples[0].output_ids[0]] = _Made(weights, released, adapter, adapters)
+        self._made[part.rid, part.samples[0].output_ids[0]] = _Made(weights, released, adapter, adapters, stale)
 
     def served(self, name: str, model: str, part: GenerateResponse) -> None:
         """A token left a stage."""
@@ -230,6 +233,8 @@ class Observer:
         made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
         if made.released:
             self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")
+        if made.stale:
+            self.broken("I1", f"{name} served a token with KV entries of other weights")
         span = part.samples[0].versions[0]
         self.right(name, model, span.version.sequence, made.weights, "served a token of")
         known = self._loaded.get((model, span.version.sequence), {})
