@@ -141,7 +141,7 @@ class Peers:
 
         def until() -> float:
             mays = [leases[slot] for slot in slots if not self._took(slot, numbers[slot])]
-            return max((*mays, *(slot.former_until for slot in slots)), default=0.0)
+            return max((*mays, self._roster.formers.until(model.record.name)))
 
         await self._passed(until)
 
@@ -169,8 +169,7 @@ class Peers:
 
         def until() -> float:
             mays = [slot.lease_until for slot in self._others(model) if not self._is_silent(slot)]
-            formers = [slot.former_until for slot in self._roster.slots.values() if slot.model == model.record.name]
-            return max((*mays, *formers), default=0.0)
+            return max((*mays, self._roster.formers.until(model.record.name)))
 
         await self._passed(until)
 
@@ -196,9 +195,15 @@ class Peers:
                 self.grant(slot)
 
     def outlive_predecessor(self) -> None:
-        """After a takeover: stages may still be serving under a lease that a coordinator before this one gave."""
-        for slot in self._roster.slots.values():
-            slot.lease_until = self._clock.now() + self._lease_s + DRIFT_S
+        """After a takeover: stages may still be serving under a lease that a coordinator before this one gave. So may
+        what filled a slot before, and was cut off: what it served, and until when, that coordinator knew.
+        """
+        now, slots = self._clock.now(), self._roster.slots.values()
+        for slot in slots:
+            slot.lease_until = now + self._lease_s + DRIFT_S
+        if any(slot.record.incarnation > 1 for slot in slots):
+            for model in self._roster.models:
+                self._roster.formers.add("", model, now + self._lease_s + DRIFT_S, now)
 
     def issue(
         self, slot: Slot, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool
@@ -288,7 +293,7 @@ class Peers:
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
             slot.commander, slot.gone = commander, False
-            slot.formers.pop(registration.address, None)  # this one listens there now
+            self._roster.formers.gone(registration.address)
             connected()
             self._unanswered.ask(slot, commander)
             told = slot.report  # something newer may have come while it was noted who is there

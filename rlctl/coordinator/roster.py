@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
 from rlctl.coordinator.followers import Followers
+from rlctl.coordinator.formers import Formers
 from rlctl.errors import Reason
 from rlctl.ports import Clock, Journal, Put
 from rlctl.times import duration
@@ -61,7 +62,6 @@ class Slot:
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
-        formers: the same, by address, of what filled the slot before and may be alive, only cut off.
         gone: nobody listens at its address any more, or it has said that it leaves: once replaced it serves nothing.
         silent_from: number of the grant from which on a confirmation says that it serves nothing while a version is
             published; 0: none does, its lease must run out.
@@ -78,7 +78,6 @@ class Slot:
     commander: Commander | None = None
     report: StageReport | None = None
     lease_until: float = float("-inf")
-    formers: dict[str, float] = field(default_factory=dict)
     gone: bool = False
     silent_from: int = 0
     restoring: bool = False
@@ -95,11 +94,6 @@ class Slot:
     def held(self) -> bool:
         """Whether generation is paused because an update paused it, not because somebody asked by name."""
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
-
-    @property
-    def former_until(self) -> float:
-        """No later than this what filled the slot before may still be serving."""
-        return max(self.formers.values(), default=float("-inf"))
 
     @property
     def model(self) -> str:
@@ -192,6 +186,7 @@ class Roster:
         self._revision = 0
         self._watchers: dict[asyncio.Queue[None], None] = {}
         self.followers = Followers()
+        self.formers = Formers()
         self._closed = False
         self.publishing = asyncio.Lock()
         """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
@@ -229,12 +224,9 @@ class Roster:
             if slot is None or not same:
                 former, slot = slot, Slot(record)
                 self.slots[registration.slot] = slot
-                if former is not None:
-                    now = self._clock.now()
-                    slot.formers |= {address: until for address, until in former.formers.items() if until > now}
+                if former is not None and not former.gone:
                     address = former.record.registration.address
-                    if not former.gone:
-                        slot.formers[address] = max(former.lease_until, slot.formers.get(address, former.lease_until))
+                    self.formers.add(address, former.model, former.lease_until, self._clock.now())
             else:
                 _fill(slot.record, registration)
         self.changed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from updating import begin, join, unreachable, update, write
@@ -86,6 +87,35 @@ async def test_what_is_cut_off_is_waited_for_though_another_process_fills_its_sl
             assert former._stage.report().lease_held
             assert (await update(fleet, "two")).state == OPERATION_STATE_OK
             assert not former._stage.report().lease_held
+        await former.stop()
+
+
+async def test_what_is_cut_off_is_waited_for_though_its_slot_serves_another_model_now(make_fleet: Callable) -> None:
+    async with make_fleet(lease_s=2.0, a=1, b=1) as fleet:
+        former = fleet.stages["a"]
+        async with unreachable(fleet, "a"):
+            await fleet.start_stage(replace(fleet.specs[0], model="critic"))
+            await fleet.until(lambda stages: stages[0].registration.model == "critic" and stages[0].routable)
+            assert former._stage.report().lease_held
+            assert (await update(fleet, "two")).state == OPERATION_STATE_OK
+            assert not former._stage.report().lease_held
+        await former.stop()
+
+
+async def test_what_is_cut_off_is_waited_for_by_the_next_coordinator(make_fleet: Callable) -> None:
+    """Nothing on record says that it had been replaced, or which lease it has."""
+    async with make_fleet(lease_s=4.0, a=1, b=1) as fleet:
+        former = fleet.stages["a"]
+        async with unreachable(fleet, "a"):
+            await fleet.start_stage(fleet.specs[0])
+            await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+        await fleet.channel.close()
+        await fleet.server.stop()
+        await fleet.start_coordinator(fleet.server.address)
+        await fleet.until(lambda stages: all(stage.routable for stage in stages))
+        assert former._stage.report().lease_held
+        assert (await update(fleet, "two")).state == OPERATION_STATE_OK
+        assert not former._stage.report().lease_held
         await former.stop()
 
 
