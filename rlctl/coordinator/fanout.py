@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 from google.protobuf.any_pb2 import Any
@@ -27,6 +28,8 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.verbs import Verb, of_request
+
+log = logging.getLogger(__name__)
 
 _WITHOUT_RANKS = (OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_UNKNOWN)
 """Outcomes that a stage may answer with, or that the coordinator gives, before any rank was asked."""
@@ -51,6 +54,7 @@ class Fanout:
         on_result: Callable[[StageResult], None] = lambda _: None,
         aside: bool = False,
         again: bool = True,
+        lenient: bool = False,
     ) -> list[StageResult]:
         """Results in the order of ``slots``. The request is serialised once, with the fence filled in.
 
@@ -59,7 +63,8 @@ class Fanout:
         mutating verb is UNKNOWN or DIRTY is quarantined, unless the verb touches nothing that is served (groups, steps
         of a staged update). What a read has found the stage says by its own state: the answer may be an old one.
         ``aside``: it is such a step. ``again``: where a link breaks under the command, what became of it is asked over
-        the next one.
+        the next one. ``lenient``: the results count also where a quarantine could not be recorded, which is tried
+        again; otherwise that is raised, since nothing may be decided that a crash would let it be forgotten for.
         """
         verb = of_request(request)
         packed = self._pack(request)
@@ -109,7 +114,12 @@ class Fanout:
         if verb.mutates(request) and verb.waits:
             spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
             spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}
-            await self._roster.quarantine(spoilt)
+            try:
+                await self._roster.quarantine(spoilt)
+            except RlctlError as error:
+                if not lenient:
+                    raise
+                log.warning("%s %s: who is quarantined could not be recorded: %s", verb.name, operation_id, error)
             for slot in slots:
                 if slot.record.HasField("quarantine"):
                     self._peers.grant(slot)

@@ -28,6 +28,7 @@ from rlctl.coordinator.sources import Sources, needs_heal, unverifiable
 from rlctl.coordinator.verification import Expected
 from rlctl.coordinator.versions import adoptable
 from rlctl.errors import Conflict, Reason, RlctlError
+from rlctl.outcomes import acknowledged
 from rlctl.ports import Clock, Journal
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
@@ -131,7 +132,8 @@ class Healer:
         known = self._operations.known(request.header.request_id, request)
         if known is not None:
             return known
-        slots = [self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
+        named = (self._roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots))
+        slots = list(dict.fromkeys(named))
         everyone = self._roster.slots.values()
         slots = slots or [slot for slot in everyone if needs_heal(slot) or self._sources.lacks_adapters(slot)]
         if not slots:
@@ -163,7 +165,9 @@ class Healer:
                     failure = failure or error
                     # The update that a heal made way for waits for this operation, which holds all of its stages.
                     gives_way = error.reason is Reason.CANCELLED
-                    answered = {result.slot for result in run.operation.stage_results}
+                    # That it has read, or was healed before it lacked an adapter still, is not that it was healed.
+                    results = run.operation.stage_results
+                    answered = {result.slot for result in results if not acknowledged(result, update=True)}
                     for left in slots[index:] if gives_way else [slot]:
                         if left.name not in answered:
                             run.add(_not_healed(left, error))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 
 from rlctl.control.commander import Commander
@@ -192,6 +201,8 @@ class Roster:
         """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
         self._writing = asyncio.Lock()
         """Held while slot records are written, so that two changes of one do not undo each other."""
+        self._unrecorded: dict[Slot, None] = {}
+        """Those whose quarantine is not in the journal yet."""
 
     def load(self) -> None:
         """Take in what the journal holds."""
@@ -280,8 +291,21 @@ class Roster:
             slot.record.quarantine.CopyFrom(cause)
         if present:
             self.changed()
-            async with self._writing:
-                await self._journal.write([slot_put(slot.record) for slot in present if self.slots[slot.name] is slot])
+            await self._record(present)
+
+    async def record_quarantines(self) -> None:
+        """Record those that the journal did not take when they came. Raises JOURNAL_FAILED: it still does not."""
+        if self._unrecorded:
+            await self._record(list(self._unrecorded))
+
+    async def _record(self, quarantined: Collection[Slot]) -> None:
+        self._unrecorded |= dict.fromkeys(quarantined)
+        async with self._writing:
+            await self._journal.write(
+                [slot_put(slot.record) for slot in quarantined if self.slots.get(slot.name) is slot]
+            )
+        for slot in quarantined:
+            self._unrecorded.pop(slot, None)
 
     def slot(self, name: str, field_path: str = "slot") -> Slot:
         """The slot of this name. Raises STAGE_NOT_FOUND."""

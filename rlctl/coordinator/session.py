@@ -355,6 +355,7 @@ class Session:
                 step=step,
                 deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
                 aside=self.staged and verb.in_update and not isinstance(request, _ENDING),
+                lenient=self._ended,
             )
         except asyncio.CancelledError:
             self._fanout.cancel(slots, self.update_id, step)

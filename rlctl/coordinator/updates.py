@@ -332,6 +332,7 @@ class Updates:
             for slot in list(self._roster.slots.values()):
                 self.look_after(slot)
             with contextlib.suppress(RlctlError):
+                await self._roster.record_quarantines()
                 await self._operations.record_ended()
 
     async def stop(self) -> None:

@@ -24,7 +24,7 @@ from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, OPERATION_STATE_UNKNOWN
 
 Checkpoint = Callable[[str], str]
 
@@ -539,3 +539,33 @@ async def test_an_update_does_not_wait_for_a_heal_that_is_at_another_model(
         await beginning
         healed = await healing
         assert [(r.slot, r.error.reason) for r in healed.stage_results] == [("b", ""), ("critic", "CANCELLED")]
+
+
+async def test_a_stage_that_has_only_read_was_not_healed(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    """Neither its commit nor its abort is answered, nor can it be recorded that it is quarantined: none of that keeps
+    the heal from saying what has become of it, beside another one that went well.
+    """
+    await from_disk(fleet, checkpoint("two"), "two")
+    await scramble(fleet, "a", "b")
+    journal = fleet.server.coordinator._journal
+    write_through = journal.write
+
+    async def silent(engine: FakeEngine, name: str, call: Call) -> None:
+        if engine.config.tp_size == 1 and name in ("commit_update", "abort_update"):
+            journal.write = refuse  # type: ignore[method-assign]
+            raise Reason.ENGINE_FAILED.error("who knows", outcome=common.OUTCOME_UNKNOWN)
+
+    async def refuse(changes: Sequence[Put | Delete]) -> None:
+        if any((change.kind, change.key) == ("slot", "a") for change in changes):
+            raise Reason.JOURNAL_FAILED.error("no space is left")
+        await write_through(changes)
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = silent
+    operation = await fleet.stub.HealStage(HealStageRequest(slots=["a", "b", "a"]))
+    journal.write = write_through  # type: ignore[method-assign]
+    assert {result.slot: result.outcome for result in operation.stage_results} == {
+        "a": common.OUTCOME_UNKNOWN,
+        "b": common.OUTCOME_APPLIED,
+    }
+    assert operation.state == OPERATION_STATE_UNKNOWN
+    assert (fleet.stage("a").routable, fleet.stage("b").routable) == (False, True)

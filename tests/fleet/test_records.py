@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from updating import abort, begin, commit, digest, from_disk, join, refusal, write
 
+from rlctl.coordinator import updates
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.coordinator.sqlite_journal import SqliteJournal
 from rlctl.engine import Call
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
@@ -116,6 +117,28 @@ async def test_a_quarantine_that_comes_while_a_version_is_published_stays(fleet:
     assert slot_record(fleet, "a").quarantine.message == "just now"
     assert not slot_record(fleet, "b").HasField("quarantine"), "that of a stage which confirmed the update is over"
     assert not fleet.stage("b").HasField("quarantine")
+
+
+async def test_a_quarantine_that_the_journal_did_not_take_is_recorded_once_it_does(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the coordinator after this one would not know of it."""
+    monkeypatch.setattr(updates, "LOOK_S", 0.05)
+    async with make_fleet(a=1, b=1) as fleet:
+        coordinator = fleet.server.coordinator
+        write_through = coordinator._journal.write
+
+        async def refuse(_: object) -> None:
+            raise Reason.JOURNAL_FAILED.error("no space is left")
+
+        coordinator._journal.write = refuse
+        roster, cause = coordinator.roster, Reason.ENGINE_FAILED.error("unknown").detail()
+        with pytest.raises(RlctlError, match="no space"):
+            await roster.quarantine({roster.slots["a"]: cause})
+        assert fleet.stage("a").HasField("quarantine")
+        assert not slot_record(fleet, "a").HasField("quarantine")
+        coordinator._journal.write = write_through
+        await eventually(lambda: slot_record(fleet, "a").quarantine.message == "unknown")
 
 
 async def test_a_stage_that_registers_while_a_version_is_published_does_not_set_the_model_back(
