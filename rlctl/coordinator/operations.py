@@ -316,6 +316,10 @@ class Operations:
                     f"{verb} {holder} is running on {slot.name}", metadata={"holder": holder, "slot": slot.name}
                 )
 
+    def holds(self, slot: Slot) -> bool:
+        """Whether an exclusive operation is running on a stage."""
+        return slot.name in self._holders
+
     def _hold(self, operation_id: str, targets: Sequence[Slot]) -> None:
         self.refuse_held(targets)
         for slot in targets:

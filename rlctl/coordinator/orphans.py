@@ -37,12 +37,21 @@ _UNLOADING = (STAGE_STATE_STALE, STAGE_STATE_READY, STAGE_STATE_PAUSED)
 class Orphans:
     """One task per stage that has an orphan."""
 
-    def __init__(self, roster: Roster, fanout: Fanout, clock: Clock, is_open: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        fanout: Fanout,
+        clock: Clock,
+        is_open: Callable[[str], bool],
+        is_held: Callable[[Slot], bool],
+    ) -> None:
+        """``is_held``: whether an operation has a stage to itself, which may be about to pause it by name."""
         self._roster = roster
         self._fanout = fanout
         self._clock = clock
         self._waking = Waking(roster, fanout, clock)
         self._is_open = is_open
+        self._is_held = is_held
         self._tasks: dict[Slot, asyncio.Task[None]] = {}
         self._steps = 0
 
@@ -78,7 +87,7 @@ class Orphans:
             return abort
         paused_by = report.paused_by_update
         nobodys = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
-        if nobodys and report.state == STAGE_STATE_PAUSED and not model.update_id:
+        if nobodys and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
             # Generation goes on as it did before the update; what was paused by name stays so.
             return ContinueGenerationRequest()
         if not model.update_id and report.state in _UNLOADING and unsupported(slot, "UnloadAdapter") is None:

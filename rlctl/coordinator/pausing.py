@@ -1,7 +1,7 @@
 """A pause that not every target takes is taken back: whoever it paused goes on, and the operation has failed.
 
 Otherwise a fleet of which one stage refused would stand still for the most part, with nobody who knows that it is to
-lift that. Stages that were paused before stay paused.
+lift that. Stages that somebody had paused before stay paused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ async def pause(
     request: PauseGenerationRequest, targets: Sequence[Slot], run: Run, fanout: Fanout, clock: Clock, deadline: float
 ) -> None:
     """Pause all targets or, as far as they answer, none; the results are filed in ``run``."""
-    generating = {slot.name for slot in targets if slot.report is not None and not slot.report.paused}
+    # What an update paused that has ended is about to go on.
+    generating = {slot.name for slot in targets if slot.report is not None and (not slot.report.paused or slot.held)}
     operation_id = run.operation.operation_id
     run.cancel = lambda: fanout.cancel(targets, operation_id, "1")
     results = await fanout.run(

@@ -94,7 +94,7 @@ class Updates:
         self._attempts = attempts
         self._rolling = Rolling(self._groups, self._planner, roster, journal)
         self._healer = Healer(roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand)
-        self._orphans = Orphans(roster, fanout, clock, self.is_open)
+        self._orphans = Orphans(roster, fanout, clock, self.is_open, operations.holds)
         self.joining = Joining(operations, clock)
         self._open: dict[str, OpenUpdate] = {}
         self._looking: asyncio.Task[None] | None = None
