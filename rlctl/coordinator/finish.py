@@ -143,11 +143,12 @@ class Finish:
         From the first batch that serves it the version is published; what fails later only ends the rolling.
         """
         session = self._session
+        slots = await self._stop(run, batch) if session.staged else batch
         held: list[Slot] = []
-        if session.published and not session.staged:
-            held = [slot for slot in batch if not slot.record.HasField("quarantine")]
+        if session.published:
+            held = [slot for slot in slots if not slot.record.HasField("quarantine")]
             await self._peers.hold_back(held, "its batch of a rolling update is not verified yet")
-        good, found = await self._complete(run, batch, levels, expected)
+        good, found = await self._complete(run, slots, levels, expected)
         session.done += good
         failed = [slot for slot in batch if slot not in good]
         for slot in batch:
@@ -263,14 +264,16 @@ class Finish:
                 run.add(result)
         return [slot for slot in sealed if slot.name not in wrong], verdict.digest
 
+    async def _stop(self, run: Run, slots: Sequence[Slot]) -> list[Slot]:
+        """Pause targets before what serves is touched: those that are."""
+        paused = await self._session.pause(slots)
+        return self._keep(run, slots, [result for result in paused if result.outcome != OUTCOME_APPLIED])
+
     async def _complete(
         self, run: Run, slots: Sequence[Slot], levels: Levels, expected: Expected
     ) -> tuple[list[Slot], str]:
         """Finish targets, flush, verify: those that confirmed, and the digest that they all have, or ""."""
         session = self._session
-        if session.staged:
-            paused = await session.pause(slots)
-            slots = self._keep(run, slots, [r for r in paused if r.outcome != OUTCOME_APPLIED])
         options = session.record.request.options
         commit = CommitUpdateRequest(version=session.record.plan.version, adapters=options.adapters)
         # A flush where the commit has failed costs entries that could have been kept, and nothing else.

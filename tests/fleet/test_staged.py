@@ -31,6 +31,7 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_READY,
     STAGE_STATE_STALE,
 )
+from rlctl.v1.journal_pb2 import SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
 
 RETRACT = common.PAUSE_MODE_RETRACT
@@ -453,6 +454,23 @@ async def test_a_stage_that_could_not_flush_after_its_swap_serves_nothing(three:
     assert not three.stages["b"]._stage.report().lease_held
 
 
+async def test_a_later_batch_is_on_record_as_out_of_service_until_it_is_done(three: InProcessFleet) -> None:
+    """The version is published: nothing else tells the next coordinator that a swap was not flushed and probed yet."""
+    seen = []
+
+    async def look(*_: object) -> None:
+        facts = three.stages["b"]._stage.facts
+        records = dict(three.server.coordinator._journal.read("slot"))
+        quarantine = SlotRecord.FromString(records["b"]).quarantine
+        seen.append((facts.state, list(facts.admitted), quarantine.reason))
+
+    plan = await stage_weights(three, "w1", **rolling(1))
+    with hooked(three, "b", "flush_cache", look):
+        assert (await commit(three, plan, digest("w1"))).state == OPERATION_STATE_OK
+    assert seen == [(common.STAGE_STATE_UPDATING, [], "WEIGHTS_STALE")]
+    assert not any(three.stage(slot).HasField("quarantine") for slot in "abc")
+
+
 async def test_a_first_batch_that_fails_publishes_nothing(three: InProcessFleet) -> None:
     plan = await stage_weights(three, "w1", **rolling(1))
     with hooked(three, "a", "commit_update", failing(Reason.ENGINE_FAILED.error("no swap"))):
@@ -499,4 +517,6 @@ async def test_a_version_that_was_published_is_not_reported_as_failed_when_the_j
         operation = await commit(three, plan, digest("w1"))
     journal.write = write_through  # type: ignore[method-assign]
     assert version_of(three) == (plan.version.label, plan.version.sequence)
-    assert operation.state == OPERATION_STATE_OK, operation
+    assert operation.state == OPERATION_STATE_PARTIAL, operation
+    # On record, the last batch is out of service: it is healed.
+    assert {slot: three.stage(slot).routable for slot in "abc"} == {"a": True, "b": True, "c": False}
