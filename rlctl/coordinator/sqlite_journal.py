@@ -29,6 +29,8 @@ DAMAGED = (
     " without records; then restart the stages, which obey no older epoch."
 )
 
+MOVED = "Start a coordinator on the file that holds the fleet's records."
+
 _Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
@@ -170,6 +172,8 @@ class SqliteJournal:
                         loop.call_soon_threadsafe(_settle, done, error)
 
     def _commit(self, writes: Sequence[_Write]) -> RlctlError | None:
+        if not self.held():  # nobody will read there what is written: it would be said to be durable, and is lost
+            return self._failed("the file was moved or replaced", MOVED)
         run = self._connection.execute
         try:
             run("BEGIN IMMEDIATE")

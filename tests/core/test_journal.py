@@ -98,6 +98,18 @@ def test_one_whose_file_was_moved_is_held_no_more(path: Path) -> None:
     journal.close()
 
 
+async def test_nothing_is_said_to_be_durable_in_a_file_that_was_moved(path: Path) -> None:
+    """A version that is published there would be known to nobody but a coordinator that is over."""
+    journal = SqliteJournal(path)
+    await journal.write([Put("a", "1", b"one")])
+    await asyncio.to_thread(path.rename, path.with_name("elsewhere.db"))
+    with pytest.raises(RlctlError, match="moved or replaced") as caught:
+        await journal.write([Put("a", "2", b"two")])
+    assert caught.value.reason is Reason.JOURNAL_FAILED
+    assert [key for key, _ in journal.read("a")] == ["1"]
+    journal.close()
+
+
 def test_a_file_that_is_no_journal(path: Path) -> None:
     path.write_bytes(b"this is not a database, and long enough to look at" * 10)
     with refused(path, "not a database"):
