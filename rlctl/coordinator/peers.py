@@ -292,6 +292,8 @@ class Peers:
             self._refuse_succeeded()
             if epoch != self._roster.epoch:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
+            if slot.record.retired:
+                raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} has left the fleet meanwhile")
             slot.commander, slot.gone = commander, False
             self._roster.formers.gone(registration.address)
             connected()

@@ -304,6 +304,31 @@ async def test_a_deregistered_stage_is_no_target_any_more(fleet: InProcessFleet)
     assert from_grpc(caught.value).reason is Reason.INCARNATION_FENCED
 
 
+async def test_a_stage_that_is_dismissed_while_its_link_is_made_is_let_go(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held, and counted out, it would be told to serve and be in no update; and it would not ask to come back."""
+    attached, may_go_on = asyncio.Event(), asyncio.Event()
+    attach = Commander.attach
+
+    async def slowly(self: Commander, request: Attach) -> Attached:
+        answer = await attach(self, request)
+        if request.slot == "a" and not attached.is_set():
+            attached.set()
+            await may_go_on.wait()
+        return answer
+
+    monkeypatch.setattr(Commander, "attach", slowly)
+    commander = fleet.server.coordinator.roster.slots["a"].commander
+    assert commander is not None
+    await commander.close()
+    await attached.wait()
+    await eventually(lambda: fleet.stages["a"]._stage.left._waiters)  # it has registered, and believes to be held
+    await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a"))
+    may_go_on.set()
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
 async def test_a_target_of_an_open_update_does_not_leave_unless_it_goes_anyway(fleet: InProcessFleet) -> None:
     plan = await begin(fleet)
     error = await refusal(fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a")))
