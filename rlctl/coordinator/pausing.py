@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.roster import Slot
+from rlctl.coordinator.versions import POSSIBLY_DONE
 from rlctl.errors import Reason
 from rlctl.outcomes import acknowledged
 from rlctl.ports import Clock
@@ -48,6 +49,8 @@ async def pause(
     for result in continued:
         if result.outcome == OUTCOME_APPLIED:
             run.add(_taken_back(result, missing[0].slot))
+        elif result.outcome in POSSIBLY_DONE:
+            run.add(result)  # that it was paused says nothing of what it does now
 
 
 def _taken_back(result: StageResult, because_of: str) -> StageResult:

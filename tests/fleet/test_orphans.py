@@ -16,8 +16,15 @@ from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT, STAGE_STATE_PAUSED, RequestHeader, Target
-from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
+from rlctl.v1.common_pb2 import (
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_RETRACT,
+    STAGE_STATE_PAUSED,
+    RequestHeader,
+    Target,
+)
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_UNKNOWN
 
 
 class Faults:
@@ -90,3 +97,19 @@ async def test_a_pause_that_is_taken_back_leaves_nothing_paused_that_an_update_h
         operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
         assert operation.state == OPERATION_STATE_FAILED
         assert fleet.stage("a").routable
+
+
+async def test_of_a_pause_that_was_perhaps_taken_back_nothing_is_known(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        a, b = (fleet.stages[slot]._engine for slot in "ab")
+
+        async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+            if engine is b and name == "pause_generation":
+                raise Reason.ENGINE_FAILED.error("no pause")
+            if engine is a and name == "continue_generation":
+                raise Reason.ENGINE_FAILED.error("who knows", outcome=OUTCOME_UNKNOWN)
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fail
+        operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+        assert operation.state == OPERATION_STATE_UNKNOWN
+        assert [result.outcome for result in operation.stage_results] == [OUTCOME_UNKNOWN, OUTCOME_REJECTED]
