@@ -181,6 +181,8 @@ class Network:
             other = end.peer if end.node is node else end
             if not self.parted(end.node, end.peer.node):
                 other.node.later(self.latency(node), other.end)
+            else:  # nothing says so, and nothing ever comes
+                other.node.later(KEEPALIVE_S, other.end)
 
     def forget(self, end: End) -> None:
         """It needs no more care."""
