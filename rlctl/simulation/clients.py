@@ -31,6 +31,7 @@ from rlctl.v1.common_pb2 import (
 )
 from rlctl.v1.coordinator_pb2 import (
     CancelOperationRequest,
+    DeregisterStageRequest,
     GetFleetRequest,
     HealStageRequest,
     ListOperationsRequest,
@@ -256,6 +257,12 @@ class Operator(Caller):
             with contextlib.suppress(RlctlError):
                 await self.call("SetStageEnabled", SetStageEnabledRequest(slots=[slot], enabled=enabled), 10.0)
             await asyncio.sleep(chance.uniform(0, 20))
+
+    async def dismiss(self, chance: random.Random) -> None:
+        """Take a stage out of the fleet, which lives and comes back by itself."""
+        request = DeregisterStageRequest(slot=chance.choice(sorted(self.fleet.stages)), force=chance.random() < 0.5)
+        with contextlib.suppress(RlctlError):
+            await self.call("DeregisterStage", request, 10.0)
 
     async def heal_by_hand(self, chance: random.Random) -> None:
         """Let a model's stages wait for a while until somebody asks for their heal."""

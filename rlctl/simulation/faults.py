@@ -6,21 +6,25 @@ Some faults come at a time, some at a step of the protocol (:mod:`.traps`), some
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
+from rlctl.simulation.clients import Caller
 from rlctl.simulation.fleet import Fleet
 from rlctl.simulation.network import Partition
 from rlctl.simulation.stage_host import StageHost
 from rlctl.simulation.trainer import Trainer
 from rlctl.simulation.trainers import Trainers
-from rlctl.simulation.traps import Trap
+from rlctl.simulation.traps import KINDS, Refusal, Trap
 from rlctl.simulation.world import Node
 from rlctl.v1.control_pb2 import ControlRequest, ControlResponse
+from rlctl.v1.coordinator_pb2 import CancelOperationRequest
 
 Fault = Callable[[random.Random], None]
 
@@ -41,6 +45,14 @@ class Faults:
         self._timer = fleet.sim.world.timer
         self._garbled = 0.0
         self._traps: list[Trap] = []
+        self._refusals: list[Refusal] = []
+        self._operator: Node | None = None
+        self._at_slot = {
+            "kill stage": self._kill_slot,
+            "stop stage": self._stop_slot,
+            "reset": self._reset_slot,
+            "part": self._part_slot,
+        }
 
     def plan(self) -> None:
         """Draw them."""
@@ -76,11 +88,28 @@ class Faults:
         for number in range(chance.randint(8, 14)):
             self._at(f"fault {number}", kinds)
         for number in range(chance.randint(0, 5)):
-            self._sim.step(f"trap {number}", self._set_trap, fault=True)
+            self._sim.step(f"trap {number}", self._set_trap(Trap.drawn), fault=True)
+        self._plan_rarer()
         if self._sim.world.seed % SECOND_EVERY == SECOND_AT:
             for number in range(2):
                 self._at(f"second {number}", [self._fill_twice])
         self._sim.network.tap = self._tap
+
+    def _plan_rarer(self) -> None:
+        """What only some seeds have: each kind is drawn from a source of its own."""
+        store, chance = self._sim.store, self._sim.world.chance
+        store.detached = self._sim.drawn("detached writes") and chance("detached writes").random() < 0.3
+        store.refuses = self._refuses
+        rarer: dict[str, Callable[[random.Random], object]] = {
+            "refused write": self._refuse_write,
+            "double trap": self._set_trap(Trap.double),
+            "cancelling": self._set_trap(Trap.cancelling),
+            "another model": self._sometime(self._fill_as_another),
+            "engine restart": self._sometime(self._restart_engine),
+        }
+        for name, plan in rarer.items():
+            for number in range(chance(name).choice((0, 0, 0, 0, 0, 1, 2, 3))):
+                self._sim.step(f"{name} {number}", plan, fault=True)
 
     def _rate(self, key: str, likely: float, rates: tuple[float, ...]) -> float:
         """How often something happens: mostly never."""
@@ -94,8 +123,18 @@ class Faults:
 
         self._sim.step(key, plan, fault=True)
 
-    def _set_trap(self, chance: random.Random) -> None:
-        self._traps.append(Trap.drawn(chance))
+    def _sometime(self, fault: Fault) -> Fault:
+        return lambda chance: self._timer.later(chance.uniform(0, WORK_S * 0.95), fault, chance)
+
+    def _set_trap(self, drawn: Callable[[random.Random], Trap]) -> Callable[[random.Random], None]:
+        return lambda chance: self._traps.append(drawn(chance))
+
+    def _refuse_write(self, chance: random.Random) -> None:
+        """The disk does not take some write of a kind, and the next ones either, perhaps."""
+        self._refusals.append(Refusal(chance.choice(KINDS), chance.randint(1, 60), chance.choice((1, 1, 2, 5))))
+
+    def _refuses(self, changes: Sequence[Put | Delete]) -> bool:
+        return any(refusal.meets(changes) for refusal in self._refusals)
 
     def _cut_off(self, node: Node, update_id: str) -> None:
         """A rank's stage is cut off once it has said what it holds."""
@@ -108,6 +147,7 @@ class Faults:
         sim.engine_faults.stop()
         self._garbled = 0.0
         self._traps.clear()
+        self._refusals.clear()
         sim.network.slow = 0.0
         sim.store.full = False
         for node in sim.world.nodes:
@@ -158,7 +198,11 @@ class Faults:
     def _trapped(self, trap: Trap, what: str) -> None:
         self._note(f"{trap.action} at {trap.where} {what}")
         slot = next((part for part in what.split("/") if part in self._fleet.stages), "")
-        if trap.action == "kill coordinator":
+        if trap.follows:
+            self._timer.later(trap.chance.choice((0.0, 0.001, 0.01, 0.1)), self._follow, trap, slot)
+        if trap.action == "cancel":
+            self._cancel(what.partition("/")[0])
+        elif trap.action == "kill coordinator":
             # The record is on the disk; what wrote it never learns.
             self._fleet.coordinator.node.kill()
             self._timer.later(trap.chance.uniform(0.2, 12), self._restart_coordinator)
@@ -167,13 +211,31 @@ class Faults:
         elif trap.action == "stop trainer":
             self._timer.later(0.0, self._stop_trainer, trap.chance)
         elif slot:
-            actions = {
-                "kill stage": self._kill_slot,
-                "stop stage": self._stop_slot,
-                "reset": self._reset_slot,
-                "part": self._part_slot,
-            }
-            self._timer.later(0.0, actions[trap.action], slot, trap.chance)
+            self._timer.later(0.0, self._at_slot[trap.action], slot, trap.chance)
+
+    def _follow(self, trap: Trap, slot: str) -> None:
+        """A second fault, before anybody has come to terms with the first."""
+        if self._sim.settling:
+            return
+        chance = trap.chance
+        match trap.follows:
+            case "kill coordinator":
+                self._kill_coordinator(chance)
+            case "kill trainer":
+                self._kill_trainer(chance)
+            case "refuse a write":
+                self._note("the next writes are refused")
+                self._refusals.append(Refusal("", 1, chance.choice((1, 2, 5))))
+            case other:
+                self._at_slot[other](slot or self._stage(chance), chance)
+
+    def _cancel(self, operation_id: str) -> None:
+        """An operator changes his mind."""
+        if self._operator is None:
+            self._operator = self._sim.world.spawn("canceller")
+        caller = Caller(self._fleet, self._operator)
+        request = CancelOperationRequest(operation_id=operation_id)
+        self._operator.start(_quietly(caller.call("CancelOperation", request, 60.0)))
 
     # At processes and the network.
 
@@ -240,6 +302,31 @@ class Faults:
         if former.alive and self._fleet.stages.get(former.slot) is former and not self._sim.settling:
             self._note(f"{former.slot} is filled a second time")
             self._fleet.start_second(former.slot)
+
+    def _fill_as_another(self, chance: random.Random) -> None:
+        """A stage that is cut off, or dead, is replaced by one of another model."""
+        slot = self._stage(chance)
+        former = self._fleet.stages[slot]
+        others = [model for model in sorted(self._fleet.models) if model != former.model]
+        if not others or len(self._fleet.models[former.model]) < 4 or len(self._fleet.filling(slot)) > 1:
+            return
+        if chance.random() < 0.3:
+            former.kill()
+        else:
+            self._cut(Partition(frozenset({former.node.host})), chance.uniform(5, 25))
+        self._note(f"{slot} is filled with a stage of {others[0]}")
+        self._fleet.start_as_another(slot, others[0])
+
+    def _restart_engine(self, chance: random.Random) -> None:
+        """An engine that has failed is started anew by its server, which lives on."""
+        hosts = [self._fleet.stages[slot] for slot in sorted(self._fleet.stages)]
+        hosts = [host for host in hosts if host.alive and host.stage is not None and len(host.nodes) == 1]
+        if hosts:
+            host = chance.choice(hosts)
+            self._note(f"the engine of {host.name} fails, and is started anew in its process")
+            for engine in host.machine.engines:
+                engine.fail(Reason.ENGINE_FAILED.error("it has failed by itself"))
+            host.node.later(chance.choice((0.0, 1.0)), lambda: host.node.start(host.restart()))
 
     def _leave(self, chance: random.Random) -> None:
         slot = self._stage(chance)
@@ -367,3 +454,8 @@ class Faults:
             if not group.broken and chance.random() < 0.5:
                 self._note(f"collectives of {group.name} never return")
                 group.stuck = True
+
+
+async def _quietly(call: Coroutine[Any, Any, Any]) -> None:
+    with contextlib.suppress(RlctlError):
+        await call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlctl.simulation.coordinator_host import CoordinatorHost
 from rlctl.simulation.shared_memory import TRAINERS_HOST
 from rlctl.simulation.simulation import Simulation
@@ -48,6 +50,14 @@ class Fleet:
         self.formers.append(self.stages[slot])
         place = f"{slot}+{self._boots}"
         self.stages[slot] = StageHost(self.sim, self.sim.slots[slot], self._boots, self._stage_again, place)
+
+    def start_as_another(self, slot: str, model: str) -> None:
+        """Let a slot serve another model from now on, on another machine; what filled it may live on."""
+        former = self.stages[slot]
+        self.models[former.model].remove(slot)
+        self.models[model].append(slot)
+        self.sim.slots[slot] = replace(self.sim.slots[slot], model=model)
+        self.start_second(slot)
 
     def filling(self, slot: str) -> list[StageHost]:
         """What was started for a slot and may live."""

@@ -10,15 +10,25 @@ from rlctl.ports import Delete, Put
 from rlctl.simulation.world import Node
 
 Watch = Callable[[Put | Delete], None]
+Refuses = Callable[[Sequence[Put | Delete]], bool]
 
 
 class Store:
-    """What is on the disk. ``holder`` is the process whose writes count: the one that opened it last."""
+    """What is on the disk.
+
+    Attributes:
+        holder: the process whose writes count: the one that opened it last.
+        full: it takes nothing.
+        refuses: whether it does not take just these changes.
+        detached: a write goes on when whoever asked for it is cancelled, as with SQLite's thread.
+    """
 
     def __init__(self) -> None:
         self.records: dict[tuple[str, str], bytes] = {}
         self.holder: SimJournal | None = None
         self.full = False
+        self.refuses: Refuses = lambda _: False
+        self.detached = False
         self.watch: Watch = lambda _: None
 
 
@@ -33,9 +43,15 @@ class SimJournal:
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
         """Make the changes durable, all or none. Raises JOURNAL_FAILED; then nothing was written."""
+        if self._store.detached:
+            await asyncio.shield(asyncio.ensure_future(self._write(changes)))
+        else:
+            await self._write(changes)
+
+    async def _write(self, changes: Sequence[Put | Delete]) -> None:
         async with self._last:
             await asyncio.sleep(self._node.random.expovariate(1 / 0.003))
-            if self._store.full:
+            if self._store.full or self._store.refuses(changes):
                 raise Reason.JOURNAL_FAILED.error("the disk is full")
             if self._store.holder is not self:
                 raise Reason.JOURNAL_FAILED.error("another process holds the journal")

@@ -38,6 +38,9 @@ MOST_REPORTS = 100
 _STEPS = ("PauseGeneration", "ContinueGeneration", "FlushCache", "ReleaseMemory", "ResumeMemory", "CheckWeights")
 """Verbs that all ranks carry out at one step of their engine."""
 
+_GO_ON = ("ContinueGeneration", "ResumeMemory")
+"""What lets a stage go on that was paused by name."""
+
 PUBLISHED = (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
 """States of an update whose version is served."""
 
@@ -109,6 +112,10 @@ class Observer:
         self._unloading: dict[tuple[str, str], str] = {}
         """Versions of adapters that a model has no more, by model and name, until whoever unloads them is told so."""
         self._reports: dict[str, int] = {}
+        self._paused: dict[tuple[str, int], str] = {}
+        """What paused an incarnation of a stage by name, until somebody asks for it to go on."""
+        self._continued: dict[str, int] = {}
+        """When that was asked for last, by slot, in nanoseconds of the wall clock."""
         self._rolling: dict[tuple[str, str, int], int] = {}
         """Of models whose latest version is not everywhere yet: the update, and the sequence that it replaces; with the
         epoch that the coordinator began with that carries it out.
@@ -167,6 +174,7 @@ class Observer:
     def _ended(self, operation: Operation) -> None:
         """No operation ends in a defect, and a target that is said to have done something has."""
         what = f"{operation.verb} {operation.operation_id}"
+        self._pauses(operation)
         if operation.verb == "UnloadAdapter" and operation.state != OPERATION_STATE_RUNNING:
             models = {self._slots[target].model for target in operation.targets}
             if operation.state == OPERATION_STATE_OK:
@@ -180,6 +188,24 @@ class Observer:
                 self.broken("I3", f"{what} is said to be APPLIED by ranks of {result.slot} that have not done it")
         if operation.error.reason == Reason.INTERNAL.name:
             self.broken("I0", f"{what} ended in a defect: {operation.error.message}")
+
+    def _pauses(self, operation: Operation) -> None:
+        """Take in who has been paused by name, and who is to go on."""
+        if operation.verb in _GO_ON and operation.state == OPERATION_STATE_RUNNING:
+            for slot in operation.targets:
+                self._continued[slot] = operation.create_time.ToNanoseconds()
+                self._paused = {key: by for key, by in self._paused.items() if key[0] != slot}
+        elif operation.verb == "PauseGeneration" and not operation.update_id:
+            ended = operation.done_time.ToNanoseconds()
+            for result in operation.stage_results:
+                if result.outcome == OUTCOME_APPLIED and ended > self._continued.get(result.slot, 0):
+                    self._paused[result.slot, result.incarnation] = operation.operation_id
+
+    def generates(self, slot: str, incarnation: int) -> None:
+        """A stage generates, or would: I11, nobody has paused it by name."""
+        by = self._paused.get((slot, incarnation))
+        if by is not None:
+            self.broken("I11", f"{slot} generates, which was paused by {by}, and nobody has asked for it to go on")
 
     def _unloaded(self, models: set[str]) -> None:
         """Nobody serves any more what these models have no more."""
@@ -230,6 +256,7 @@ class Observer:
         if not part.samples[0].output_ids:
             return
         self.tokens += 1
+        self.generates(part.slot, part.incarnation)
         made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
         if made.released:
             self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")

@@ -111,6 +111,8 @@ class Seed:
         for work, (least, most) in several.items():
             for number in range(chance.randint(least, most)):
                 self._at(f"{work.__name__} {number}", operator.node, work)
+        for number in range(world.chance("dismissals").choice((0, 0, 0, 0, 1, 2))):
+            self._at(f"dismiss {number}", operator.node, operator.dismiss)
         curious = Curious(fleet, world.spawn("curious"))
         for number in range(chance.randint(2, 6)):
             self._at(f"curious {number}", curious.node, curious.act)

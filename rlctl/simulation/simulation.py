@@ -47,6 +47,7 @@ class Simulation:
         disks: checkpoints and adapters, by path.
         slots: every slot that there has been, by name.
         retained: ended operations that a coordinator remembers.
+        fixed_addresses: a stage that is started anew listens where the one before did.
         settling: the time in which things are asked and go wrong is over.
     """
 
@@ -65,6 +66,9 @@ class Simulation:
         self.counts = Counts()
         self.steps: list[str] = []
         self.retained = self.world.chance("retained").choice((RETAINED, RETAINED, 25))
+        if self.world.chance("retained least").random() < 0.1:
+            self.retained = 3
+        self.fixed_addresses = self.world.chance("fixed addresses").random() < 0.15
         self.settling = False
 
     def drawn(self, key: str) -> bool:

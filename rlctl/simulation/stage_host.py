@@ -48,7 +48,9 @@ class StageHost:
     def __init__(
         self, sim: Simulation, slot: SimSlot, boot: int, again: Callable[[StageHost], None], place: str = ""
     ) -> None:
-        """``place``: the machine, as far as partitions are concerned; "": the one that is called as the slot is."""
+        """``place``: the machine, as far as partitions are concerned; "": the one that is called as the slot is, where
+        it listens at the address of whatever was there before, if addresses are fixed.
+        """
         self.sim = sim
         self.slot = slot.name
         self.model = slot.model
@@ -58,6 +60,9 @@ class StageHost:
         self.nodes = [sim.world.spawn(f"{place or slot.name}/{boot}.{rank}") for rank in range(processes)]
         self.machine = Machine(sim, slot, self.nodes)
         self._again = again
+        self._address = slot.name if sim.fixed_addresses and not place else f"{slot.name}-{boot}"
+        self._engine: SimEngine | None = None
+        self._registering: asyncio.Task[None] | None = None
         self.executors: dict[int, Executor] = {}
         self._generation: Generation | None = None
         for rank in range(1, processes):
@@ -100,7 +105,7 @@ class StageHost:
 
     def address(self, rank: int) -> str:
         """Where a rank is commanded."""
-        return f"{self.slot}-{self.name.rpartition('.')[2]}-{rank}:1"
+        return f"{self._address}-{rank}:1"
 
     async def _follow(self, rank: int) -> None:
         node = self.nodes[rank]
@@ -127,7 +132,7 @@ class StageHost:
     async def _run(self) -> None:
         sim, node = self.sim, self.node
         clock = SimClock(node)
-        engine = SimEngine(self.machine, 0, lambda error: node.later(0.0, self._failed, error))
+        engine = SimEngine(self.machine, 0, lambda error: node.later(0.0, self._failed, engine, error))
         commanders = [await self._dial(rank) for rank in range(1, len(self.nodes))]
         attach = Attach(slot=self.slot, contract_version=CONTRACT_VERSION)
         joining = asyncio.gather(*(commander.attach(attach) for commander in commanders))
@@ -152,14 +157,27 @@ class StageHost:
             model_digest=info.model_digest,
         )
         statuses = [RankStatus(coordinates=worker, alive=True, pid=1) for worker in workers]
+        self._engine = engine
         self.stage = Stage(registration, engine, Relay(engine, ranks, workers, clock), statuses, clock)
         for rank, commander in enumerate(commanders, start=1):
             if commander.lost:
                 self.stage.rank_lost(rank, Reason.LINK_LOST.error("its process is gone"))
-        self._generation = Generation(lambda: engine, self._serving, clock)
+        if self._generation is None:
+            self._generation = Generation(self._present_engine, self._serving, clock)
         executor = Executor(self.stage, clock)
         sim.network.listen(node, self.address(0), lambda end: _obey(executor, end, self._link_ended))
-        node.start(self._stay_registered(self.stage))
+        if self._registering is not None:
+            self._registering.cancel()
+        self._registering = node.start(self._stay_registered(self.stage))
+
+    async def restart(self) -> None:
+        """Start the engine anew in the process that there is, as a stage server does that can."""
+        former, self.machine = self.stage, Machine(self.sim, self.machine.slot, self.nodes)
+        if self._engine is not None:
+            await self._engine.stop()
+        await self._start()
+        if former is not None:
+            await former.leave()
 
     async def _dial(self, rank: int) -> Commander:
         while True:
@@ -182,10 +200,14 @@ class StageHost:
         if self.stage is not None and not status.alive:
             self.stage.rank_lost(rank, Reason.ENGINE_FAILED.error(status.reason))
 
-    def _failed(self, error: RlctlError) -> None:
-        if self.stage is not None:
+    def _failed(self, engine: SimEngine, error: RlctlError) -> None:
+        if self.stage is not None and engine is self._engine:
             self._worker.failure = error
             self.stage.rank_lost(0, error)
+
+    def _present_engine(self) -> SimEngine:
+        assert self._engine is not None
+        return self._engine
 
     def _serving(self) -> Serving:
         assert self.stage is not None
