@@ -110,7 +110,10 @@ class FromDisk:
         digest = ""
         if isinstance(request, UpdateWeightsFromDiskRequest):
             digest = await self._inspect(opened, request)
-        await session.ready()
+        if not opened.decided.is_set():
+            await session.ready()
+        if opened.decided.is_set():
+            return
         sent = type(request).FromString(request.SerializeToString())
         compares = all(VERIFICATION_LEVEL_EXPECTED in slot.capabilities.verification for slot in session.targets)
         if isinstance(sent, UpdateWeightsFromDiskRequest) and compares:

@@ -448,7 +448,7 @@ class Updates:
 
     async def _written(self, opened: OpenUpdate, content: Content | None) -> None:
         """Wait until the targets, of the present batch if it rolls, are written and the update is decided for them."""
-        if content is not None:
+        if content is not None and not opened.decided.is_set():
             await content(opened)
         await self._decision(opened)
         opened.session.leave_out(opened.run, opened.received)

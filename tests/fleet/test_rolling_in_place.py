@@ -375,6 +375,27 @@ async def test_from_disk_in_place(three: InProcessFleet, checkpoint: Callable[[s
     assert routable(three) == [True] * 3
 
 
+@pytest.mark.parametrize("at", ["inspect_checkpoint", "prepare_update", "commit_update"])
+async def test_from_disk_in_place_nothing_more_is_read_once_it_is_aborted(
+    three: InProcessFleet, checkpoint: Callable[[str], str], at: str
+) -> None:
+    """What is written into is DIRTY; the batches after the first are not even paused."""
+    told: list[tuple[int, str]] = []
+
+    async def override(engine: FakeEngine, name: str, call: Call) -> None:
+        told.append((engine.config.tp_size, name))
+        if name == at and three.server.coordinator.updates._open:
+            (update_id,) = three.server.coordinator.updates._open
+            await three.server.coordinator.updates.abort(update_id, 0, "enough")
+
+    fake_engine.FAULTS[three.specs[0].model_path, 0] = override
+    request = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"), options=RETRACT, max_unavailable=1)
+    operation = await three.stub.UpdateWeightsFromDisk(request)
+    touched = {slot: outcome for slot, outcome in outcomes(operation).items() if outcome != OUTCOME_REJECTED}
+    assert touched == ({"a": OUTCOME_APPLIED} if at == "commit_update" else {})
+    assert {name for ranks, name in told if ranks == 2} <= {"inspect_checkpoint", "abort_update"}
+
+
 @pytest.mark.parametrize("quorum", [0, 2])
 async def test_from_disk_in_place_a_batch_that_cannot_read(
     three: InProcessFleet, checkpoint: Callable[[str], str], quorum: int
