@@ -183,13 +183,11 @@ class Attempts:
     async def retry(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         """Plan another attempt, without the targets that are gone. Raises RETRIES_EXHAUSTED, QUORUM_NOT_MET."""
         plan = opened.session.record.plan
-        async with contextlib.AsyncExitStack() as writing:
-            await writing.enter_async_context(opened.planning)
+        async with opened.planning:
             if request.failed_attempt < plan.attempt:
                 return plan  # a repeat
-            for lock in opened.session.writing.values():  # what is still being taken in ends first
-                await writing.enter_async_context(lock)
-            return await self._again(opened, request)
+            async with opened.session.taken_in():
+                return await self._again(opened, request)
 
     async def _again(self, opened: OpenUpdate, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:
         session, plan, begin = opened.session, opened.session.record.plan, opened.session.record.request

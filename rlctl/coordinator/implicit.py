@@ -10,7 +10,6 @@ that a trainer left behind must not be published by whoever continues.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -396,9 +395,7 @@ class Implicit:
         )
 
     async def _end(self, opened: OpenUpdate, request: CommitWeightUpdateRequest) -> Run:
-        async with contextlib.AsyncExitStack() as writing:
-            for lock in opened.session.writing.values():  # what is being taken in is part of it
-                await writing.enter_async_context(lock)
+        async with opened.session.taken_in():  # what is being taken in is part of it
             if request.version and not opened.decided.is_set():
                 opened.session.record.plan.version.label = request.version
             self._updates.decide(opened, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -201,6 +201,14 @@ class Session:
         return self.record.request.options.quorum or len(self.frozen)
 
     # Write.
+
+    @contextlib.asynccontextmanager
+    async def taken_in(self) -> AsyncIterator[None]:
+        """Once all that was sent until now has been taken in or has failed; inside, nothing more is."""
+        async with contextlib.AsyncExitStack() as writing:
+            for lock in self.writing.values():
+                await writing.enter_async_context(lock)
+            yield
 
     async def leave_groups(self, names: Sequence[str]) -> None:
         """Let the targets forget groups, breaking what waits in them.

@@ -451,7 +451,8 @@ class Updates:
         if content is not None and not opened.decided.is_set():
             await content(opened)
         await self._decision(opened)
-        opened.session.leave_out(opened.run, opened.received)
+        async with opened.session.taken_in():  # what came of the last write is not on record before
+            opened.session.leave_out(opened.run, opened.received)
 
     async def _decision(self, opened: OpenUpdate) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""

@@ -535,3 +535,29 @@ async def test_an_update_whose_abort_is_not_known_to_have_been_heard_is_aborted_
     assert fleet.stage("a").report.state != common.STAGE_STATE_READY
     await eventually(lambda: len(told) == 2 and not told[0]._update)
     await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_DIRTY for stage in stages))
+
+
+async def test_a_commit_waits_for_what_is_still_being_taken_in(fleet: InProcessFleet) -> None:
+    """Of a partial update that nobody digests, the answers to its writes are all that tells that one has failed."""
+    options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT, verify=common.VERIFICATION_LEVEL_NONE)
+    plan = await begin(fleet, kind=v.UPDATE_KIND_PARTIAL, options=options)
+    await join(fleet, plan)
+    await write(fleet, plan, "first")
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_distributed" and engine.config.tp_size == 1:
+            begun.set()
+            await may_end.wait()
+            raise Reason.ENGINE_FAILED.error("a part is missing")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fail
+    writing = asyncio.ensure_future(write(fleet, plan, "second"))
+    await begun.wait()
+    committing = asyncio.ensure_future(commit(fleet, plan))
+    await eventually(fleet.server.coordinator.updates.get(plan.update_id).decided.is_set)
+    may_end.set()
+    assert (await writing).state != OPERATION_STATE_OK
+    operation = await committing
+    assert operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL), operation
+    assert version_of(fleet) == ("initial", 1)
