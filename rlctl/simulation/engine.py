@@ -52,6 +52,8 @@ class Machine:
     nodes: list[Node]
     engines: list[SimEngine] = field(default_factory=list)
     step: int = 0
+    ordered: set[str] = field(default_factory=set)
+    """Commands that are in the stream, or were."""
 
     @property
     def whole(self) -> bool:
@@ -151,6 +153,7 @@ class SimEngine(Engine):
     async def order(self, command_id: str) -> int:
         """Let every rank carry the command out, each a little later."""
         machine = self.machine
+        machine.ordered.add(command_id)
         machine.step += 1
         step = machine.step
         for engine in machine.engines:
@@ -175,8 +178,8 @@ class SimEngine(Engine):
         self.fail(error)
 
     async def withdraw(self, command_id: str) -> None:
-        """Let this rank forget the command."""
-        held = self._held.pop(command_id, None)
+        """Let this rank forget the command, unless it is in the stream."""
+        held = None if command_id in self.machine.ordered else self._held.pop(command_id, None)
         if held is not None and not held.done():
             held.set_exception(Reason.CANCELLED.error("withdrawn: not every rank accepted it"))
 
