@@ -94,12 +94,12 @@ class Coordinator:
         self._raising = asyncio.Lock()
         self.roster = Roster(journal, clock)
         self.operations = Operations(journal, self.roster, clock, retained)
-        self.keys = Keys(journal, clock)
+        self.keys = Keys(journal, self.operations.new_id)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self._waking = Waking(self.roster, self._fanout, clock)
         groups = GroupBook()
-        planner = Planner(self.roster, groups, clock)
+        planner = Planner(self.roster, groups, self.operations.new_id)
         attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
         self.updates = Updates(
             self.roster,

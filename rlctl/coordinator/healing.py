@@ -275,8 +275,7 @@ class Healer:
     async def _heal_alone(self, slot: Slot) -> None:
         for pause in AGAIN_S:
             try:
-                header = RequestHeader(request_id=self._clock.new_id())
-                run = await self.heal(HealStageRequest(header=header, slots=[slot.name]), None)
+                run = await self.heal(HealStageRequest(slots=[slot.name]), None)
                 await run.ended.wait()
             except RlctlError as error:
                 log.info("%s cannot be healed now: %s", slot.name, error)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 from rlctl.errors import Reason
-from rlctl.ports import Clock, Delete, Journal, Put
+from rlctl.ports import Delete, Journal, Put
 from rlctl.v1.journal_pb2 import KeyRecord
 
 RETAINED = 50_000
@@ -21,9 +22,9 @@ RETAINED = 50_000
 class Keys:
     """Every key by its name."""
 
-    def __init__(self, journal: Journal, clock: Clock, retained: int = RETAINED) -> None:
+    def __init__(self, journal: Journal, new_id: Callable[[], str], retained: int = RETAINED) -> None:
         self._journal = journal
-        self._clock = clock
+        self._new_id = new_id
         self._retained = retained
         self._records: dict[str, KeyRecord] = {}
         """The oldest first."""
@@ -47,7 +48,7 @@ class Keys:
         return record.request_id
 
     async def _remember(self, key: str, body_sha256: bytes) -> None:
-        record = KeyRecord(request_id=self._clock.new_id(), body_sha256=body_sha256)
+        record = KeyRecord(request_id=self._new_id(), body_sha256=body_sha256)
         surplus = len(self._records) + len(self._writing) - self._retained
         forgotten = list(itertools.islice(self._records, max(0, surplus)))
         try:

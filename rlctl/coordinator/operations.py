@@ -168,7 +168,7 @@ class Operations:
         with OPERATION_CONFLICT while another one holds one of its targets. Raises REQUEST_ID_REUSED when something
         else was accepted under its id since the caller looked.
         """
-        operation_id = request.header.request_id or self._clock.new_id()  # type: ignore[attr-defined]
+        operation_id = request.header.request_id or self.new_id()  # type: ignore[attr-defined]
         if self.known(operation_id, request) is not None:
             raise Reason.REQUEST_ID_REUSED.error(
                 f"request_id {operation_id} was used for another {self._runs[operation_id].operation.verb}",
@@ -204,11 +204,19 @@ class Operations:
         run.task = asyncio.create_task(self._work(run, work))
         return run
 
+    def new_id(self) -> str:
+        """A fresh id that is newer than all that were forgotten, also when the wall clock has been set back since."""
+        made = self._clock.new_id()
+        if made > self._forgotten:
+            return made
+        milliseconds = f"{int(self._forgotten.replace('-', '')[:12], 16) + 1:012x}"
+        return f"{milliseconds[:8]}-{milliseconds[8:]}{made[13:]}"
+
     def hypothetical(self, verb: str, targets: Sequence[Slot]) -> Run:
         """A run that was only checked: it has ended, nothing was done, and nobody will hear of it again."""
         operation = Operation(
             header=self._roster.header(),
-            operation_id=self._clock.new_id(),
+            operation_id=self.new_id(),
             verb=verb,
             state=OPERATION_STATE_OK,
             targets=names(targets),
@@ -239,10 +247,11 @@ class Operations:
     async def _end(self, run: Run) -> None:
         expired = self._expired()
         ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
-        # An id of a clock that goes ahead must not make those of all other callers look old.
-        forgotten = max(self._forgotten, min(max(ids, default=""), self._clock.new_id()))
+        # Ids of a clock that goes ahead must not make those of all other callers look old.
+        now = self.new_id()
+        forgotten = max((each for each in ids if each <= now), default="")
         changes: list[Put | Delete] = [Delete("operation", key) for key in expired]
-        if expired:
+        if forgotten > self._forgotten:
             changes.append(Put("forgotten", "", forgotten.encode()))
         try:
             await self._journal.write([_put(run.record), *changes])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.abilities import adapter_travels, no_pause, unsupported
 from rlctl.coordinator.groups import BACKENDS, GroupBook
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.errors import Reason, RlctlError
-from rlctl.ports import Clock
 from rlctl.times import duration, seconds
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
@@ -58,10 +57,10 @@ _WRITES = {
 class Planner:
     """Plans updates from the roster."""
 
-    def __init__(self, roster: Roster, groups: GroupBook, clock: Clock) -> None:
+    def __init__(self, roster: Roster, groups: GroupBook, new_id: Callable[[], str]) -> None:
         self._roster = roster
         self._groups = groups
-        self._clock = clock
+        self._new_id = new_id
         self._tokens = 0
 
     def plan(self, request: BeginWeightUpdateRequest) -> tuple[BeginWeightUpdateResponse, list[Slot]]:
@@ -90,7 +89,7 @@ class Planner:
         self._tokens += 1
         plan = BeginWeightUpdateResponse(
             header=self._roster.header(),
-            update_id=request.header.request_id or self._clock.new_id(),
+            update_id=request.header.request_id or self._new_id(),
             fencing_token=self._roster.epoch << 32 | self._tokens,
             version=_version(request, model),
             targets=[

@@ -20,11 +20,11 @@ class Clock(SystemClock):
     """No two of its ids are of the same millisecond."""
 
     def __init__(self) -> None:
-        self._made = 0
+        self.made = 0
 
     def new_id(self) -> str:
-        self._made += 1
-        return f"00000000-{self._made:04x}-7000-8000-000000000000"
+        self.made += 1
+        return f"00000000-{self.made:04x}-7000-8000-{self.made:012x}"
 
 
 class Memory:
@@ -57,18 +57,19 @@ def operations(journal: Memory, retained: int) -> Operations:
     return Operations(journal, Roster(journal, CLOCK), CLOCK, retained)
 
 
-async def begun(operations: Operations, let: asyncio.Event) -> Run:
+async def begun(operations: Operations, let: asyncio.Event, request_id: str | None = None) -> Run:
     async def work(_: Run) -> None:
         await let.wait()
 
-    request = FlushCacheRequest(header=RequestHeader(request_id=CLOCK.new_id()))
+    request_id = CLOCK.new_id() if request_id is None else request_id
+    request = FlushCacheRequest(header=RequestHeader(request_id=request_id))
     return await operations.start(request, verb="FlushCache", targets=[], excluded=[], work=work, exclusive=False)
 
 
-async def ended(operations: Operations) -> Run:
+async def ended(operations: Operations, request_id: str | None = None) -> Run:
     let = asyncio.Event()
     let.set()
-    run = await begun(operations, let)
+    run = await begun(operations, let, request_id)
     await run.ended.wait()
     return run
 
@@ -114,3 +115,33 @@ async def test_a_call_that_joined_an_operation_is_refused_once_that_is_forgotten
         with pytest.raises(RlctlError) as refused:
             each.known(call.header.request_id, call)
         assert refused.value.reason is Reason.REQUEST_ID_EXPIRED
+
+
+async def test_a_clock_that_is_set_back_makes_no_ids_that_are_refused() -> None:
+    journal = Memory()
+    kept = operations(journal, retained=1)
+    for _ in range(4):
+        await ended(kept)
+    later = operations(journal, retained=1)
+    await later.load()
+    for each in (kept, later):
+        CLOCK.made = 0
+        runs = [await ended(each, request_id="") for _ in range(4)]
+        found = [run.operation.operation_id for run in runs]
+        assert len(set(found)) == 4
+        assert all(each.new_id() > old for old in found[:2]), "those that are forgotten by now"
+        for old in found[:2]:
+            asked = FlushCacheRequest(header=RequestHeader(request_id=old))
+            with pytest.raises(RlctlError) as refused:
+                each.known(old, asked)
+            assert refused.value.reason is Reason.REQUEST_ID_EXPIRED
+
+
+async def test_an_id_of_a_clock_that_goes_ahead_makes_nobody_elses_look_old() -> None:
+    kept = operations(Memory(), retained=1)
+    await ended(kept, request_id="ffffffff-ffff-7000-8000-000000000000")
+    await ended(kept)
+    mine = CLOCK.new_id()  # and it is on its way for a moment
+    await ended(kept)
+    assert [run.operation.operation_id[:8] for run in kept.newest_first("", 0)] == ["00000000"] * 2
+    assert kept.known(mine, FlushCacheRequest(header=RequestHeader(request_id=mine))) is None

@@ -56,7 +56,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Gated]:
 
 
 async def test_calls_side_by_side_get_one_id_and_one_record(journal: Gated) -> None:
-    keys = Keys(journal, CLOCK)
+    keys = Keys(journal, CLOCK.new_id)
     journal.let.clear()
     calls = [asyncio.create_task(keys.reserve("one", BODY)) for _ in range(3)]
     another = asyncio.create_task(keys.reserve("one", OTHER))
@@ -72,7 +72,7 @@ async def test_calls_side_by_side_get_one_id_and_one_record(journal: Gated) -> N
 
 
 async def test_what_could_not_be_written_is_not_remembered(journal: Gated) -> None:
-    keys = Keys(journal, CLOCK)
+    keys = Keys(journal, CLOCK.new_id)
     journal.broken = True
     with pytest.raises(RlctlError, match="disk is full"):
         await keys.reserve("one", BODY)
@@ -81,11 +81,11 @@ async def test_what_could_not_be_written_is_not_remembered(journal: Gated) -> No
 
 
 async def test_the_oldest_are_forgotten_there_and_in_the_journal(journal: Gated) -> None:
-    keys = Keys(journal, CLOCK, retained=3)
+    keys = Keys(journal, CLOCK.new_id, retained=3)
     ids = {name: await keys.reserve(name, BODY) for name in "abcd"}
     more = await asyncio.gather(*(keys.reserve(name, BODY) for name in "ef"))
     assert [key for key, _ in journal.read("key")] == ["d", "e", "f"]
-    later = Keys(journal, CLOCK, retained=3)
+    later = Keys(journal, CLOCK.new_id, retained=3)
     later.load()
     assert [await later.reserve(name, BODY) for name in "def"] == [ids["d"], *more]
     assert await later.reserve("a", OTHER) != ids["a"], "it is a new one"
