@@ -561,3 +561,25 @@ async def test_a_commit_waits_for_what_is_still_being_taken_in(fleet: InProcessF
     operation = await committing
     assert operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL), operation
     assert version_of(fleet) == ("initial", 1)
+
+
+@pytest.mark.parametrize("released", [True, False])
+async def test_what_may_hold_entries_of_the_old_weights_is_flushed(fleet: InProcessFleet, *, released: bool) -> None:
+    """A stage whose release failed half-way counts as asleep, and its cache may be as it was."""
+    flushed: list[int] = []
+
+    async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "release_memory" and engine.config.tp_size == 1 and not released:
+            raise Reason.ENGINE_FAILED.error("half-way", outcome=OUTCOME_DIRTY)
+        if name == "flush_cache":
+            flushed.append(engine.config.tp_size)
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fail
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(tags=[common.MEMORY_TAG_KV_CACHE]))
+    await fleet.until(lambda stages: all(stage.state == common.STAGE_STATE_ASLEEP for stage in stages))
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "new")
+    assert (await commit(fleet, plan, digest("new"))).state == OPERATION_STATE_OK
+    assert flushed == ([] if released else [1])
