@@ -94,7 +94,7 @@ class SimEngine(Engine):
         self._requests: dict[str, _Request] = {}
         self._released: frozenset[int] = frozenset()
         self._entries: set[tuple[str, ...]] = set()
-        """What entries of the KV cache were computed with: there are some of what was held when it was last empty."""
+        """What entries of the KV cache were computed with."""
         self._version = WeightVersion()
         self._intake = Intake(machine.sim, machine.slot, self.node, self.holding)
 
@@ -108,7 +108,6 @@ class SimEngine(Engine):
         await asyncio.sleep(self.node.random.uniform(0.01, 0.3))
         self.machine.engines.append(self)
         self.holding.weights = dict(self._sim.disks[self.slot.checkpoint])
-        self._empty()
         host = self.slot.host
         workers = [
             WorkerCoordinates(rank=rank, tp=rank, node=host, host_id=host, device="cpu")
@@ -264,12 +263,12 @@ class SimEngine(Engine):
         await self._begin("FlushCache", call)
         if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
             raise Reason.ACTIVE_REQUESTS.error("requests hold KV entries")
-        self._empty()
+        self._entries.clear()
         return verbs.FlushReport(tiers=["kv"])
 
-    def _empty(self) -> None:
-        """Nothing is left in the cache but, from now on, what is computed with the present weights."""
-        self._entries = {tuple(self.holding.weights.values())}
+    def computes(self) -> None:
+        """Something is computed with the present weights, or may have been."""
+        self._entries.add(tuple(self.holding.weights.values()))
 
     @property
     def stale(self) -> bool:
@@ -291,7 +290,7 @@ class SimEngine(Engine):
         await self._begin("ResumeMemory", call)
         tags = frozenset(request.tags) or TAGS
         if MEMORY_TAG_KV_CACHE in self._released & tags:
-            self._empty()
+            self._entries.clear()
         self._released -= tags
         return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
 
@@ -503,6 +502,8 @@ class SimEngine(Engine):
                 if not kind:
                     held = [engine.holding for engine in self.machine.engines]
                     stale = any(engine.stale for engine in self.machine.engines)
+                    for engine in self.machine.engines:
+                        engine.computes()
                     self._sim.observer.made(part, request.adapter, held, self._released, stale=stale)
                 yield part
                 if kind:

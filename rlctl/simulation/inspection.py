@@ -30,6 +30,8 @@ def look(fleet: Fleet) -> None:
             fleet.sim.observer.right(host.name, host.model, stage.serving.version.sequence, held, "would serve")
             if any(engine.stale for engine in host.machine.engines):
                 fleet.sim.observer.broken("I1", f"{host.name} would serve with KV entries of other weights")
+            for engine in host.machine.engines:
+                engine.computes()
 
 
 def staged(fleet: Fleet, operation: Operation, plan: BeginWeightUpdateResponse) -> None:
