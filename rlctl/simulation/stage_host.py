@@ -63,6 +63,7 @@ class StageHost:
         self._address = slot.name if sim.fixed_addresses and not place else f"{slot.name}-{boot}"
         self._engine: SimEngine | None = None
         self._registering: asyncio.Task[None] | None = None
+        self._restarting = False
         self.executors: dict[int, Executor] = {}
         self._generation: Generation | None = None
         for rank in range(1, processes):
@@ -172,12 +173,15 @@ class StageHost:
 
     async def restart(self) -> None:
         """Start the engine anew in the process that there is, as a stage server does that can."""
-        former, self.machine = self.stage, Machine(self.sim, self.machine.slot, self.nodes)
-        if self._engine is not None:
-            await self._engine.stop()
+        former = self.stage
+        if former is None or self._restarting:
+            return
+        self._restarting = True
+        self.machine = Machine(self.sim, self.machine.slot, self.nodes)
+        await self._present_engine().stop()
         await self._start()
-        if former is not None:
-            await former.leave()
+        await former.leave()
+        self._restarting = False
 
     async def _dial(self, rank: int) -> Commander:
         while True:
