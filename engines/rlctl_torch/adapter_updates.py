@@ -112,7 +112,7 @@ class LoadAdapter(InUpdate):
             rank.ranks.agree(lambda: opened.append(self._stage(update)))
             assert update.adapter is not None
             shards = update.adapter.shards
-            rank.ranks.agree(lambda: update.receiver.written.update(shards.load(opened[0])))
+            rank.ranks.agree(lambda: update.receiver.wrote(shards.load(opened[0])))
             rank.synchronise()
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_REJECTED) from error

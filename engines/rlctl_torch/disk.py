@@ -142,6 +142,7 @@ class FromDisk(InUpdate):
         whole = rank.weights is Weights.WHOLE and not update.touched
         update.touched = True
         origin = Origin(load.stored, load.direct)
+        update.receiver.writing(load.names)
         try:
             update.council.agree(lambda: load.read(update.shards, request.load_format))
             rank.synchronise()
@@ -150,9 +151,10 @@ class FromDisk(InUpdate):
             load.stored.close()
             if update.shadow is None:
                 self._roll_back(error, rank.origin if whole else None)
+                update.receiver.undone()
                 update.touched = False
             raise with_outcome(error, OUTCOME_REJECTED) from error
-        update.receiver.written.update(load.names)
+        update.receiver.wrote(load.names)
         report = update.report
         report.tensors += len(load.names)
         report.bytes_received += _bytes_of(rank, load.names)

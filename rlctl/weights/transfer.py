@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +60,7 @@ class Receiver:
         self.update_id = ""
         self.kind: Literal["full", "partial"] = "full"
         self.written: set[str] = set()
+        self._begun: set[str] = set()
         self._received: ModelDigest | None = None
         self._shards = shards
         self._next: dict[str, int] = {}
@@ -87,6 +88,8 @@ class Receiver:
     def begin(self, update_id: str, kind: Literal["full", "partial"] = "full", *, digest: bool = False) -> None:
         """Start an update; what an earlier one wrote is forgotten. ``digest``: digest what comes.
 
+        The same update again starts anew, but what it has left half-written must still be written.
+
         Raises FIELD_INVALID for another kind, OPERATION_CONFLICT while buckets are being received, GROUP_FAILED while
         the weights are :attr:`at_risk`.
         """
@@ -98,6 +101,8 @@ class Receiver:
             )
         with self._lock:
             self._check_idle()
+            if update_id != self.update_id:
+                self._begun = set()
             self.update_id, self.kind = update_id, kind
             self.written = set()
             self._received = ModelDigest() if digest else None
@@ -123,8 +128,8 @@ class Receiver:
             # One buffer for all: a smaller one that a larger replaces would stay with the allocator.
             self._largest = max((bucket.nbytes for _, bucket in stream if bucket.flattened), default=0)
             for group, bucket in stream:
-                # A tensor that comes again is not written until it has come completely.
-                self.written.difference_update(meta.name for meta in bucket.metas)
+                names = {meta.name for meta in bucket.metas}
+                self.writing(names)
                 try:
                     if bucket.flattened:
                         self._take_packed(group, bucket, stats)
@@ -139,7 +144,7 @@ class Receiver:
                         error.outcome = common_pb2.OUTCOME_DIRTY
                     raise
                 self._next[group.name] = bucket.sequence + 1
-                self.written.update(meta.name for meta in bucket.metas)
+                self.wrote(names)
             self._synchronise()
         return stats
 
@@ -163,7 +168,8 @@ class Receiver:
         started = time.perf_counter()
         with self._claim(source):
             proceed()
-            self.written.difference_update(name for name, _ in tensors)
+            names = {name for name, _ in tensors}
+            self.writing(names)
             # The largest first, so that the threads end together.
             queue = deque(sorted(tensors, key=lambda entry: -entry[1].nbytes))
             try:
@@ -179,7 +185,7 @@ class Receiver:
                 self._synchronise()
                 error.outcome = common_pb2.OUTCOME_DIRTY
                 raise
-            self.written.update(name for name, _ in tensors)
+            self.wrote(names)
         nbytes = sum(tensor.nbytes for _, tensor in tensors)
         return ReceiveStats(len(tensors), nbytes, load_s=time.perf_counter() - started)
 
@@ -206,6 +212,21 @@ class Receiver:
             # Copies into place are only enqueued; what generates may be on another stream.
             torch.cuda.synchronize()
 
+    def writing(self, names: Collection[str]) -> None:
+        """These tensors are about to be put into place, also if they were before: until all of it is, they are none
+        of those that are ``written``, and an update that leaves it at that is not complete.
+        """
+        self.written.difference_update(names)
+        self._begun.update(names)
+
+    def wrote(self, names: Collection[str]) -> None:
+        """These tensors have come completely."""
+        self.written.update(names)
+
+    def undone(self) -> None:
+        """Everything is again as it was before the update."""
+        self.written, self._begun = set(), set()
+
     def missing(self) -> list[str]:
         """Names of the reference that this update has not written, sorted."""
         return sorted(self._shards.shards.keys() - self.written)
@@ -213,12 +234,13 @@ class Receiver:
     def incomplete(self) -> list[str]:
         """Names that must still be written before this update can be committed, sorted.
 
-        Of a full update all that are :meth:`missing`; of a partial one what belongs together with something written.
+        Of a full update all that are :meth:`missing`; of a partial one what was begun, and what belongs to it.
         """
         if self.kind == "full":
             return self.missing()
-        begun = (set(names) for names in self._shards.together if not self.written.isdisjoint(names))
-        return sorted(set().union(*begun) - self.written)
+        begun = self._begun | self.written
+        together = (names for names in self._shards.together if not begun.isdisjoint(names))
+        return sorted(begun.union(*together) - self.written)
 
     def interrupt(self, update_id: str = "", cause: str = INTERRUPTED) -> None:
         """End what is under way with GROUP_FAILED (or CANCELLED, see :meth:`copy`); refuse more until :meth:`begin`.

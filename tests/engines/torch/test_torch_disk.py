@@ -21,6 +21,7 @@ from torch_stage import Stage
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
+    UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     AbortUpdateRequest,
     CheckWeightsRequest,
@@ -252,6 +253,22 @@ async def test_a_load_whose_way_back_fails_too_is_dirty(
     assert (await all_refuse(stage, CommitUpdateRequest(), update=update)).outcome == OUTCOME_DIRTY
     await stage(AbortUpdateRequest(), update=update)
     assert (await all_refuse(stage, ContinueGenerationRequest())).reason is Reason.WEIGHTS_DIRTY
+
+
+@pytest.mark.parametrize("kind", [UPDATE_KIND_FULL, UPDATE_KIND_PARTIAL])
+async def test_a_load_that_fails_after_another_one_leaves_nothing_to_commit(
+    stage: Stage, new: str, fail_in_the_middle: Any, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    update = await prepare(stage, kind=kind)
+    await stage(disk(stage.config.model_path), update=update)
+    fail_in_the_middle(new)
+    assert (await all_refuse(stage, disk(new), update=update)).outcome == OUTCOME_DIRTY
+    monkeypatch.undo()
+    error = await all_refuse(stage, CommitUpdateRequest(), update=update)
+    assert (error.reason, error.outcome) == (Reason.WEIGHTS_INCOMPLETE, OUTCOME_DIRTY)
+    await stage(disk(new), update=update)
+    await stage(CommitUpdateRequest(), update=update)
+    await check_serves(stage, new)
 
 
 async def test_the_files_that_were_replaced_are_read_again(stage: Stage, new: str, tmp_path: Path) -> None:

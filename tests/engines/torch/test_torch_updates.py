@@ -353,6 +353,28 @@ async def test_a_sender_that_dies_fails_the_receive_at_once(stage: Stage, new: s
     await check_serves(stage, new)
 
 
+async def test_a_partial_update_is_not_committed_with_a_tensor_half_written(stage: Stage, new: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = {name: tensors_of(new)[name]}
+    async with Source(stage) as source:
+        update = await prepare(stage, kind=UPDATE_KIND_PARTIAL)
+        receiving = asyncio.create_task(stage.ranks(source.request(source.buckets(tensor)), update=update))
+        await until(lambda: any(group.under_way for group in stage.engine._rank.receiver._groups))
+        await stage.interrupt(update)
+        await receiving
+    error = await all_refuse(stage, CommitUpdateRequest(), update=update)
+    assert (error.reason, error.metadata["missing"]) == (Reason.WEIGHTS_INCOMPLETE, name)
+    # Sent again in the same update, it is complete.
+    async with Source(stage) as source:
+        await stage(PrepareUpdateRequest(kind=UPDATE_KIND_PARTIAL), update=update)
+        await source.send(tensor, update)
+        await stage(CommitUpdateRequest(), update=update)
+    expected = ModelDigest()
+    for key, value in {**tensors_of(stage.config.model_path), **tensor}.items():
+        expected.add(key, value)
+    assert await digest(stage) == expected.digest()
+
+
 async def test_groups_are_confirmed_refused_and_left(stage: Stage) -> None:
     async with Source(stage) as source:
         reports = await stage(source.init_request())
