@@ -20,6 +20,7 @@ from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import check_pair
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
+from rlctl.weights.groups import LONGEST_S
 from rlctl.weights.interfaces import address_of
 from rlctl.weights.memberships import Groups, Membership
 from rlctl_torch import adapter_updates, info
@@ -214,7 +215,8 @@ class TorchEngine(Engine):
         self, request: verbs_pb2.UpdateWeightsFromDistributedRequest, call: Call
     ) -> Message | None:
         """See :class:`rlctl_torch.updates.FromDistributed`. A receive that outlasts the call is interrupted."""
-        return await self._bounded(FromDistributed(self._rank, request, call.update_id), call)
+        deadline = self._ends(call) + INTERRUPT_S  # it is interrupted before
+        return await self._bounded(FromDistributed(self._rank, request, call.update_id, deadline), call)
 
     async def update_weights_from_tensor(
         self, request: verbs_pb2.UpdateWeightsFromTensorRequest, call: Call
@@ -330,7 +332,7 @@ class TorchEngine(Engine):
             request.group_name,
             place,
             timeout_s=min(max(remaining, 0.01), limit or remaining),
-            broadcast_timeout_s=limit or max(remaining, 0.01),
+            broadcast_timeout_s=limit or LONGEST_S,
         )
 
     async def destroy_weights_update_group(

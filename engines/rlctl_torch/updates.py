@@ -180,8 +180,12 @@ class InUpdate:
 class FromDistributed(InUpdate):
     """UpdateWeightsFromDistributed: take the announced buckets in over a group."""
 
-    def __init__(self, rank: Rank, request: UpdateWeightsFromDistributedRequest, update_id: str) -> None:
+    def __init__(
+        self, rank: Rank, request: UpdateWeightsFromDistributedRequest, update_id: str, deadline: float
+    ) -> None:
+        """``deadline`` is on :func:`time.monotonic`'s clock: what a broadcast may take is what is left."""
         super().__init__(rank, update_id)
+        self._deadline = deadline
         if request.load_format:
             raise Reason.UNSUPPORTED.error(
                 f"the torch engine goes by the buckets' own formats, not by {request.load_format!r}",
@@ -209,7 +213,8 @@ class FromDistributed(InUpdate):
 
     def _from_groups(self, update: OpenUpdate, groups: dict[str, WeightGroup]) -> ReceiveStats:
         try:
-            return update.receiver.receive([(groups[name], bucket) for name, bucket in self._stream])
+            stream = [(groups[name], bucket) for name, bucket in self._stream]
+            return update.receiver.receive(stream, self._deadline)
         except RlctlError as error:
             if error.reason is Reason.GROUP_FAILED:
                 # The sources of the others would wait for this rank until their timeout.

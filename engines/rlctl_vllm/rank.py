@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from rlctl.weights.announced import Announced
 from rlctl.weights.differences import difference
 from rlctl.weights.exchange import Exchange
 from rlctl.weights.gathering import Gathering
+from rlctl.weights.groups import LONGEST_S
 from rlctl.weights.identity import device_id, host_id
 from rlctl.weights.loading import Load, Loading
 from rlctl.weights.memberships import Groups, Membership
@@ -159,7 +161,7 @@ class Rank:
         )
         if request.probe_only:
             return self._groups.probe(request.group_name, place, timeout_s=timeout_s)
-        limit = seconds(request.group_timeout) or timeout_s
+        limit = seconds(request.group_timeout) or LONGEST_S
         return self._groups.join(request.group_name, place, timeout_s=min(timeout_s, limit), broadcast_timeout_s=limit)
 
     def _leave(self, request: v.DestroyWeightsUpdateGroupRequest, update_id: str, timeout_s: float) -> None:
@@ -220,7 +222,9 @@ class Rank:
         groups = {name: self._groups.get(name) for name, _ in stream}
         loading.prepare()
         try:
-            return self._took(self._receiver.receive([(groups[name], bucket) for name, bucket in stream]))
+            # Nothing else ends the wait for a source that says nothing.
+            deadline = time.monotonic() + timeout_s
+            return self._took(self._receiver.receive([(groups[name], bucket) for name, bucket in stream], deadline))
         except RlctlError as error:
             if error.reason is Reason.GROUP_FAILED:
                 # The sources of the others would wait for this rank until their timeout.

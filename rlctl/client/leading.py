@@ -331,7 +331,6 @@ class Leading:
                 world_size=group.world_size,
                 group_name=group.group_name,
                 backend=group.backend,
-                group_timeout=duration(deadline - loop.time()),
             )
             join.header.fence.update_id = plan.update_id
             await self._fleet.call(join, timeout_s=deadline - loop.time())

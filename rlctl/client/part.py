@@ -28,7 +28,7 @@ from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
 from rlctl.weights.announced import Announced
 from rlctl.weights.differences import digest_parts
 from rlctl.weights.digest import ModelDigest, tensor_digest
-from rlctl.weights.groups import WeightGroup, join
+from rlctl.weights.groups import LONGEST_S, WeightGroup, join
 from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
@@ -264,10 +264,14 @@ class Part:
                     world_size=group.world_size,
                     backend=group.backend,
                     timeout_s=seconds(attempt.timeout),
+                    broadcast_timeout_s=LONGEST_S,
                     interface_host=self._host,
                     stop=stop,
                 )
-        return [self._groups[group.group_name] for group in wanted]
+        groups = [self._groups[group.group_name] for group in wanted]
+        for standing in groups:
+            standing.allow(seconds(attempt.timeout))
+        return groups
 
 
 def _meeting_place(readers: Sequence[str]) -> torch.device:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.roster import ModelState, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
-from rlctl.coordinator.together import RENDEZVOUS_S, Together
+from rlctl.coordinator.together import Together
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal
 from rlctl.times import duration
@@ -107,7 +107,7 @@ class FromPeer:
                 GroupMember(slot=self._peer.name, rank_offset=0, num_ranks=ranks if self._paired else 1),
                 GroupMember(slot=self._slot.name, rank_offset=1, num_ranks=ranks),
             ],
-            group_timeout=duration(RENDEZVOUS_S),
+            group_timeout=duration(self._session.deadline - self._clock.now()),
             paired=self._paired,
         )
 

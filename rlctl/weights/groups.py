@@ -25,12 +25,16 @@ from rlctl.weights import connections
 from rlctl.weights.rendezvous import Forming, GroupStore, Member
 from rlctl.weights.tensors import as_bytes
 
-__all__ = ["INTERRUPTED", "GroupStore", "WeightGroup", "join"]
+__all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join"]
 
 INTERRUPTED = "it was interrupted"
 """Why something broke off, where nobody says more."""
 
+LONGEST_S = 24 * 3600.0
+"""As long as a call may take: for groups of which nobody knows yet what they will be used for."""
+
 _SLICE = datetime.timedelta(milliseconds=100)
+_LEAST_S = 0.01
 _GRACE_S = 1.0
 """How long a broadcast may take to end once it was broken, or past its own timeout."""
 
@@ -54,7 +58,7 @@ class WeightGroup:
         self.rank = member.rank
         self.world_size = member.world_size
         self.backend = member.backend
-        self._timeout_s = member.broadcast_timeout_s
+        self._most_s = self._timeout_s = member.broadcast_timeout_s
         self._member: Member | None = member
         self._endpoints = member.endpoints
         self._lock = threading.Lock()
@@ -76,6 +80,13 @@ class WeightGroup:
         """Whether a broadcast may still read or write its tensor, one that was given up included."""
         work = self._work
         return work is not None and not work.is_completed()
+
+    def allow(self, timeout_s: float) -> None:
+        """Let every broadcast from now on take so long, at most as long as the group was formed for.
+
+        A group is kept from one update to the next: what is left of the one that formed it says nothing of the others.
+        """
+        self._timeout_s = min(self._most_s, max(timeout_s, _LEAST_S))
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Send a tensor's bytes from rank ``src`` to all, or receive them into it; returns when that is done.
@@ -205,9 +216,9 @@ def join(
     """Form a group together with the other members; returns when all of them have come.
 
     ``store`` is the source's store, or (host, port) where it listens. ``timeout_s`` bounds the forming,
-    ``broadcast_timeout_s`` (by default the same) each broadcast. gloo listens on ``interface_host``, an address of
-    this machine that the other members reach. Setting ``stop`` ends the forming early. With NCCL the members meet
-    only in their first broadcast.
+    ``broadcast_timeout_s`` (by default the same) each broadcast, see :meth:`WeightGroup.allow`. gloo listens on
+    ``interface_host``, an address of this machine that the other members reach. Setting ``stop`` ends it early.
+    With NCCL the members meet only in their first broadcast.
 
     Raises FIELD_INVALID, DEADLINE_INVALID, UNSUPPORTED (this torch lacks the backend); GROUP_FAILED, REJECTED, when
     the group did not come about, naming the ranks that are missing where it can.

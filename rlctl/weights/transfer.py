@@ -110,9 +110,10 @@ class Receiver:
             self._interrupted = ""
             self._late = None
 
-    def receive(self, stream: Sequence[tuple[WeightGroup, Bucket]]) -> ReceiveStats:
+    def receive(self, stream: Sequence[tuple[WeightGroup, Bucket]], deadline: float | None = None) -> ReceiveStats:
         """Take in the buckets that come next, each over its group, in the order given; blocks until they are in place.
 
+        ``deadline``: on :func:`time.monotonic`'s clock; a broadcast may take what is left. None: what a group allows.
         All ranks that share groups must be given the same order: then no two sources wait for each other.
         Every group counts its buckets from 0 on, over all calls since :meth:`begin`. A tensor that is whole here and
         comes on its own is received in place; the others come through one buffer, of which the rank's part is copied.
@@ -130,6 +131,8 @@ class Receiver:
             for group, bucket in stream:
                 names = {meta.name for meta in bucket.metas}
                 self.writing(names)
+                if deadline is not None:
+                    group.allow(deadline - time.monotonic())
                 try:
                     if bucket.flattened:
                         self._take_packed(group, bucket, stats)

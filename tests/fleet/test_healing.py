@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
-from rlctl.coordinator.healing import MAKE_WAY_S
+from rlctl.coordinator.healing import HEAL_S, MAKE_WAY_S
 from rlctl.coordinator.sqlite_journal import SqliteJournal
 from rlctl.engine import Call
 from rlctl.errors import Reason
@@ -19,6 +19,7 @@ from rlctl.ports import Delete, Put
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.times import seconds
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
@@ -376,6 +377,32 @@ async def test_a_heal_from_a_peer_waits_for_nobody_when_one_side_cannot_join(
         assert operation.error.message.endswith("there is no way to the store")
         assert len(waited) == (at == "the rendezvous")
         assert fleet.stage("b").routable
+
+
+async def test_what_a_peer_sends_may_take_as_long_as_the_heal(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    async def join_group(engine: FakeEngine, request: v.InitWeightsUpdateGroupRequest, call: Call) -> v.GroupReport:
+        limits.append(seconds(request.group_timeout))
+        raise Reason.GROUP_FAILED.error("that is all that was to be known")
+
+    async def start(engine: FakeEngine, setup: Any) -> Any:
+        info = await started(engine, setup)
+        info.layout.store_host, info.layout.store_port = "127.0.0.1", 1
+        return info
+
+    started = FakeEngine.start
+    monkeypatch.setattr(FakeEngine, "start", start)
+    monkeypatch.setattr(FakeEngine, "send_weights", FakeEngine.flush_cache, raising=False)
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        await update(fleet, "sent")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        monkeypatch.setattr(FakeEngine, "init_weights_update_group", join_group)
+        await fleet.stub.HealStage(HealStageRequest(slots=["a"]))
+    assert min(limits) > HEAL_S / 2
 
 
 async def test_a_coordinator_stops_although_a_heal_does_not_give_way(

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from answers import of_each
-from models import changed, greedy
+from models import Halfway, changed, greedy
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -86,6 +87,14 @@ def test_the_groups_of_one_update_serve_the_next(fleet: Fleet, publisher: Publis
     made = [o for o in fleet.operations(page_size=200) if o.verb == "InitWeightsUpdateGroup"]
     assert len(made) == 1
     assert fleet.status().models[0].latest == result.version
+
+
+def test_what_one_update_had_time_for_limits_no_later_one_over_its_groups(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    with fleet.publisher("actor", trainer="test") as publisher:
+        publisher.update(changed(tiny[0], seed=30), version="quick", deadline_s=4)
+        slow = Halfway(changed(tiny[0], seed=31), lambda: time.sleep(4.5))  # longer than that one had
+        result = publisher.update(slow, version="slow")
+    assert digests(fleet) == {result.model_digest}
 
 
 def test_small_buckets_and_pairs_give_the_same_weights(fleet: Fleet, tiny: tuple[Any, Path]) -> None:

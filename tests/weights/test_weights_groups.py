@@ -187,6 +187,16 @@ def test_a_receive_ends_by_the_groups_timeout(form: Form) -> None:
     assert not groups[1].under_way
 
 
+@pytest.mark.parametrize(("formed_for", "allowed"), [(LONG_S, 0.3), (0.3, LONG_S)])
+def test_a_receive_ends_by_what_it_is_allowed_within_what_the_group_was_formed_for(
+    form: Form, formed_for: float, allowed: float
+) -> None:
+    groups = form(2, broadcast_timeout_s=formed_for)
+    groups[1].allow(allowed)
+    error = failure(receiving(groups[1]))
+    assert (error.reason, error.outcome) == (Reason.GROUP_FAILED, common_pb2.OUTCOME_DIRTY)
+
+
 def test_a_second_broadcast_beside_the_first_is_refused(form: Form) -> None:
     groups = form(2)
     job = receiving(groups[1])

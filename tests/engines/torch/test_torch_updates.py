@@ -333,6 +333,19 @@ async def test_a_receive_whose_sender_never_comes_ends_by_its_deadline(stage: St
         assert "the time was up" in error.message
 
 
+async def test_what_was_left_to_the_call_that_formed_a_group_limits_no_later_one(stage: Stage, new: str) -> None:
+    tensors = tensors_of(new)
+    async with Source(stage, timeout=1.5) as source:
+        update = await prepare(stage)
+        buckets = source.buckets(tensors)
+        receiving = asyncio.create_task(stage(source.request(buckets), update=update))
+        await asyncio.sleep(2.0)  # longer than that call had
+        await asyncio.to_thread(send, as_source(tensors.items()), buckets, source.group)
+        await receiving
+        await stage(CommitUpdateRequest(), update=update)
+    await check_serves(stage, new)
+
+
 async def test_a_sender_that_dies_fails_the_receive_at_once(stage: Stage, new: str) -> None:
     source = await Source(stage).__aenter__()
     update = await prepare(stage)

@@ -73,7 +73,7 @@ class Source:
         joining = asyncio.to_thread(
             join, self.store, name=self.name, rank=0, world_size=1 + self.ranks, timeout_s=self._timeout
         )
-        self.group, reports = await asyncio.gather(joining, self.stage(self.init_request()))
+        self.group, reports = await asyncio.gather(joining, self.stage(self.init_request(), within=self._timeout))
         assert [report.group_rank for report in reports] == [1 + rank for rank in range(self.ranks)]
         return self
 
