@@ -8,7 +8,6 @@ peer that hangs costs a collective its timeout.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.weights.connections import Endpoint, cut
 from rlctl.weights.exchange import Exchange, GroupExchange, LocalExchange
+from rlctl.weights.groups import keep_for_ever
 from rlctl.weights.interfaces import address_of
 from rlctl.weights.rendezvous import RendezvousEnded, WatchedStore
 from rlctl_torch.plan import HEAD_BYTES, Plan, decode, encode, length_of
@@ -276,7 +276,7 @@ class Ranks(Council):
             while not all(work.is_completed() for work in self._given_up) and time.monotonic() < give_up:
                 time.sleep(0.01)
             if not all(work.is_completed() for work in self._given_up):
-                _keep_for_ever((self._gloo, self._compute, self._given_up))
+                keep_for_ever((self._gloo, self._compute, self._given_up))
         self._given_up = []
         self._gloo = self._compute = self._store = None
 
@@ -326,11 +326,6 @@ def _cut(endpoints: Mapping[int, Endpoint], own: int) -> None:
     """Cut this process's connections of one group."""
     peers = {endpoint for rank, endpoint in endpoints.items() if rank != own}
     cut(accepted_at={endpoint for rank, endpoint in endpoints.items() if rank == own}, made_to=peers)
-
-
-def _keep_for_ever(held: object) -> None:
-    """Destroying a gloo group waits for what is under way in it, even at the interpreter's exit: never destroy this."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def _lost(rank: int, cause: str) -> Broken:

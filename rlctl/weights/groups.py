@@ -10,7 +10,9 @@ ends a broadcast at once. A group that failed or was interrupted is spent; a new
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
+import os
 import threading
 import time
 import weakref
@@ -25,7 +27,7 @@ from rlctl.weights import connections
 from rlctl.weights.rendezvous import Forming, GroupStore, Member
 from rlctl.weights.tensors import as_bytes
 
-__all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join"]
+__all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join", "keep_for_ever"]
 
 INTERRUPTED = "it was interrupted"
 """Why something broke off, where nobody says more."""
@@ -122,6 +124,14 @@ class WeightGroup:
         if member is not None:
             _open_groups.discard(self)
             _Disposal(member, self._work, self._data, self._idle).start()
+
+    def forget(self) -> None:
+        """In a child of a fork: leave it to the parent, whose connections these are."""
+        keep_for_ever((self._member, self._work))
+        self._lock = threading.Lock()  # whoever held it is not here
+        self._spent = "it belongs to the process that this one was forked from"
+        self._member, self._work, self._endpoints = None, None, {}
+        self._idle.set()
 
     def _start(self, data: torch.Tensor, src: int) -> None:
         with self._lock:
@@ -256,6 +266,11 @@ class _Disposal(threading.Thread):
         self._idle.wait()
         self._work = self._data = self._member = None
 
+    def forget(self) -> None:
+        """In a child of a fork, where it does not run."""
+        keep_for_ever((self._member, self._work))
+        self._work = self._data = self._member = None
+
 
 _open_groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
 _disposals: weakref.WeakSet[_Disposal] = weakref.WeakSet()
@@ -269,6 +284,26 @@ def _take_apart() -> None:
     give_up = time.monotonic() + _EXIT_S
     for disposal in list(_disposals):
         disposal.join(max(0.0, give_up - time.monotonic()))
+
+
+def _after_fork() -> None:
+    # A child that ended would cut its parent's connections, and wait for gloo's threads, which it does not have.
+    for group in list(_open_groups):
+        group.forget()
+    for disposal in list(_disposals):
+        disposal.forget()
+    _open_groups.clear()
+    _disposals.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def keep_for_ever(held: object) -> None:
+    """Never destroy this, also not at the interpreter's exit: destroying a gloo group waits for its threads, and for
+    what is under way in it.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def _first_line(error: BaseException) -> str:

@@ -116,9 +116,14 @@ class OwnedMemory(SharedMemory):
 
 _owned: weakref.WeakSet[OwnedMemory] = weakref.WeakSet()
 
+_forks = 0
+"""How many forks lie between this process and the first one of this interpreter."""
+
 
 def _after_fork() -> None:
     # A child that kept the descriptor would keep the lock when the owner dies.
+    global _forks
+    _forks += 1
     for memory in list(_owned):
         memory.forget()
 
@@ -226,5 +231,11 @@ def _map(descriptor: int, size: int, *, writable: bool) -> torch.Tensor:
         raise OSError(number, os.strerror(number))
     _libc.madvise(address, size, _MADV_DONTFORK)
     view = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(view, _libc.munmap, address, size).atexit = False
+    weakref.finalize(view, _unmap, address, size, _forks).atexit = False
     return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _unmap(address: int, size: int, forks: int) -> None:
+    # A child of a fork has none of it mapped, and may have something else there by now.
+    if forks == _forks:
+        _libc.munmap(address, size)

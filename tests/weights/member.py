@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import sys
 import threading
 from typing import Any
@@ -82,6 +83,14 @@ def main(role: str, port: int, name: str) -> None:
         dist.destroy_process_group(group)
     else:
         member = join(("127.0.0.1", port), name=name, rank=1, world_size=2, timeout_s=20, broadcast_timeout_s=600)
+        if role == "forks":
+            for leaves in (False, True):
+                child = os.fork()
+                if child == 0:
+                    if leaves:
+                        member.close()
+                    sys.exit(0)
+                assert os.waitpid(child, 0)[1] == 0
         # The receiver gets one tensor of two.
         member.broadcast(torch.tensor(VALUES), src=1)
         if role == "sender-of-half":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import multiprocessing
 import os
 import threading
@@ -25,6 +27,7 @@ from rlctl.weights.transfer import Receiver
 
 CPU = torch.device("cpu")
 BIG = 32 << 20
+MAP_FIXED = 0x10
 
 
 def soon(condition: Callable[[], bool], within: float = 5.0) -> bool:
@@ -156,3 +159,24 @@ def send_and_fork(pipe: Connection) -> None:
         pipe.send(os.getpid())
         threading.Event().wait()
     os.waitpid(child, 0)
+
+
+def fork_and_let_go(pipe: Connection) -> None:
+    """A sender with a child that has other memory where the segment is here; says how it ended."""
+    sender = SegmentSender()
+    source = as_source(big_model().items())
+    list(sender.write(source, source.metas()))
+    segment = sender.pool._entries[0].memory.data
+    page = mmap.PAGESIZE
+    first, size = segment.data_ptr() // page * page, segment.nbytes // page * page
+    child = os.fork()
+    if child == 0:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        anywhere, protection = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+        libc.mmap(ctypes.c_void_p(first), ctypes.c_size_t(size), protection, anywhere, -1, ctypes.c_long(0))
+        del segment
+        sender.close()
+        ctypes.memset(first, 1, size)
+        os._exit(0)
+    pipe.send(os.waitpid(child, 0)[1])

@@ -62,6 +62,17 @@ def joined(store: GroupStore) -> WeightGroup:
     return join(store, name="group", rank=0, world_size=2, timeout_s=30, broadcast_timeout_s=600)
 
 
+def test_children_of_a_member_that_end_or_leave_take_nothing_along(store: GroupStore, start: Start) -> None:
+    """A data loader's worker, say, or whatever else a trainer forks."""
+    process = start("forks", store.port)
+    group = joined(store)
+    tensor = torch.zeros(len(VALUES))
+    group.broadcast(tensor, src=1)
+    assert tensor.tolist() == VALUES
+    assert process.wait(30) == 0
+    group.close()
+
+
 def test_sglangs_own_ranks_receive_from_us(store: GroupStore, start: Start) -> None:
     process = start("sglang-receiver", store.port)
     group = joined(store)

@@ -11,6 +11,7 @@ from segment_helpers import (
     CPU,
     Member,
     big_model,
+    fork_and_let_go,
     receive,
     receive_half,
     send,
@@ -125,6 +126,10 @@ def test_a_stopped_sender_is_no_dead_one(start: Start) -> None:
     SegmentReader(CPU).close()
     receiver.tell(messages)
     assert receiver.hear() == digest_of(big_model())
+
+
+def test_a_child_of_the_sender_that_lets_go_frees_nothing_of_its_own(start: Start) -> None:
+    assert start(fork_and_let_go).hear() == 0
 
 
 def test_a_child_of_the_sender_keeps_nothing_alive(start: Start) -> None:
