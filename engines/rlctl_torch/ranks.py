@@ -94,7 +94,9 @@ class Council:
             check()
         except RlctlError as refusal:
             error = refusal
-        except (OSError, ValueError, TypeError, LookupError, RuntimeError) as unforeseen:
+        except Broken:
+            raise
+        except Exception as unforeseen:  # noqa: BLE001 - files and plug-ins may break code in any way
             error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
         if self.size == 1:
             answers = [b""]

@@ -63,13 +63,16 @@ def from_peft(config: Mapping[str, Any], *, field: str, dtype: str = "") -> Adap
         raise _invalid(f"r is {rank!r}; it must be a whole number above 0", field)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise _invalid(f"lora_alpha is {alpha!r}; it must be a number", field)
-    result = AdapterConfig(
-        lora_rank=rank,
-        lora_alpha=float(alpha),
-        target_modules=sorted(modules),
-        rslora=bool(config.get("use_rslora")),
-        dtype=dtype,
-    )
+    try:
+        result = AdapterConfig(
+            lora_rank=rank,
+            lora_alpha=float(alpha),
+            target_modules=sorted(modules),
+            rslora=bool(config.get("use_rslora")),
+            dtype=dtype,
+        )
+    except (OverflowError, ValueError) as error:  # a number that is no float, a name that is no UTF-8
+        raise _invalid(str(error), field) from error
     check(result, field=field)
     return result
 

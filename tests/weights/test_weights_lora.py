@@ -52,6 +52,8 @@ def test_what_a_config_says() -> None:
         ({"r": -1}, Reason.FIELD_INVALID, "r is -1"),
         ({"lora_alpha": "8"}, Reason.FIELD_INVALID, "lora_alpha"),
         ({"lora_alpha": float("nan")}, Reason.FIELD_INVALID, "nan"),
+        ({"lora_alpha": 10**400}, Reason.FIELD_INVALID, "too large"),
+        ({"target_modules": ["\ud800"]}, Reason.FIELD_INVALID, "surrogates"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, Any], reason: Reason, named: str) -> None:

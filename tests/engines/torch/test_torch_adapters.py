@@ -232,6 +232,7 @@ REFUSED = {
     "stranger": ({"change": {"target_modules": ["w_pack"]}}, Reason.CHECKPOINT_MISMATCH, "w_pack"),
     "rank": ({"change": {"r": 8}}, Reason.CHECKPOINT_MISMATCH, "lora_A"),
     "rankless": ({"change": {"r": 0}}, Reason.FIELD_INVALID, "r is 0"),
+    "beyond": ({"change": {"lora_alpha": 10**400}}, Reason.FIELD_INVALID, "too large"),
     "huge": ({"change": {"r": 2**31}}, Reason.FIELD_INVALID, "larger than layer"),
     "missing": (
         {"change": {"target_modules": [*ALL[:2]]}, "targets": ["q_proj"]},

@@ -25,7 +25,9 @@ from rlctl.v1.verbs_pb2 import (
     FlushCacheRequest,
     GetLoadsRequest,
     PauseGenerationRequest,
+    PrepareUpdateRequest,
 )
+from rlctl.weights.transfer import Receiver
 
 PROMPT = prompt_of(9)
 
@@ -179,6 +181,21 @@ async def test_a_cancelled_method_withdraws_its_command(stage: Stage) -> None:
 async def test_expired_commands_are_not_started(stage: Stage) -> None:
     answers = await stage.ranks(PauseGenerationRequest(), within=ANSWER_S / 2)
     assert [answer.reason for answer in answers] == [Reason.DEADLINE_EXCEEDED] * len(answers)
+    assert len(await stage.tokens(PROMPT, 3)) == 3
+
+
+async def test_a_check_that_breaks_in_a_way_that_nobody_foresaw_is_a_refusal(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise OverflowError("int too large to convert to float")
+
+    monkeypatch.setattr(Receiver, "begin", breaks)
+    answers = await stage.ranks(PrepareUpdateRequest(), update="u")
+    assert [(answer.reason, answer.outcome) for answer in answers] == [(Reason.INTERNAL, OUTCOME_REJECTED)] * len(
+        answers
+    )
+    assert not stage.failures
     assert len(await stage.tokens(PROMPT, 3)) == 3
 
 
