@@ -146,8 +146,8 @@ class Leading:
         deadline: float,
     ) -> tuple[Operation, Sent]:
         """The sources only digest what the checkpoint must contain."""
-        reference = {meta.name: meta for meta in await self._ask_reference()}
-        metas = [reference.get(meta.name, meta) for offered in offers for meta in offered.metas]
+        wire = fit(self._model, offers, await self._ask_reference(), partial=False)
+        metas = [meta for offered in wire for meta in offered.metas]
         digests = await self._digest(source, metas, last=True)
         self._progress.decided = True
         operation = await self._fleet.update_weights_from_disk(

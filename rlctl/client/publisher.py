@@ -421,6 +421,8 @@ def _kind(
     if base and (partial or checkpoint):
         other = "partial" if partial else "checkpoint"
         raise Reason.FIELD_CONFLICT.error(f"base and {other} exclude each other", field="base")
+    if partial and checkpoint:
+        raise Reason.FIELD_CONFLICT.error("a checkpoint is read as a whole", field="partial")
     if not adapter and config is None:
         kind = verbs_pb2.UPDATE_KIND_PARTIAL if partial else verbs_pb2.UPDATE_KIND_FULL
         return verbs_pb2.UPDATE_KIND_DELTA if base else kind

@@ -225,9 +225,10 @@ def test_weights_that_do_not_fit_are_refused(
         pairs["model.norm.weight"] = torch.zeros(7)
     named = "model.stranger" if what == "unknown" else "model.norm.weight"
     version = fleet.status().models[0].latest
-    with pytest.raises(RlctlError) as caught:
-        publisher.update(pairs.items(), version="bad")
-    assert named in str(caught.value)
+    for checkpoint in ("", str(tiny[1])):
+        with pytest.raises(RlctlError) as caught:
+            publisher.update(pairs.items(), version="bad", checkpoint=checkpoint)
+        assert named in str(caught.value)
     assert fleet.status().models[0].latest == version, "nothing of it is served"
     assert all(stage.routable for stage in fleet.status().stages), "nothing was paused, nothing was written"
     publisher.update(model, version="good")
