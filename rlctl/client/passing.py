@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from rlctl.errors import Reason
 from rlctl.weights.source import WeightSource, as_source, atomic_lists, is_stable
 from rlctl.weights.tensors import TensorMeta
 
@@ -49,7 +50,7 @@ class Pass:
 
     def finish(self) -> None:
         """Go through what is left. What they raise has been raised before, or matters to nobody any more."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             deque(self.tensors(), maxlen=0)
 
 
@@ -78,11 +79,16 @@ def in_thread(
             loop.call_soon_threadsafe(callback, *arguments)
 
     def run() -> None:
-        result, failure = None, None
+        result: T | None = None
+        failure: BaseException | None = None
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             failure = error
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                # Handed on as it is, it would end the loop, or be taken for a cancellation of whoever waits.
+                failure = Reason.SOURCE_FAILED.error(f"{type(error).__name__}: {error}")
+                failure.__cause__ = error
         tell(settle, result, failure)
         then()
         tell(ended.set_result, None)

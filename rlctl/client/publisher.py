@@ -195,9 +195,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         started = time.perf_counter()
         if progress is None:
             progress = self._next(stream)
+        limit = asyncio.timeout(deadline_s + GRACE_S)  # raises for what is no number: nothing has begun yet
         self._progress = progress
         progress.begun = True
-        limit = asyncio.timeout(deadline_s + GRACE_S)
         try:
             async with limit:
                 await self._meet()

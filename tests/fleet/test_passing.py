@@ -11,6 +11,7 @@ import torch
 
 from rlctl.client import part as parts
 from rlctl.client.part import Part
+from rlctl.client.passing import in_thread
 from rlctl.client.pending import Progress
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.trainer_pb2 import Attempt
@@ -45,6 +46,19 @@ def gather_along(weights: Gathered, count: int) -> None:
     """The other rank's side of so many gathers."""
     for _ in range(count):
         weights.gathers.wait(10)
+
+
+@pytest.mark.parametrize("raised", [StopIteration, SystemExit])
+async def test_whatever_is_raised_ends_the_wait_for_it(raised: type[BaseException]) -> None:
+    def fail() -> None:
+        raise raised("in the thread")
+
+    work, ended = in_thread(fail, lambda: None, "a thread")
+    async with asyncio.timeout(5.0):
+        with pytest.raises(RlctlError, match="in the thread") as caught:
+            await work
+        await ended
+    assert caught.value.reason is Reason.SOURCE_FAILED
 
 
 async def half_way(part: Part, weights: Gathered) -> asyncio.Task[object]:

@@ -57,6 +57,40 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
     await client.close()
 
 
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+async def test_what_would_end_a_loop_is_an_error_of_the_source(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], raised: type[BaseException]
+) -> None:
+    def end() -> None:
+        raise raised("by the source")
+
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        with pytest.raises(RlctlError, match="by the source") as caught:
+            await publisher.update(Source(end), version="never", checkpoint=checkpoint("two"))
+        assert caught.value.reason is Reason.SOURCE_FAILED
+        await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
+
+
+async def test_a_deadline_that_is_no_number_begins_nothing(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        with pytest.raises(TypeError):
+            await publisher.update(Source(lambda: None), version="never", deadline_s="5")  # type: ignore[arg-type]
+        await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
+
+
+async def test_settings_that_exclude_each_other_are_named(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        for settings in ({"base": "one", "partial": True}, {"checkpoint": checkpoint("two"), "partial": True}):
+            with pytest.raises(RlctlError) as caught:
+                await publisher.update(Source(lambda: None), version="never", **settings)
+            assert caught.value.reason is Reason.FIELD_CONFLICT
+            assert "partial" in f"{caught.value.field} {caught.value.message}"
+
+
 async def test_an_address_is_named_in_one_way(fleet: InProcessFleet) -> None:
     async with await aio.connect(fleet.server.address) as client:
         for settings, reason in (
