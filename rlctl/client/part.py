@@ -32,7 +32,7 @@ from rlctl.weights.groups import LONGEST_S, WeightGroup, join
 from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
-from rlctl.weights.source import WeightSource, atomic_lists, only
+from rlctl.weights.source import WeightSource, as_announced, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
 
 Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
@@ -190,7 +190,7 @@ class Part:
         elif attempt.shared_devices:
             sent.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
         elif digest is not None:
-            for name, tensor in weights.tensors():
+            for name, tensor in as_announced(weights, dtypes):
                 digest.add(name, tensor, dtypes.get(name))
         if not attempt.shared_devices:
             left()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.weights.buckets import Bucket, plan, unpack
 from rlctl.weights.digest import ModelDigest, usable_cores
@@ -19,7 +18,7 @@ from rlctl.weights.identity import CPU, host_id
 from rlctl.weights.segment_pool import Memory, SegmentPool
 from rlctl.weights.segments import to_proto
 from rlctl.weights.shared_memory import sweep
-from rlctl.weights.source import WeightSource
+from rlctl.weights.source import WeightSource, check_given, unannounced, unfit
 from rlctl.weights.tensors import TensorMeta
 
 SEGMENT_BYTES = 1 << 30
@@ -127,7 +126,7 @@ class SegmentSender:
                     digesting[id(memory)] = [digesters.submit(digest.add, name, view) for name, view in views]
                 yield sent
             if (extra := next(tensors, None)) is not None:
-                raise _unfit(f"the source yields {extra[0]!r}, which was not announced, or yields it twice")
+                raise unannounced(extra[0])
             left()
             for future in itertools.chain(*digesting.values()):
                 future.result()
@@ -155,11 +154,8 @@ def _next(tensors: Iterator[tuple[str, torch.Tensor]], meta: TensorMeta) -> torc
     """The source's next tensor. Raises FIELD_INVALID when it is not the one that was announced."""
     name, tensor = next(tensors, ("", None))
     if tensor is None:
-        raise _unfit(f"the source ends before {meta.name!r}, which was announced")
-    if name != meta.name or tuple(tensor.shape) != meta.shape:
-        raise _unfit(f"the source yields {name!r} {tuple(tensor.shape)}; {meta.name!r} {meta.shape} was announced")
+        raise unfit(f"the source ends before {meta.name!r}, which was announced")
+    if name != meta.name:
+        raise unfit(f"the source yields {name!r} {tuple(tensor.shape)}; {meta.name!r} {meta.shape} was announced")
+    check_given(tensor, meta)
     return tensor.detach()
-
-
-def _unfit(cause: str) -> RlctlError:
-    return Reason.FIELD_INVALID.error(cause, field="weights")

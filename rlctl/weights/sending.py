@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.buckets import Bucket, put, room_for, unpack
 from rlctl.weights.digest import ModelDigest, usable_cores
 from rlctl.weights.groups import WeightGroup
-from rlctl.weights.source import WeightSource, is_stable
+from rlctl.weights.source import WeightSource, check_given, is_stable, refuse_lacking, unannounced, unfit
 from rlctl.weights.tensors import TensorMeta, castable
-
-_SHOWN = 5
 
 _AHEAD = 4
 """Tensors of a stable source that are on their way, or being digested, while the next one is taken."""
@@ -75,7 +73,7 @@ class SentInPassing:
         given = {meta.name: meta.dtype for meta in source.metas()}
         for meta in (meta for bucket in buckets for meta in bucket.metas):
             if not castable(given.get(meta.name, meta.dtype), meta.dtype):
-                raise _unfit(
+                raise unfit(
                     f"{meta.name} is {given[meta.name]}, and {meta.dtype} was announced: that takes more than a cast"
                 )
         self.bytes = 0
@@ -147,11 +145,10 @@ class _Sending:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take the next tensor of the source: send it, or keep a copy until its bucket is full."""
         if name not in self._awaited:
-            raise _unfit(f"the source yields {name!r}, which was not announced, or yields it twice")
+            raise unannounced(name)
         bucket, index = self._awaited.pop(name)
         meta = bucket.metas[index]
-        if tuple(tensor.shape) != meta.shape:
-            raise _unfit(f"{name} has shape {tuple(tensor.shape)}; {meta.shape} was announced")
+        check_given(tensor, meta)
         wire = tensor.detach().to(device=wire_device(self._group, tensor.device), dtype=meta.dtype)
         filled = self._filled[bucket.sequence] = self._filled.get(bucket.sequence, 0) + 1
         if bucket.flattened:
@@ -174,14 +171,12 @@ class _Sending:
 
     def finish(self) -> None:
         """The source is at its end: what is on its way arrives."""
-        if self._awaited:
-            names = sorted(self._awaited)
-            raise _unfit(f"the source lacks {len(names)} of the announced tensors: {', '.join(names[:_SHOWN])}")
+        refuse_lacking(self._awaited)
         self._await(0)
 
     def _in_order(self, bucket: Bucket, in_bucket: bool) -> None:
         if not in_bucket or self._queue[0] is not bucket:
-            raise _unfit(f"the source's order is not that of the buckets (at bucket {bucket.sequence})")
+            raise unfit(f"the source's order is not that of the buckets (at bucket {bucket.sequence})")
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """A buffer to pack into. There are two: one is filled while the other one is on its way."""
@@ -226,7 +221,3 @@ def wire_device(group: WeightGroup, device: torch.device) -> torch.device:
     if group.backend == "gloo":
         return torch.device("cpu")
     return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-
-
-def _unfit(cause: str) -> RlctlError:
-    return Reason.FIELD_INVALID.error(cause, field="weights")

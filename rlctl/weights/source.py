@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.weights.modules import ModuleSource
-from rlctl.weights.tensors import TensorMeta, by_name
+from rlctl.weights.tensors import TensorMeta, by_name, castable
+
+_SHOWN = 5
 
 Entry = tuple[str, torch.Tensor] | list[tuple[str, torch.Tensor]]
 """A checkpoint name with its full tensor; or several that must travel together."""
@@ -91,6 +94,45 @@ def in_lists(metas: Sequence[TensorMeta], lists: Iterable[tuple[str, ...]]) -> l
         entries.append(group if names else group[0])
         position += len(group)
     return entries
+
+
+def as_announced(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A source's tensors: each once, all of them, and as it has described them. ``dtypes``: what they are cast to.
+
+    Raises FIELD_INVALID.
+    """
+    awaited = {meta.name: replace(meta, dtype=dtypes.get(meta.name, meta.dtype)) for meta in source.metas()}
+    for name, tensor in source.tensors():
+        if name not in awaited:
+            raise unannounced(name)
+        check_given(tensor, awaited.pop(name))
+        yield name, tensor
+    refuse_lacking(awaited)
+
+
+def check_given(tensor: torch.Tensor, wire: TensorMeta) -> None:
+    """Raise FIELD_INVALID for a tensor of another shape than was announced, or one that a cast would ruin."""
+    if tuple(tensor.shape) != wire.shape:
+        raise unfit(f"{wire.name} has shape {tuple(tensor.shape)}; {wire.shape} was announced")
+    if not castable(tensor.dtype, wire.dtype):
+        raise unfit(f"{wire.name} is {tensor.dtype}, and {wire.dtype} was announced: that takes more than a cast")
+
+
+def refuse_lacking(names: Collection[str]) -> None:
+    """Raise FIELD_INVALID when there are names that a source has announced and not given."""
+    if names:
+        shown = ", ".join(sorted(names)[:_SHOWN])
+        raise unfit(f"the source lacks {len(names)} of the announced tensors: {shown}")
+
+
+def unannounced(name: str) -> RlctlError:
+    """What a source is told that gives a tensor which nobody awaits."""
+    return unfit(f"the source yields {name!r}, which was not announced, or yields it twice")
+
+
+def unfit(cause: str) -> RlctlError:
+    """What a source is told whose tensors are not what it has announced."""
+    return Reason.FIELD_INVALID.error(cause, field="weights")
 
 
 def only(source: WeightSource, names: Collection[str]) -> WeightSource:

@@ -16,6 +16,7 @@ from rlctl.client.pending import Progress
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.trainer_pb2 import Attempt
 from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.buckets import Bucket, to_proto
 from rlctl.weights.tensors import TensorMeta
 
 TENSORS = 10
@@ -106,6 +107,45 @@ async def test_a_pass_in_which_nothing_comes_hangs(monkeypatch: pytest.MonkeyPat
     assert caught.value.reason is Reason.ILLEGAL_STATE
     weights.gathers.abort()
     assert await part.settle(5)
+
+
+class Given:
+    """Says that it has "a" and "b", and gives what it was given."""
+
+    def __init__(self, *pairs: tuple[str, torch.Tensor]) -> None:
+        self._pairs = pairs
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta(name, torch.float32, (2,)) for name in "ab"]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._pairs
+
+
+A, B = ("a", torch.ones(2)), ("b", torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "named"),
+    [
+        ([A], "lacks 1 of the announced tensors: b"),
+        ([A, A], "'a', which was not announced, or yields it twice"),
+        ([A, B, ("c", torch.ones(2))], "'c', which was not announced"),
+        ([A, ("b", torch.ones(3))], "b has shape (3,)"),
+        ([A, ("b", torch.ones(2, dtype=torch.int64))], "b is torch.int64"),
+    ],
+)
+async def test_a_pass_that_only_digests_is_of_what_was_announced(
+    pairs: list[tuple[str, torch.Tensor]], named: str
+) -> None:
+    part = Part("127.0.0.1", 0)
+    listed = Attempt(buckets=[to_proto(Bucket(0, Given().metas(), True))])
+    with pytest.raises(RlctlError) as caught:
+        await part.attempt(Given(*pairs), listed, nothing, Progress())
+    assert caught.value.reason is Reason.FIELD_INVALID
+    assert named in caught.value.message
+    sent = await part.attempt(Given(B, A), listed, nothing, Progress())
+    assert [tensor.name for tensor in sent.digests] == ["b", "a"]
 
 
 def test_segments_lie_on_a_gpu_where_that_is_every_readers(monkeypatch: pytest.MonkeyPatch) -> None:

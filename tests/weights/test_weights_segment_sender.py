@@ -193,6 +193,13 @@ def test_closing_wakes_whoever_waits(pool: SegmentPool) -> None:
     assert waiting.result().reason is Reason.CANCELLED
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_what_a_cast_would_ruin_is_refused(sender: SegmentSender, dtype: torch.dtype) -> None:
+    source = as_source([("a", torch.ones(3).to(dtype))])
+    error = refusal(lambda: list(sender.write(source, [TensorMeta("a", torch.float32, (3,))])))
+    assert f"a is {dtype}, and torch.float32 was announced" in error.message
+
+
 @pytest.mark.parametrize("yields", [["a", "b"], ["a", "b", "c", "d"], ["a", "c", "b"], ["a", "b", "x"]])
 def test_a_source_that_is_not_what_was_announced_is_refused(sender: SegmentSender, yields: list[str]) -> None:
     source = as_source([(name, torch.ones(3)) for name in yields])

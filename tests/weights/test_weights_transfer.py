@@ -415,6 +415,26 @@ def test_a_source_that_does_not_fit_its_buckets_is_refused(
     assert caught.value.outcome == (common_pb2.OUTCOME_DIRTY if dirty else common_pb2.OUTCOME_REJECTED)
 
 
+class Otherwise:
+    """Says that it has floats, and gives something else."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def metas(self) -> list[TensorMeta]:
+        return metas("a")
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(4).to(self._dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_what_a_cast_would_ruin_is_refused_when_it_comes(form: Form, dtype: torch.dtype) -> None:
+    (group,) = form(1)
+    with pytest.raises(InvalidRequest, match=f"a is {dtype}, and torch.float32 was announced"):
+        send(Otherwise(dtype), plan(metas("a")), group)
+
+
 class Twice:
     def metas(self) -> list[TensorMeta]:
         return metas("a", "b")
