@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlctl_servers.control import Control
+from rlctl_servers.marking import Marking
 
 from rlctl.engine import Call
 from rlctl.errors import Reason
@@ -31,9 +32,11 @@ class Checker:
         readback: Readback | None,
         prober: Prober | None,
         workers: Sequence[WorkerCoordinates],
+        marking: Marking,
     ) -> None:
         """``readback``: None where the model digest cannot be had; ``prober``: None where nothing may be probed."""
         self._control = control
+        self._marking = marking
         self._readback = readback
         self._prober = prober
         self._workers = workers
@@ -61,6 +64,7 @@ class Checker:
             if request.skip_tensors:
                 raise Reason.UNSUPPORTED.error("what is read are all tensors", field="skip_tensors")
         if action == CHECK_ACTION_RESET_TENSORS:
+            await self._marking.spoil(call)
             # Whatever comes of it, something may have been scrambled.
             await self._control.must(
                 "/weights_checker", {"action": "reset_tensors"}, call=call, outcome=OUTCOME_UNKNOWN

@@ -119,7 +119,7 @@ class SGLangEngine(ServerEngine):
         prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
         self._workers = layout.workers
-        self._checker = Checker(self._control, readback, prober, layout.workers)
+        self._checker = Checker(self._control, readback, prober, layout.workers, self._updates.marking)
         self._loaded = loaded
         self._ready = True
         return EngineInfo(
@@ -360,8 +360,15 @@ class SGLangEngine(ServerEngine):
         if request.adapter:
             return self._adapters.check(request, self._workers)
         if request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:
-            self._refuse_during_update()
-            self._state.refuse_writing(self._requests.active)
+            return await self._scramble(request, call)
+        return await self._checker.check(request, call)
+
+    @takes_turn
+    async def _scramble(
+        self, request: verbs_pb2.CheckWeightsRequest, call: Call
+    ) -> list[RankResult] | verbs_pb2.CheckReport:
+        self._refuse_during_update()
+        self._state.refuse_writing(self._requests.active)
         return await self._checker.check(request, call)
 
     # Reads.

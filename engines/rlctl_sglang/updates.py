@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, touched
+from rlctl_servers.marking import Marking
 from rlctl_servers.opened import opened
-from rlctl_servers.stamps import WRITING
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -61,7 +61,6 @@ class OpenUpdate:
         selector: which of SGLang's models it is for.
         written: names that were written so far.
         dirty: something may have been written.
-        marked: the server's label says that it is being written.
     """
 
     update_id: str
@@ -69,7 +68,6 @@ class OpenUpdate:
     selector: str
     written: set[str] = field(default_factory=set)
     dirty: bool = False
-    marked: bool = False
     report: WeightsReport = field(default_factory=WeightsReport)
     loading_s: float = 0.0
 
@@ -79,6 +77,7 @@ class Updates:
 
     Attributes:
         checkpoint: path of the checkpoint that was loaded last.
+        marking: what the server is called meanwhile.
     """
 
     def __init__(
@@ -89,9 +88,9 @@ class Updates:
         facts: Facts,
         label: Callable[[], str] | None = None,
     ) -> None:
-        """``label``: the server's present one, where it outlives this process; None: it does not."""
+        """``label``: as :class:`Marking` takes it."""
         self._control = control
-        self._label = label
+        self.marking = Marking(self._name, label)
         self._state = state
         self._checkpoints = checkpoints
         self._facts = facts
@@ -244,6 +243,7 @@ class Updates:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         await self._end(call)
         await self._name(label, call, outcome=OUTCOME_DIRTY)
+        self.marking.committed()
         self._update = None
         return update.report
 
@@ -253,8 +253,7 @@ class Updates:
             opened(self._update, call)
             if self._state.session:
                 await self._end(call)
-            if self._update.marked and not self._update.dirty and self._label is not None:
-                await self._name(self._label(), call)
+            await self.marking.aborted(call, dirty=self._update.dirty)
             self._update = None
 
     async def leave(self, group: str, call: Call) -> None:
@@ -304,7 +303,7 @@ class Updates:
                 )
         if self._state.session:
             await self._end(call)  # a load from disk packs and unpacks by itself
-        await self._mark(update, call)
+        await self._mark(call)
         body = {
             "model_path": stored.path,
             "flush_cache": False,
@@ -343,22 +342,17 @@ class Updates:
         body = {"new_version": label, "abort_all_requests": False}
         await self._control.must("/update_weight_version", body, call=call, outcome=outcome)
 
-    async def _mark(self, update: OpenUpdate, call: Call) -> None:
-        """Before the first byte: whoever attaches next must not take it for what it was."""
-        if self._label is not None and not update.marked:
-            await self._name(WRITING, call)
-            update.marked = True
+    async def _mark(self, call: Call) -> None:
+        """Before the first byte."""
+        if await self.marking.mark(call) and not self._state.session:
+            # A stage server that has ended has left one open; nobody else closes it, a load from disk neither.
+            await self._control.tell("/end_weight_update", {}, call=call)
 
     async def _begin(self, update: OpenUpdate, call: Call) -> None:
-        if self._state.session:
-            return
-        await self._mark(update, call)
-        body = {"selector": update.selector}
-        if not (await self._control.tell("/begin_weight_update", body, call=call)).ok:
-            # A stage server that has ended has left one open; nobody else closes it.
-            await self._control.tell("/end_weight_update", {}, call=call)
-            await self._control.must("/begin_weight_update", body, call=call)
-        self._state.session = True
+        if not self._state.session:
+            await self._mark(call)
+            await self._control.must("/begin_weight_update", {"selector": update.selector}, call=call)
+            self._state.session = True
 
     async def _end(self, call: Call) -> None:
         if self._state.session:

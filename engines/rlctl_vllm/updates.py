@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, touched
+from rlctl_servers.marking import Marking
 from rlctl_servers.opened import opened
-from rlctl_servers.stamps import WRITING
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -58,14 +58,12 @@ class OpenUpdate:
         taken: tensors have come, or were to come, through the extension.
         loaded: a checkpoint was loaded.
         dirty: something may have been written.
-        marked: the server's label says that it is being written.
     """
 
     update_id: str
     taken: bool = False
     loaded: bool = False
     dirty: bool = False
-    marked: bool = False
     report: WeightsReport = field(default_factory=WeightsReport)
     loading_s: float = 0.0
 
@@ -86,10 +84,8 @@ class Updates:
         ranks: Sequence[WorkerCoordinates],
         label: Callable[[], str] | None = None,
     ) -> None:
-        """``workers``: None where the server has no extension. ``label``: the server's present one, where it outlives
-        this process; None: it does not.
-        """
-        self._label = label
+        """``workers``: None where the server has no extension. ``label``: as :class:`Marking` takes it."""
+        self._marking = Marking(self._name, label)
         self._control = control
         self._state = state
         self._checkpoints = checkpoints
@@ -188,6 +184,7 @@ class Updates:
                 raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
             await self._close(call)
         await self._name(label, call, outcome=OUTCOME_DIRTY)
+        self._marking.committed()
         self._update = None
         await let_go(self._control, self._state, call)
         return update.report if reports is None else self._each(reports)
@@ -197,8 +194,7 @@ class Updates:
         if self._update is not None:
             opened(self._update, call)
             await self._close(call)
-            if self._update.marked and not self._update.dirty and self._label is not None:
-                await self._name(self._label(), call)
+            await self._marking.aborted(call, dirty=self._update.dirty)
             self._update = None
             await let_go(self._control, self._state, call)
 
@@ -207,7 +203,7 @@ class Updates:
         assert self._workers is not None
         if update.loaded:
             raise Reason.ILLEGAL_STATE.error("this update has loaded a checkpoint; it takes no tensors in")
-        await self._mark(update, call)
+        await self._marking.mark(call)
         update.taken = True
         self._idle.clear()
         try:
@@ -223,12 +219,6 @@ class Updates:
     async def _name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
         await self._control.must("/update_weight_version", {"new_version": label}, call=call, outcome=outcome)
 
-    async def _mark(self, update: OpenUpdate, call: Call) -> None:
-        """Before the first byte: whoever attaches next must not take it for what it was."""
-        if self._label is not None and not update.marked:
-            await self._name(WRITING, call)
-            update.marked = True
-
     async def _close(self, call: Call) -> None:
         if self._workers is not None:
             await self._workers.each("AbortUpdate", AbortUpdateRequest(), AbortUpdateRequest, call)
@@ -243,7 +233,7 @@ class Updates:
                     f"{request.model_path} has digest {found}, {request.expected_digest} was expected",
                     field="expected_digest",
                 )
-        await self._mark(update, call)
+        await self._marking.mark(call)
         body = {"method": "reload_weights", "kwargs": {"weights_path": stored.path}}
         started = time.perf_counter()
         try:
