@@ -105,6 +105,7 @@ class _Reading:
     def __init__(self, native: Native, index: int, request: GenerateRequest, body: dict[str, Any]) -> None:
         self._native = native
         self._stamps = native.stamps
+        self._since = native.stamps.present
         # SGLang's own words, where they are wanted.
         self._meta: dict[str, Any] | None = {} if request.return_engine_meta else None
         self._index = index
@@ -182,7 +183,7 @@ class _Reading:
             if self._meta is not None:
                 sample.engine_meta.update(self._meta)
             sample.finish_reason.CopyFrom(_finish(finish))
-            self._stamps.spans(sample, meta.get("weight_versions") or ())
+            self._stamps.spans(sample, meta.get("weight_versions") or (), self._since)
             self._stamps.kv_of(sample)
             for span in sample.versions:
                 span.adapter_version = self._adapter_version

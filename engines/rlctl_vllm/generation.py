@@ -105,6 +105,7 @@ class _Reading:
 
     def __init__(self, dialect: TokensInOut, index: int, request: GenerateRequest, body: dict[str, Any]) -> None:
         self._dialect = dialect
+        self._since = dialect.stamps.present
         self._index = index
         self._request = request
         self._body = body
@@ -191,7 +192,7 @@ class _Reading:
         sample.completion_tokens = self._tokens
         if finish is not None:
             sample.finish_reason.CopyFrom(self._finish(str(finish), choice.get("stop_reason")))
-            self._dialect.stamps.spans(sample, choice.get("weight_versions") or ())
+            self._dialect.stamps.spans(sample, choice.get("weight_versions") or (), self._since)
             for span in sample.versions:
                 span.adapter_version = self._adapter_version
         return sample

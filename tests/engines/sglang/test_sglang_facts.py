@@ -13,6 +13,7 @@ from rlctl_sglang.requests import has_grammar
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
 WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
@@ -69,13 +70,37 @@ def test_a_server_that_is_launched_serves_no_grpc(name: str) -> None:
     assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, f"options.{name}")
 
 
+def refused_span(stamps: Stamps, since: WeightVersion, label: str) -> str:
+    """Why a sample of two tokens is not taken for one of this label's, or ""."""
+    sample = Sample(completion_tokens=2)
+    try:
+        stamps.spans(
+            sample, [{"version": "theirs", "start": 2, "end": 2}, {"version": label, "start": 0, "end": 2}], since
+        )
+    except RlctlError as error:
+        return error.message if error.reason is Reason.ENGINE_FAILED else error.reason.name
+    assert [span.version for span in sample.versions] == [stamps.version(label)]
+    return ""
+
+
 def test_a_version_that_is_not_ours_is_not_told() -> None:
     stamps = Stamps("default")
-    stamps.spans(Sample(completion_tokens=2), [{"version": "default", "start": 0, "end": 2}])
-    stamps.spans(Sample(completion_tokens=2), [{"version": "theirs", "start": 2, "end": 2}])
-    with pytest.raises(RlctlError) as refused:
-        stamps.spans(Sample(completion_tokens=2), [{"version": "theirs", "start": 0, "end": 2}])
-    assert refused.value.reason is Reason.ENGINE_FAILED
+    assert not refused_span(stamps, stamps.present, "default")
+    assert "did not call them" in refused_span(stamps, stamps.present, "theirs")
+
+
+def test_a_version_that_the_server_was_past_is_not_told() -> None:
+    """Started anew behind a proxy it has its first label again, and the weights that go with it."""
+    stamps = Stamps("default")
+    first, second = WeightVersion(label="a", sequence=1), WeightVersion(label="b", sequence=2)
+    stamps.bind(first)
+    before = stamps.present
+    stamps.bind(second, Stamps.of(second))
+    stamps.label = Stamps.of(second)
+    assert not refused_span(stamps, before, "default"), "it began before the update"
+    assert not refused_span(stamps, before, "b@2")
+    assert not refused_span(stamps, stamps.present, "b@2")
+    assert "before this sample began" in refused_span(stamps, stamps.present, "default")
 
 
 def test_grammars_are_told_by_their_fields() -> None:
