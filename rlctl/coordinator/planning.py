@@ -83,8 +83,9 @@ class Planner:
         size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
         verification.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
+            without = "".join(f"; not {each.slot}: {each.reason}" for each in excluded)
             raise Reason.FIELD_INVALID.error(
-                f"quorum is {request.options.quorum}, there are {len(targets)} targets", field="options.quorum"
+                f"quorum is {request.options.quorum}, there are {len(targets)} targets{without}", field="options.quorum"
             )
         self._tokens += 1
         plan = BeginWeightUpdateResponse(
