@@ -80,9 +80,9 @@ class SGLangEngine(ServerEngine):
         self._state.paired = facts.mode != "null"
         loaded = await self._control.ask("/model_info", call=call, admin=False)
         self._stamps = Stamps(str(loaded.get("weight_version", "")))
-        checkpoint, updated = self._config.model_path, False
+        checkpoint, updated = self._config.model_path, facts.invents
         if not self._server.launched:
-            updated = Stamps.ours(self._stamps.label)
+            updated |= Stamps.ours(self._stamps.label)
             checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
         readback, digest, other = await readback_of(
             self._control,

@@ -55,6 +55,9 @@ _KEEPERS = (
 )
 """Arguments that give SGLang a store of KV entries which a flush leaves as it is (0.5.23)."""
 
+_INVENTING = ("dummy", "remote_instance")
+"""Load formats that make weights up, or take those of another server."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -86,6 +89,11 @@ class Facts:
         return self._number("tp_size") * self._number("pp_size")
 
     @property
+    def invents(self) -> bool:
+        """Whether it was started with other weights than those of the checkpoint that it names."""
+        return self.info.get("load_format") in _INVENTING
+
+    @property
     def draft(self) -> bool:
         """Whether there is a draft model with weights of its own."""
         return bool(self.info.get("speculative_draft_model_path"))
@@ -115,7 +123,7 @@ class Facts:
         return Limits(
             vocab_size=vocabulary,
             context_length=longest,
-            longest_prompt=int(self.info.get("max_req_input_len") or longest - 1),
+            longest_prompt=int(self.info.get("max_req_input_len") or longest) - 1,  # SGLang refuses that many
             tokenizer=not self.info.get("skip_tokenizer_init"),
             seeds=bool(self.info.get("enable_deterministic_inference")),
             mode=self.mode,

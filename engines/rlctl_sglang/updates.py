@@ -306,6 +306,7 @@ class Updates:
         await self._mark(call)
         body = {
             "model_path": stored.path,
+            "load_format": "auto",  # by itself it takes the one that it was started with
             "flush_cache": False,
             "recapture_cuda_graph": request.options.recapture_cuda_graph,
             "torch_empty_cache": request.options.torch_empty_cache,

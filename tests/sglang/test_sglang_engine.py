@@ -276,6 +276,23 @@ def lent(driver: Driver, tiny: tuple[Any, Path]) -> Iterator[Driver]:
     driver.tell(v.ContinueGenerationRequest())
 
 
+def test_weights_that_are_made_up_are_no_version(tiny: tuple[Any, Path]) -> None:
+    """As trainers start it that send the first weights themselves; loads from disk work in spite of it."""
+    driver = Driver(SGLangEngine, tiny[1], options={"load_format": "dummy"})
+    try:
+        info = driver.start()
+        assert (info.checkpoint, info.model_digest) == ("", "")
+        driver.prepare("first")
+        driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="first")
+        driver.commit("first", "first", 2)
+        driver.tell(v.ContinueGenerationRequest())
+        running = driver.begin(prompt(encode("4"), 8))
+        running.result()
+        assert running.tokens == greedy(tiny[0], encode("4"), 8)
+    finally:
+        driver.stop()
+
+
 def not_attached(model_path: Path, options: dict[str, str]) -> RlctlError:
     """Why a server cannot be attached to."""
     driver = Driver(SGLangEngine, model_path, options=options)
