@@ -111,7 +111,10 @@ def engine_fields(
 
     Raises FIELD_INVALID for another one.
     """
-    fields = MessageToDict(request.engine_fields) if request.HasField("engine_fields") else {}
+    try:
+        fields = MessageToDict(request.engine_fields) if request.HasField("engine_fields") else {}
+    except ValueError as error:  # JSON has no NaN
+        raise Reason.FIELD_INVALID.error(str(error), field="engine_fields") from error
     sampling = fields.pop("sampling_params", {})
     for given, allowed, where in (
         (fields, known, "engine_fields"),

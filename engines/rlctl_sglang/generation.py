@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rlctl_servers.generation import ABORT_CALL_S
-from rlctl_servers.http import Http
+from rlctl_servers.http import Answer, Http
 from rlctl_servers.lora_table import LoraTable
 from rlctl_servers.requests import refused
 from rlctl_servers.stamps import Stamps
@@ -143,7 +143,7 @@ class _Reading:
     def take(self, told: dict[str, Any]) -> GenerateResponse:
         """What is new; of the first sample also, once, what is said of the prompt."""
         if "meta_info" not in told:
-            raise _refused(str(told.get("error")), 400)
+            raise _refused(Answer(400, told).message, 400)
         finish = told["meta_info"].get("finish_reason")
         if finish and finish.get("type") == "abort" and not self._tokens and has_grammar(self._request):
             # While its grammar was compiled: to end it SGLang computes a prompt and a token that are nobody's.

@@ -46,7 +46,7 @@ def serving(driver: Driver) -> Iterator[None]:
     ("request_", "reason", "field"),
     [
         (prompt([1, 16], 2), Reason.FIELD_INVALID, "input_ids.ids"),
-        (prompt([1] * 507, 2), Reason.PROMPT_TOO_LONG, ""),
+        (prompt([1] * 506, 2), Reason.PROMPT_TOO_LONG, ""),
         (prompt([], 2), Reason.FIELD_REQUIRED, "input_ids.ids"),
         (rollout.GenerateRequest(text="1" * 600), Reason.PROMPT_TOO_LONG, ""),
         (prompt([1], 2, adapter="a"), Reason.ADAPTER_NOT_FOUND, "adapter"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from rlctl_servers.lora_table import LoraTable
 from rlctl_sglang import facts
 from rlctl_sglang.facts import Facts
-from rlctl_sglang.generation import Stamps, _finish
+from rlctl_sglang.generation import Native, Stamps, _finish
 from rlctl_sglang.options import VENV, Options, interpreter, parse_options, refuse_workers
 from rlctl_sglang.requests import Limits, bodies
 from rlctl_sglang.server import Server
@@ -110,6 +112,7 @@ def test_what_has_never_run_on_a_gpu_is_called_experimental(told: dict[str, str]
         ({"custom_logit_processor": "pickle"}, "engine_fields"),
         ({"sampling_params": {"n": 3}}, "engine_fields.sampling_params"),
         ({"sampling_params": [1]}, "engine_fields.sampling_params"),
+        ({"sampling_params": {"custom_params": {"a": float("nan")}}}, "engine_fields"),
     ],
 )
 def test_fields_that_would_contradict_or_endanger_something(fields: dict[str, Any], field: str) -> None:
@@ -118,6 +121,30 @@ def test_fields_that_would_contradict_or_endanger_something(fields: dict[str, An
     with pytest.raises(RlctlError) as refused:
         bodies(request([1], engine_fields=struct), ["a"], LIMITS)
     assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, field)
+
+
+def test_a_refusal_that_comes_as_an_event_is_told_in_its_own_words() -> None:
+    """Of a request that is streamed SGLang answers 200, and says then what is wrong with it."""
+    http: Any = None
+    native = Native(
+        http, LIMITS, Stamps(""), LoraTable(), incremental=True, stopped=lambda: False, admit=lambda _: None
+    )
+    (reading,) = asyncio.run(native.begin(request([1]), ["a"]))
+    error = {"message": "at most 32 stop strings are allowed", "type": "invalid_request_error", "code": 400}
+    with pytest.raises(RlctlError) as refused:
+        reading.take({"error": error})
+    assert (refused.value.reason, refused.value.message) == (Reason.FIELD_INVALID, f"SGLang: {error['message']}")
+
+
+def test_the_longest_prompt_is_shorter_than_what_sglang_refuses() -> None:
+    model = {"vocab_size": 16, "max_position_embeddings": 512}
+    assert Facts({"max_req_input_len": 506}, {}).limits(model).longest_prompt == 505
+    assert Facts({}, {}).limits(model).longest_prompt == 511
+
+
+@pytest.mark.parametrize(("load_format", "invents"), [("auto", False), (None, False), ("dummy", True)])
+def test_weights_that_are_made_up_are_no_checkpoints(load_format: str | None, invents: bool) -> None:
+    assert Facts({"load_format": load_format}, {}).invents is invents
 
 
 def test_fields_that_are_passed_on() -> None:
