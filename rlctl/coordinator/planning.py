@@ -76,16 +76,19 @@ class Planner:
             if obstacle is None:
                 targets.append(slot)
             elif request.options.quorum:
-                excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=obstacle.message))
+                reason = obstacle.message.removeprefix(f"{slot.name}: ")
+                excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=reason))
             else:
                 raise obstacle
         transports = {slot.name: _transport(request, slot) for slot in targets}
         size = 0 if request.apply == APPLY_MODE_STAGED else request.rollout.max_unavailable
         verification.refuse_unreachable(request.options, targets, transports, targets[: size or len(targets)])
         if request.options.quorum > len(targets):
-            without = "".join(f"; not {each.slot}: {each.reason}" for each in excluded)
+            without = ", ".join(f"{each.slot} ({each.reason})" for each in excluded)
             raise Reason.FIELD_INVALID.error(
-                f"quorum is {request.options.quorum}, there are {len(targets)} targets{without}", field="options.quorum"
+                f"quorum is {request.options.quorum}, there are {len(targets)} targets"
+                + (f"; left out: {without}" if without else ""),
+                field="options.quorum",
             )
         self._tokens += 1
         plan = BeginWeightUpdateResponse(
