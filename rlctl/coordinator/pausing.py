@@ -31,8 +31,9 @@ async def pause(
     generating = {slot.name for slot in targets if slot.report is not None and (not slot.report.paused or slot.held)}
     operation_id = run.operation.operation_id
     run.cancel = lambda: fanout.cancel(targets, operation_id, "1")
+    # Lenient: who is paused goes on, or is said to, whatever a full disk keeps off the record meanwhile.
     results = await fanout.run(
-        request, targets, operation_id=operation_id, step="1", deadline=deadline, on_result=run.add
+        request, targets, operation_id=operation_id, step="1", deadline=deadline, on_result=run.add, lenient=True
     )
     missing = [result for result in results if not acknowledged(result, update=False)]
     paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
@@ -45,6 +46,7 @@ async def pause(
         operation_id=operation_id,
         step="2",
         deadline=clock.now() + TAKE_BACK_S,
+        lenient=True,
     )
     for result in continued:
         if result.outcome == OUTCOME_APPLIED:

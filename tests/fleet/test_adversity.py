@@ -259,6 +259,26 @@ async def test_what_is_not_known_stays_unknown_when_the_journal_fails_too(fleet:
     assert operation.state == OPERATION_STATE_UNKNOWN
 
 
+async def test_a_pause_is_taken_back_also_while_nobody_can_be_quarantined(make_fleet: Fleets) -> None:
+    """Simulation, seed 331586: a stage was said to be paused that had been continued."""
+    unknown = {"pause_generation": "a", "continue_generation": "b"}
+
+    async with make_fleet(a=1, b=1, c=1) as fleet:
+
+        async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+            if name in unknown and engine is fleet.stages[unknown[name]]._engine:
+                raise Reason.ENGINE_FAILED.error("no", outcome=common.OUTCOME_UNKNOWN)
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fail
+        async with full_disk(fleet, "slot"):
+            operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+        outcomes = {result.slot: result.outcome for result in operation.stage_results}
+        assert outcomes == {"a": common.OUTCOME_UNKNOWN, "b": common.OUTCOME_UNKNOWN, "c": common.OUTCOME_REJECTED}
+        assert operation.state == OPERATION_STATE_UNKNOWN
+        assert not fleet.stage("c").report.paused
+        await fleet.until(lambda stages: [bool(stage.quarantine.reason) for stage in stages] == [True, True, False])
+
+
 @asynccontextmanager
 async def unpublished(journal: Path, spec: StageSpec) -> AsyncIterator[InProcessFleet]:
     """A stage that registers while the journal does not take its model's first version; in the end it does."""
