@@ -40,15 +40,18 @@ class Fleet:
             self.start_coordinator()
 
     def start_stage(self, slot: str) -> None:
-        """Fill a slot anew."""
-        self._boots += 1
-        self.stages[slot] = StageHost(self.sim, self.sim.slots[slot], self._boots, self._stage_again)
+        """Fill a slot anew: on its own machine, unless what filled it before still listens there."""
+        taken = any(host.alive and host.slot == slot and host.at_home for host in self.formers)
+        self._fill(slot, elsewhere=taken)
 
     def start_second(self, slot: str) -> None:
         """Fill a slot on another machine, though what fills it lives."""
-        self._boots += 1
         self.formers.append(self.stages[slot])
-        place = f"{slot}+{self._boots}"
+        self._fill(slot, elsewhere=True)
+
+    def _fill(self, slot: str, *, elsewhere: bool) -> None:
+        self._boots += 1
+        place = f"{slot}+{self._boots}" if elsewhere else ""
         self.stages[slot] = StageHost(self.sim, self.sim.slots[slot], self._boots, self._stage_again, place)
 
     def start_as_another(self, slot: str, model: str) -> None:

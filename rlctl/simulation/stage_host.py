@@ -55,6 +55,7 @@ class StageHost:
         self.slot = slot.name
         self.model = slot.model
         self.name = f"{slot.name}.{boot}"
+        self.at_home = not place
         self.stage: Stage | None = None
         processes = 1 if slot.speaker else slot.ranks
         self.nodes = [sim.world.spawn(f"{place or slot.name}/{boot}.{rank}") for rank in range(processes)]
