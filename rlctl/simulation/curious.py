@@ -39,6 +39,8 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest
 
 CALL_S = 20.0
+NOBODYS = 10**6
+"""An incarnation that nothing has: a stage says of itself what its commander says."""
 
 
 class Curious(Caller):
@@ -285,10 +287,10 @@ class Curious(Caller):
         try:
             attach = chance.choice(
                 (
-                    Attach(incarnation=1, fleet_epoch=0, slot=host.slot),
-                    Attach(incarnation=1, fleet_epoch=1, slot=host.slot, contract_version=1),
-                    Attach(incarnation=1, fleet_epoch=10**9, slot="another", contract_version=1),
-                    Attach(incarnation=1, fleet_epoch=10**9, slot=host.slot, contract_version=99),
+                    Attach(incarnation=NOBODYS, fleet_epoch=0, slot=host.slot),
+                    Attach(incarnation=NOBODYS, fleet_epoch=1, slot=host.slot, contract_version=1),
+                    Attach(incarnation=NOBODYS, fleet_epoch=10**9, slot="another", contract_version=1),
+                    Attach(incarnation=NOBODYS, fleet_epoch=10**9, slot=host.slot, contract_version=99),
                 )
             )
             try:
