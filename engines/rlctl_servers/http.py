@@ -66,7 +66,7 @@ class Http:
         self.url = url
         self._socket = socket
         self._keys = {False: api_key, True: admin_key}
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
 
     async def call(
         self,
@@ -86,7 +86,7 @@ class Http:
         limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
         headers = self._headers(admin=admin, key=key)
         try:
-            async with self._session().request(
+            async with self._session(once=method != "GET").request(
                 method, self.url + path, data=_written(body), headers=headers, timeout=limit
             ) as response:
                 data = await response.read()
@@ -135,7 +135,7 @@ class Http:
     async def close(self) -> None:
         """Give the connections back, those of other loops too."""
         here = asyncio.get_running_loop()
-        for loop, session in self._sessions.items():
+        for (loop, _), session in self._sessions.items():
             if loop is here:
                 await session.close()
             elif loop.is_running():
@@ -144,16 +144,20 @@ class Http:
                     await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT_S)
         self._sessions.clear()
 
-    def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
+    def _session(self, *, once: bool = False) -> aiohttp.ClientSession:
+        """``once``: over connections of their own. uvicorn closes the one over which it has answered that something
+        failed, and does not say so: of a call that met it then nothing would be known.
+        """
+        key = asyncio.get_running_loop(), once
+        if key not in self._sessions:
+            settings: dict[str, Any] = {"force_close": True} if once else {"keepalive_timeout": _KEEPALIVE_S}
             connector: aiohttp.BaseConnector
             if self._socket:
-                connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEPALIVE_S)
+                connector = aiohttp.UnixConnector(self._socket, limit=0, **settings)
             else:
-                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-            self._sessions[loop] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
-        return self._sessions[loop]
+                connector = aiohttp.TCPConnector(limit=0, **settings)
+            self._sessions[key] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
+        return self._sessions[key]
 
     def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
         key = key or self._keys[admin]
