@@ -17,14 +17,14 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from rlctl import fingerprints
+from rlctl import fingerprints, vllm_transfer
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
 from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PROMPTS = 256
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", vllm_transfer.BACKEND)
 MOST_ADAPTER_NAME = 256
 MOST_WATCH_ID = 128
 MOST_KEY = 256

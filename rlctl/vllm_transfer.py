@@ -1,4 +1,4 @@
-"""What a trainer that uses vLLM's weight transfer and a gateway must both know of their group. Pure.
+"""What a trainer that uses vLLM's weight transfer and those it talks to must both know of their group. Pure.
 
 vLLM's groups have no name, a torch process group needs one. From 0.28 on whether tensors are packed is a property of
 the group (``packed`` and ``packed_buffer_size_bytes`` in ``init_info``) and not of each update; so the name says it,
@@ -11,6 +11,9 @@ import re
 
 GROUP = "weight_transfer"
 """Of groups that are named by nobody."""
+
+BACKEND = "vllm_nccl"
+"""The backend of groups whose members, the source aside, are vLLM's workers by vLLM's own NCCL engine."""
 
 PACKED_BYTES = 1 << 30
 """vLLM's default for ``packed_buffer_size_bytes``."""
@@ -27,3 +30,8 @@ def packed_bytes(group: str) -> int:
     """How far a group's source packs tensors; 0: its name says nothing of that."""
     found = _PACKED.fullmatch(group)
     return int(found[1]) if found else 0
+
+
+def unique_id_key(group: str) -> str:
+    """Where the source of a group that vLLM's own engine joins puts NCCL's unique id, in the store of all groups."""
+    return f"{group}/nccl_unique_id"

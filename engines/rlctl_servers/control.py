@@ -71,6 +71,10 @@ class Control:
             outcome=OUTCOME_UNKNOWN,
             next_step="One that rlctl has launched is ended; end one that it was attached to.",
         )
+        return self.lost(error)
+
+    def lost(self, error: RlctlError) -> RlctlError:
+        """The server can no longer be driven: say so, and return the error to raise."""
         self._on_wedged(error)
         return error
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from rlctl_servers.checkpoints import digest_of
@@ -14,7 +15,7 @@ from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
 from rlctl_servers.generation import Requests
 from rlctl_servers.http import Http
 from rlctl_servers.lora_table import LoraTable
-from rlctl_servers.stamps import Stamps
+from rlctl_servers.stamps import WRITING, Stamps
 
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
@@ -38,6 +39,7 @@ from rlctl_vllm import facts as facts_
 from rlctl_vllm import memory
 from rlctl_vllm.adapters import Adapters
 from rlctl_vllm.generation import TokensInOut
+from rlctl_vllm.native import Native
 from rlctl_vllm.options import PRODUCT, parse_options
 from rlctl_vllm.probing import Prober
 from rlctl_vllm.server import Server
@@ -58,6 +60,7 @@ class VLLMEngine(ServerEngine):
     _facts: facts_.Facts
     _adapters: Adapters
     _updates: Updates
+    _workers: Workers | Native | None
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
@@ -73,9 +76,9 @@ class VLLMEngine(ServerEngine):
         """Launch the server, or attach to it, and find out what it is and can do."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
-        workers = Workers(self._control)
-        ranks = await workers.attach(self._checkpoints.reference, address_of(self._config.node), call)
-        self._facts = facts = await facts_.ask(self._control, self.verbs(), ranks, call)
+        workers, reference, host = Workers(self._control), self._checkpoints.reference, address_of(self._config.node)
+        attach = partial(workers.attach, reference, host, call)
+        self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
         if not self._server.launched:
             models = await self._control.ask("/v1/models", call=call, admin=False)
             self._checkpoints.attached(str(models["data"][0].get("root", "")))
@@ -83,7 +86,12 @@ class VLLMEngine(ServerEngine):
         known = digest or self._server.launched or not Stamps.ours(facts.label)  # else it may hold what a trainer sent
         layout = facts.layout(self._config)
         self._layout: Sequence[WorkerCoordinates] = layout.workers
-        self._workers = workers if ranks else None
+        self._workers = workers if facts.ranks else None
+        if facts.native:
+            interrupted = facts.label == WRITING
+            native = Native(self._control, reference, facts.world_size, host, interrupted=interrupted)
+            await native.settle(call)
+            self._workers = native
         self._stamps = Stamps(facts.label)
         label = None if self._server.launched else lambda: self._stamps.label
         self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout, label)
@@ -124,8 +132,14 @@ class VLLMEngine(ServerEngine):
 
     async def interrupt(self, update_id: str) -> None:
         """vLLM's workers cannot be reached while they receive: the leaving of the source ends that, or nothing does."""
-        if self._ready and update_id and not await self._updates.received(INTERRUPT_S):
+        if self._ready and update_id and not await self._ended(INTERRUPT_S):
             self._control.wedged("a broadcast whose update was aborted")
+
+    async def _ended(self, timeout_s: float) -> bool:
+        """Have nothing more received; whether that came about. Its source has left by then, or is about to."""
+        if isinstance(self._workers, Native):
+            self._workers.stop()
+        return await self._updates.received(timeout_s)
 
     def _proven(self, held: str) -> str:
         """The digest of what was just loaded, if what was read back has the same: then others can be had as well."""
@@ -236,7 +250,7 @@ class VLLMEngine(ServerEngine):
         self, request: verbs_pb2.InitWeightsUpdateGroupRequest, call: Call
     ) -> list[RankResult]:
         """Join the ranks into a group. vLLM serves nothing while they wait for the other members."""
-        workers = self._extension("InitWeightsUpdateGroup")
+        workers = self._ranks("InitWeightsUpdateGroup")
         reports = await workers.each("InitWeightsUpdateGroup", request, verbs_pb2.GroupReport, call)
         return [
             RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_RANK, group=report)
@@ -246,10 +260,9 @@ class VLLMEngine(ServerEngine):
     async def destroy_weights_update_group(
         self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call
     ) -> None:
-        """Leave a group. A broadcast in it ends first: its source has left by then, or is about to."""
-        workers = self._extension("DestroyWeightsUpdateGroup")
-        remaining = call.deadline - asyncio.get_running_loop().time()
-        if not await self._updates.received(remaining):
+        """Leave a group. A broadcast in it ends first."""
+        workers = self._ranks("DestroyWeightsUpdateGroup")
+        if not await self._ended(call.deadline - asyncio.get_running_loop().time()):
             raise Reason.RANK_SILENT.error("a broadcast keeps the ranks in the group", outcome=OUTCOME_UNKNOWN)
         await workers.each("DestroyWeightsUpdateGroup", request, verbs_pb2.DestroyWeightsUpdateGroupRequest, call)
 
@@ -311,7 +324,7 @@ class VLLMEngine(ServerEngine):
 
     async def send_weights(self, request: verbs_pb2.SendWeightsRequest, call: Call) -> verbs_pb2.WeightsReport:
         """Broadcast what is held, between two steps of generation: vLLM generates nothing meanwhile."""
-        workers = self._extension("SendWeights")
+        workers = self._ranks("SendWeights")
         self._refuse_during_update()
         reports = await workers.each("SendWeights", request, verbs_pb2.WeightsReport, call)
         return reports[0]
@@ -329,7 +342,7 @@ class VLLMEngine(ServerEngine):
                 raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
             call.accept()
             return verbs_pb2.CheckReport(action=request.action, probed=await self._prober.probe(request.prompts, call))
-        workers = self._extension("CheckWeights")
+        workers = self._ranks("CheckWeights")
         if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
             name = verbs_pb2.CheckAction.Name(request.action)
             raise Reason.UNSUPPORTED.error(
@@ -374,8 +387,8 @@ class VLLMEngine(ServerEngine):
             reference=[to_proto(meta) for meta in reference.values()] if request.reference else (),
         )
 
-    def _extension(self, verb: str) -> Workers:
-        """The workers, for a verb that only the extension carries out."""
+    def _ranks(self, verb: str) -> Workers | Native:
+        """Who carries a verb out at every rank: the extension, or vLLM's own engine."""
         self._check(verb)
         assert self._workers is not None
         return self._workers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl_servers.adapters import ADAPTERS_BY
@@ -14,6 +14,8 @@ from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
 from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, CHECK_ACTION_PROBE, Loads, ServerInfo
 from rlctl.verbs import VERBS
+from rlctl.vllm_transfer import BACKEND
+from rlctl_vllm import native
 from rlctl_vllm.requests import Limits
 from rlctl_vllm.state import MODES, TAGS
 from rlctl_vllm.workers import EXTENSION
@@ -51,6 +53,7 @@ class Facts:
         label: its weight version's label.
         ranks: what each rank says of itself; none without the extension.
         unsupported: why a verb cannot be done, by verb.
+        native: without the extension it takes weights in by its own engine.
     """
 
     version: str
@@ -58,6 +61,7 @@ class Facts:
     label: str
     ranks: Sequence[Mapping[str, Any]]
     unsupported: Mapping[str, str]
+    native: bool = False
 
     @property
     def cpu(self) -> bool:
@@ -103,6 +107,13 @@ class Facts:
     def fronts(self) -> int:
         """Number of its API servers, each of which may be the one that is asked."""
         return int(self._of("parallel_config", "_api_process_count") or 1)
+
+    @property
+    def extended(self) -> bool:
+        """Whether the extension may be in its workers. Of several ranks only those are asked that have it: a call that
+        fails leaves answers of theirs unread.
+        """
+        return self._of("parallel_config", "worker_extension_cls") == EXTENSION or self.world_size == 1
 
     @property
     def dtype(self) -> str:
@@ -161,6 +172,8 @@ class Facts:
         if readable:
             verification += [common_pb2.VERIFICATION_LEVEL_REPLICA, common_pb2.VERIFICATION_LEVEL_EXPECTED]
         actions = [CHECK_ACTION_CHECKSUM] if readable else []
+        if self.native:
+            transports.insert(0, common_pb2.TRANSPORT_VLLM_NCCL)
         unsupported = dict(self.unsupported)
         if probes:
             verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
@@ -179,7 +192,10 @@ class Facts:
             memory_tags=sorted(self.memory_tags),
             check_actions=actions,
             cache_tiers=["prefix"],
-            experimental=[] if self.cpu else ["device.cuda", "transport.torch_nccl"],
+            experimental=[
+                *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
+                *([f"transport.{BACKEND}"] if self.native else []),
+            ],
             unsupported=unsupported,
             answers_for_ranks=self.world_size > 1 and not self.ranks,
         )
@@ -197,23 +213,29 @@ class Facts:
         return (self.config.get(section) or {}).get(name)
 
 
-async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[str, Any]], call: Call) -> Facts:
+async def ask(
+    control: Control, verbs: Iterable[str], attach: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], call: Call
+) -> Facts:
     """What the server says.
 
-    ``verbs``: those that the plug-in has code for; ``ranks``: what each says of itself. Raises as :meth:`Control.ask`.
+    ``verbs``: those that the plug-in has code for; ``attach``: what each rank says of itself, by the extension. Raises
+    as :meth:`Control.ask`, and what ``attach`` raises.
     """
     told = await control.ask("/server_info?config_format=json", call=call, admin=False)
     routes = set((await control.ask("/openapi.json", call=call, admin=False)).get("paths", ()))
     version = str((await control.ask("/version", call=call, admin=False))["version"])
     label = str((await control.ask("/weight_info", call=call, admin=False))["weight_version"])
-    facts = Facts(version, told["vllm_config"], label, ranks, {})
+    facts = Facts(version, told["vllm_config"], label, (), {})
+    ranks = await attach() if facts.extended else ()
+    facts = replace(facts, ranks=ranks)
     unsupported = {name: "the vLLM plug-in has no code for it" for name in VERBS if name not in set(verbs)}
     unsupported |= without_code(f"vLLM {version}", _ROUTES, routes)
     if not ranks:
-        for verb in _IN_WORKERS:
-            unsupported[verb] = (
-                f"this vLLM was started without --worker-extension-cls {EXTENSION}; its own weight transfer engines "
-                "use groups of another kind, which rlctl's senders cannot be members of"
+        why = await native.obstacle(control, facts.config, label, facts.world_size, call, cpu=facts.cpu)
+        facts = replace(facts, native=not why)
+        for verb in set(_IN_WORKERS) - set(native.VERBS if facts.native else ()):
+            unsupported[verb] = " ".join(
+                filter(None, (f"this vLLM was started without --worker-extension-cls {EXTENSION}", why))
             )
     elif not facts.digest:
         unsupported["SendWeights"] = unsupported["CheckWeights"] = (
@@ -228,7 +250,7 @@ async def ask(control: Control, verbs: Iterable[str], ranks: Sequence[Mapping[st
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "vLLM was started without --enable-sleep-mode: it would release nothing"
-    return Facts(version, facts.config, label, ranks, unsupported)
+    return replace(facts, unsupported=unsupported)
 
 
 def loads(metrics: str) -> Loads:

@@ -46,6 +46,7 @@ from rlctl.v1.verbs_pb2 import (
 )
 from rlctl.weights.checkpoint import Checkpoint
 from rlctl.weights.loading import refuse_draft
+from rlctl_vllm.native import Native
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.workers import Workers
 
@@ -55,7 +56,7 @@ class OpenUpdate:
     """The update that is open.
 
     Attributes:
-        taken: tensors have come, or were to come, through the extension.
+        taken: tensors have come, or were to come, through the extension or vLLM's own engine.
         loaded: a checkpoint was loaded.
         dirty: something may have been written.
     """
@@ -80,11 +81,11 @@ class Updates:
         control: Control,
         state: State,
         checkpoints: Checkpoints,
-        workers: Workers | None,
+        workers: Workers | Native | None,
         ranks: Sequence[WorkerCoordinates],
         label: Callable[[], str] | None = None,
     ) -> None:
-        """``workers``: None where the server has no extension. ``label``: as :class:`Marking` takes it."""
+        """``workers``: None where the server takes no tensors in. ``label``: as :class:`Marking` takes it."""
         self._marking = Marking(self._name, label)
         self._control = control
         self._state = state

@@ -19,7 +19,7 @@ from rlctl.client.trainer import Members
 from rlctl.client.wire import (
     Offered,
     Published,
-    by_backend,
+    by_members,
     changed,
     combined,
     digests_of,
@@ -282,7 +282,7 @@ class Leading:
             groups=plan.groups,
             store_address=host,
             store_port=port,
-            buckets=self._in_one_order(wire, by_backend(plan)),
+            buckets=self._in_one_order(wire, by_members(plan)),
             shared_devices=sorted(shared_devices(plan)),
             without_digests=request.options.verify == common_pb2.VERIFICATION_LEVEL_NONE,
             timeout=duration(deadline - asyncio.get_running_loop().time()),
@@ -311,7 +311,7 @@ class Leading:
         self._members.tell(JoinResponse(delivered=True))
 
     def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
-        """The buckets of all sources, for the groups of one backend after those of the other; those of the last update
+        """The buckets of all sources, for the groups of some members after those of others; those of the last update
         again where nothing has changed.
         """
         if self._ordered[0] != (wire, names):
@@ -335,7 +335,7 @@ class Leading:
             join.header.fence.update_id = plan.update_id
             await self._fleet.call(join, timeout_s=deadline - loop.time())
         receiving = []
-        for names in by_backend(plan):
+        for names in by_members(plan):
             own = [bucket for bucket in attempt.buckets if bucket.group_name in names]
             receive = verbs_pb2.UpdateWeightsFromDistributedRequest(buckets=own)
             receive.header.fence.update_id = plan.update_id

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Op
 from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
+from rlctl.vllm_transfer import BACKEND
 from rlctl.weights.announced import Announced
 from rlctl.weights.differences import digest_parts
 from rlctl.weights.digest import ModelDigest, tensor_digest
@@ -34,6 +36,7 @@ from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
 from rlctl.weights.source import WeightSource, as_announced, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
+from rlctl.weights.vllm_group import join_vllm
 
 Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
 """Lets the ranks that share memory with this process take segments in; returns once none of them reads them."""
@@ -169,8 +172,10 @@ class Part:
             groups = self._join(wanted, attempt, stop)
             started = time.perf_counter()
             passing: list[SentInPassing] = []
-            for group in groups:
-                own = [bucket for name, bucket in announced if name == group.name]
+            buckets = [[bucket for name, bucket in announced if name == group.name] for group in groups]
+            for group, own in zip(groups, buckets, strict=True):
+                group.announce(size for bucket in own for size in bucket.broadcasts)
+            for group, own in zip(groups, buckets, strict=True):
                 # What goes over the first group is digested there.
                 passing.append(SentInPassing(weights, own, group, None if passing else digest))
                 weights = passing[-1]
@@ -257,12 +262,11 @@ class Part:
         if not all(group.formed and group.group_name in self._groups for group in wanted):
             self._leave()
             for group in wanted:
-                self._groups[group.group_name] = join(
+                form = join_vllm if group.backend == BACKEND else partial(join, rank=0, backend=group.backend)
+                self._groups[group.group_name] = form(
                     (attempt.store_address, attempt.store_port),
                     name=group.group_name,
-                    rank=0,
                     world_size=group.world_size,
-                    backend=group.backend,
                     timeout_s=seconds(attempt.timeout),
                     broadcast_timeout_s=LONGEST_S,
                     interface_host=self._host,

@@ -44,6 +44,7 @@ from rlctl.v1.update_pb2 import (
     RolloutStrategy,
     Trainer,
 )
+from rlctl.vllm_transfer import BACKEND
 from rlctl.weights import lora
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.interfaces import address_on
@@ -62,7 +63,11 @@ DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
 
 _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
-_TRANSPORTS = {"gloo": common_pb2.TRANSPORT_TORCH_GLOO, "nccl": common_pb2.TRANSPORT_TORCH_NCCL}
+_TRANSPORTS = {
+    "gloo": common_pb2.TRANSPORT_TORCH_GLOO,
+    "nccl": common_pb2.TRANSPORT_TORCH_NCCL,
+    BACKEND: common_pb2.TRANSPORT_VLLM_NCCL,
+}
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0
@@ -99,13 +104,13 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). Shared
         memory lies on the GPU where the source's current CUDA device is that of all ranks that read it. ``backend``: of
         the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
-        the ranks', which must all be different ones; of several, each engine gets the first that it offers, in groups
-        apart that one pass through the weights feeds. ``host``: address of this process as the engines' ranks and the
-        other trainer ranks reach it (by default 127.0.0.1); the groups' store and the source bind it. ``network``: in
-        its place an interface ("eth0") or a network ("10.0.0.0/8", the same on every host of the trainer) in which
-        this process has an address. ``trainer``: name for messages.
-        ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones are fenced from
-        then on.
+        the ranks', which must all be different ones; vllm_nccl, the same to vLLM servers that were attached to without
+        rlctl's extension, by vLLM's own engine, over a group for each; of several, each engine gets the first that it
+        offers, in groups apart that one pass through the weights feeds. ``host``: address of this process as the
+        engines' ranks and the other trainer ranks reach it (by default 127.0.0.1); the groups' store and the source
+        bind it. ``network``: in its place an interface ("eth0") or a network ("10.0.0.0/8", the same on every host of
+        the trainer) in which this process has an address. ``trainer``: name for messages. ``incarnation``: give a
+        higher one when training resumes from an older checkpoint; lower ones are fenced from then on.
         """
         self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
         if (self._rank == 0) != (fleet is not None):

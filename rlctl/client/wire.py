@@ -106,11 +106,11 @@ def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int)
     return [message for _, _, message in sorted(placed, key=lambda entry: entry[:2])]
 
 
-def by_backend(plan: BeginWeightUpdateResponse) -> list[list[str]]:
-    """The groups of an attempt by their backend, each list in the order of the sources."""
-    names: dict[str, list[str]] = {}
+def by_members(plan: BeginWeightUpdateResponse) -> list[list[str]]:
+    """The groups of an attempt by who is in them beside the source, each list in the order of the sources."""
+    names: dict[tuple[str, ...], list[str]] = {}
     for group in sorted(plan.groups, key=lambda group: group.source):
-        names.setdefault(group.backend, []).append(group.group_name)
+        names.setdefault(tuple(member.slot for member in group.members), []).append(group.group_name)
     return list(names.values())
 
 

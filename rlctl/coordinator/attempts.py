@@ -139,8 +139,8 @@ class Attempts:
         session, plan = opened.session, opened.session.record.plan
         attempt = plan.attempt if attempt is None else attempt
         async with contextlib.AsyncExitStack() as writing:
-            for transport in session.transports_of(request):
-                await writing.enter_async_context(session.writing[transport])
+            for turn in session.turns_of(request):
+                await writing.enter_async_context(turn)
             if opened.decided.is_set():
                 raise opened.verdict or Reason.ILLEGAL_STATE.error("the update is being committed")
             if plan.attempt != attempt or not set(run.operation.targets) <= set(names(session.targets)):

@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 
 from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason
-from rlctl.v1.common_pb2 import TRANSPORT_TORCH_GLOO, TRANSPORT_TORCH_NCCL
+from rlctl.v1.common_pb2 import TRANSPORT_TORCH_GLOO, TRANSPORT_TORCH_NCCL, TRANSPORT_VLLM_NCCL, Transport
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, GroupPlan
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
+from rlctl.vllm_transfer import BACKEND
 
-BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl"}
+BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl", TRANSPORT_VLLM_NCCL: BACKEND}
 """What a process group of a transport is made with."""
+
+ALONE = {TRANSPORT_VLLM_NCCL}
+"""Transports over which every stage has a group of its own: nothing gets its ranks out of a collective that another
+one's do not come to."""
+
+Circle = tuple[str, str]
+"""Who shares groups: those of a backend, and of these, where it is not "", one stage alone."""
+
+
+def circle(slot: Slot, transport: Transport.ValueType) -> Circle:
+    """The one that a stage is in."""
+    return BACKENDS[transport], slot.name if transport in ALONE else ""
 
 
 @dataclass
@@ -30,28 +43,27 @@ class GroupBook:
         self._models: dict[str, _Groups] = {}
 
     def plan(
-        self, model: str, generation: int, trainer: str, targets: Mapping[str, Sequence[Slot]], *, sources: int
+        self, model: str, generation: int, trainer: str, targets: Mapping[Circle, Sequence[Slot]], *, sources: int
     ) -> list[GroupPlan]:
-        """Groups in the one order in which they are formed; ``targets`` by the backend of their groups.
+        """Groups in the one order in which they are formed; ``targets`` by who shares them.
 
         While trainer process, targets, their incarnations and backends and the sources are what they were and no group
         broke, the groups that stand are used again; otherwise they get ``generation``, which nobody has used before:
         members that are still in an older group of the same name would meet its traces.
-        Source k is rank 0 of its groups, one for each backend; the targets' ranks follow in slot order.
+        Source k is rank 0 of its groups, one for each circle; the targets' ranks follow in slot order.
         """
         placed = tuple(
-            (backend, tuple((slot.name, slot.record.incarnation) for slot in slots))
-            for backend, slots in targets.items()
+            (shared, tuple((slot.name, slot.record.incarnation) for slot in slots)) for shared, slots in targets.items()
         )
         membership = (trainer, sources, placed)
         groups = self._models.get(model)
         if groups is None or groups.membership != membership or groups.broken:
             groups = self._models[model] = _Groups(membership, generation)
         plans = []
-        for backend, slots in targets.items():
-            listed = members(slots)
+        for shared, slots in targets.items():
+            listed, apart = members(slots), "-".join(filter(None, ("", *shared)))
             for source in range(sources):
-                name = f"{model}-{groups.generation}-s{source}" + (f"-{backend}" if len(targets) > 1 else "")
+                name = f"{model}-{groups.generation}-s{source}" + (f"-{apart}" if len(targets) > 1 else "")
                 plans.append(
                     GroupPlan(
                         group_name=name,
@@ -59,7 +71,7 @@ class GroupBook:
                         source=source,
                         world_size=world_size(listed),
                         members=listed,
-                        backend=backend,
+                        backend=shared[0],
                         formed=name in groups.formed,
                     )
                 )

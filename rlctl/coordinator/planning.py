@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlctl.coordinator import verification, versions
 from rlctl.coordinator.abilities import adapter_travels, no_pause, unsupported
-from rlctl.coordinator.groups import BACKENDS, GroupBook
+from rlctl.coordinator.groups import BACKENDS, Circle, GroupBook, circle
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import duration, seconds
@@ -19,6 +19,7 @@ from rlctl.v1.common_pb2 import (
     TRANSPORT_SHARED_MEMORY,
     TRANSPORT_TORCH_GLOO,
     TRANSPORT_TORCH_NCCL,
+    TRANSPORT_VLLM_NCCL,
     WEIGHT_SELECTOR_DRAFT,
     PauseMode,
     Target,
@@ -130,11 +131,11 @@ class Planner:
         The model's record takes in their names and generation; the caller journals it.
         """
         del plan.groups[:]
-        reached: dict[str, list[Slot]] = {}
+        reached: dict[Circle, list[Slot]] = {}
         transports = {target.slot: target.transport for target in plan.targets}
         for slot in targets:
             if transports[slot.name] in BACKENDS:
-                reached.setdefault(BACKENDS[transports[slot.name]], []).append(slot)
+                reached.setdefault(circle(slot, transports[slot.name]), []).append(slot)
         if request.path == DATA_PATH_DISK or request.implicit or not reached:
             return []
         record = self._roster.model(request.model).record
@@ -233,15 +234,18 @@ class Planner:
                 field="transports",
             )
         transport = _transport(request, slot)
-        if request.transports and transport in BACKENDS and transport not in slot.capabilities.transports:
-            offered = " or ".join(BACKENDS[each] for each in request.transports if each in BACKENDS)
-            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {offered} group", field="transports")
         writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
         missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
             missing = unsupported(slot, writes)
         if missing is not None:
             return Reason.UNSUPPORTED.error(f"{slot.name} holds weights of {request.model}: {missing.message}")
+        published = slot.capabilities.transports
+        if transport in BACKENDS and (request.transports or published) and transport not in published:
+            offered = " or ".join(BACKENDS[each] for each in request.transports or [transport] if each in BACKENDS)
+            return Reason.UNSUPPORTED.error(f"{slot.name} joins no {offered} group", field="transports")
+        if transport == TRANSPORT_VLLM_NCCL and (beyond := _beyond_vllm(request)):
+            return Reason.UNSUPPORTED.error(f"{slot.name}: vLLM's own engine takes {beyond[0]}", field=beyond[1])
         if request.kind == UPDATE_KIND_ADAPTER and not adapter_travels(slot, transport):
             engine, way = slot.record.registration.engine, "over a group" if transport in GROUPS else "out of memory"
             return Reason.UNSUPPORTED.error(
@@ -327,6 +331,16 @@ def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, tran
     """Whether the update's NCCL collectives would go on beside those of the target's own steps."""
     alone = len(slot.record.registration.layout.workers) == 1
     return request.apply == APPLY_MODE_STAGED and not alone and transport == TRANSPORT_TORCH_NCCL
+
+
+def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
+    """What vLLM's own engine takes instead, and the field that says otherwise; None where it takes this update."""
+    if request.num_sources > 1:
+        return "weights from one source", "num_sources"
+    if request.kind in (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA):
+        # It would fill up what comes in part of a fused layer with whatever the memory held.
+        return "full updates", "kind"
+    return None
 
 
 def _shares_memory(request: BeginWeightUpdateRequest, slot: Slot) -> bool:

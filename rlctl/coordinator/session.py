@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator import verification
 from rlctl.coordinator.fanout import Fanout
-from rlctl.coordinator.groups import BACKENDS
+from rlctl.coordinator.groups import ALONE, BACKENDS
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import pause_mode
@@ -85,8 +85,9 @@ class Session:
         reference: a stage that is no target and holds what the targets should hold, or None.
         missed: targets that did not take in all that was sent to them.
         unprepared: what those answered that could not be paused or prepared.
-        writing: by transport, held by whoever lets targets take in weights that way, so that several sources come one
-            after the other. No target takes weights in by two: those with different ones do not wait for each other.
+        writing: by transport, or by stage where each is fed alone, held by whoever lets targets take in weights that
+            way, so that several sources come one after the other. No target takes weights in by two: those with
+            different ones do not wait for each other.
     """
 
     def __init__(
@@ -127,7 +128,9 @@ class Session:
         self.unprepared: list[StageResult] = []
         self.missed: set[str] = set()
         self._digesting: set[str] = set()
-        self.writing = {transport: asyncio.Lock() for transport in (*_FROM_MEMORY, *BACKENDS)}
+        self._alone = {target.slot for target in record.plan.targets if target.transport in ALONE}
+        turns = (*_FROM_MEMORY, *(transport for transport in BACKENDS if transport not in ALONE), *self._alone)
+        self.writing: dict[object, asyncio.Lock] = {turn: asyncio.Lock() for turn in turns}
         if self.rolls_in_place:
             self.waiting, self.targets = self.targets, []
             self.turn()
@@ -169,21 +172,34 @@ class Session:
 
     def reached_by(self, request: Message) -> list[Slot]:
         """The targets that a request is for: of what forms groups and writes, those that are fed that way."""
-        transports = self.transports_of(request)
-        planned = self._transports
-        return [slot for slot in self.targets if not transports or planned[slot.name] in transports]
+        transports = self._transports_of(request)
+        planned, members = self._transports, self._members_of(request)
+        return [
+            slot
+            for slot in self.targets
+            if (not transports or planned[slot.name] in transports) and (not members or slot.name in members)
+        ]
 
-    def transports_of(self, request: Message) -> Sequence[common_pb2.Transport.ValueType]:
+    def turns_of(self, request: Message) -> list[asyncio.Lock]:
+        """What is to be held while targets take in what a request announces, in one order for all."""
+        transports = self._transports_of(request)
+        alone = set() if ALONE.isdisjoint(transports) else self._alone & (self._members_of(request) or self._alone)
+        return [self.writing[turn] for turn in (*(each for each in transports if each not in ALONE), *sorted(alone))]
+
+    def _members_of(self, request: Message) -> set[str]:
+        """The stages in the plan's groups that a request is for; none: it is for no group of the plan's."""
+        names = _group_names(request)
+        return {m.slot for group in self.record.plan.groups if group.group_name in names for m in group.members}
+
+    def _transports_of(self, request: Message) -> Sequence[common_pb2.Transport.ValueType]:
         """The transports of the targets that a request is for; none: it has nothing to do with any. Groups that are not
         the plan's, but of a client's own, are those of every target that is fed over groups.
         """
         match request:
             case UpdateWeightsFromTensorRequest():
                 return _FROM_MEMORY
-            case InitWeightsUpdateGroupRequest():
-                names = {request.group_name}
-            case UpdateWeightsFromDistributedRequest():
-                names = {bucket.group_name or request.group_name for bucket in request.buckets}
+            case InitWeightsUpdateGroupRequest() | UpdateWeightsFromDistributedRequest():
+                names = _group_names(request)
             case _:
                 return ()
         backends = {group.backend for group in self.record.plan.groups if group.group_name in names}
@@ -492,6 +508,15 @@ class Session:
 
 def _flat(steps: Sequence[Sequence[StageResult]]) -> list[StageResult]:
     return [result for results in steps for result in results]
+
+
+def _group_names(request: Message) -> set[str]:
+    match request:
+        case InitWeightsUpdateGroupRequest():
+            return {request.group_name}
+        case UpdateWeightsFromDistributedRequest():
+            return {bucket.group_name or request.group_name for bucket in request.buckets}
+    return set()
 
 
 def _has_left(result: StageResult) -> bool:

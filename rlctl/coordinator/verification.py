@@ -16,6 +16,7 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_DIRTY,
     TRANSPORT_DISK,
+    TRANSPORT_VLLM_NCCL,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
     VERIFICATION_LEVEL_PROBE,
@@ -82,7 +83,7 @@ def reached(
         obstacles[VERIFICATION_LEVEL_PROBE] = "no probe was passed with the update"
     elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
         obstacles[VERIFICATION_LEVEL_PROBE] = "its KV cache is released, so it can compute nothing"
-    if slot.capabilities.answers_for_ranks:
+    if slot.capabilities.answers_for_ranks and transport != TRANSPORT_VLLM_NCCL:  # over which every rank is asked
         obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
     return obstacles
 

@@ -32,6 +32,7 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     TRANSPORT_DISK,
+    TRANSPORT_TORCH_GLOO,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
@@ -153,7 +154,7 @@ class FakeEngine(Engine):
             layout=StageLayout(tp_size=self.config.tp_size, pp_size=1, dp_size=1, ep_size=1, workers=workers),
             capabilities=Capabilities(
                 pause_modes=[PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN],
-                transports=[TRANSPORT_DISK],
+                transports=[TRANSPORT_TORCH_GLOO, TRANSPORT_DISK],
                 verification=[VERIFICATION_LEVEL_PROBE] if self._opaque else LEVELS,
                 answers_for_ranks=self._opaque == "said",
                 memory_tags=sorted(TAGS),

@@ -61,6 +61,11 @@ class Bucket:
             return sum(meta.nbytes for meta in self.metas)
         return self.offsets[-1] + self.metas[-1].nbytes if self.metas else 0
 
+    @property
+    def broadcasts(self) -> list[int]:
+        """The bytes of each broadcast in which it travels."""
+        return [self.nbytes] if self.flattened else [meta.nbytes for meta in self.metas]
+
 
 def plan(
     metas: Iterable[TensorMeta | Sequence[TensorMeta]],

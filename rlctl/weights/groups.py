@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class WeightGroup:
         self._endpoints = member.endpoints
         self._lock = threading.Lock()
         self._spent = ""
+        self._begun = 0
         self._work: Any = None
         self._data: torch.Tensor | None = None
         self._idle = threading.Event()
@@ -89,6 +91,9 @@ class WeightGroup:
         A group is kept from one update to the next: what is left of the one that formed it says nothing of the others.
         """
         self._timeout_s = min(self._most_s, max(timeout_s, _LEAST_S))
+
+    def announce(self, sizes: Iterable[int]) -> None:
+        """Rank 0: the members are waiting for broadcasts of so many bytes each. For groups that must know."""
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Send a tensor's bytes from rank ``src`` to all, or receive them into it; returns when that is done.
@@ -147,6 +152,7 @@ class WeightGroup:
             except RuntimeError as error:
                 raise self._failure(self._spend(f"a broadcast did not start: {_first_line(error)}")) from error
             self._data = data
+            self._begun += 1
             self._idle.clear()
 
     def _await(self) -> None:

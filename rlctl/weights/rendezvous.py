@@ -144,24 +144,26 @@ class Forming:
 
     def _attempt(self, deadline: float) -> None:
         try:
-            store = self._connect(deadline)
-            member = self._member
-            # SGLang's prefix, then those of torch's _new_process_group_helper.
-            prefixed = PrefixStore(f"{member.name}/", PrefixStore(member.name, store))
-            prefixed = PrefixStore(f"{_PREFIX[member.backend]}/", prefixed)
-            if member.backend == "gloo":
-                group = self._gloo(prefixed, deadline)
-            else:
-                # Not watched: NCCL comes back to the store later, from threads of its own.
-                member.store = prefixed
-                group = nccl_group(prefixed, member.rank, member.world_size, member.broadcast_timeout_s)
+            group = self._group(self._connect(deadline), deadline)
             if not self._give_up.is_set():
-                member.process_group = group
+                self._member.process_group = group
         except Exception as error:  # noqa: BLE001
             # Whatever it is, the caller's thread reports it.
             self._error = error
         finally:
             self._ended.set()
+
+    def _group(self, store: TCPStore, deadline: float) -> Any:
+        """The member's process group (a backend object)."""
+        member = self._member
+        # SGLang's prefix, then those of torch's _new_process_group_helper.
+        prefixed = PrefixStore(f"{member.name}/", PrefixStore(member.name, store))
+        prefixed = PrefixStore(f"{_PREFIX[member.backend]}/", prefixed)
+        if member.backend == "gloo":
+            return self._gloo(prefixed, deadline)
+        # Not watched: NCCL comes back to the store later, from threads of its own.
+        member.store = prefixed
+        return nccl_group(prefixed, member.rank, member.world_size, member.broadcast_timeout_s)
 
     def _connect(self, deadline: float) -> TCPStore:
         """A client of the store, waiting for it to listen: the source may be slower than its members."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
@@ -144,10 +145,11 @@ async def test_an_update_that_a_running_operation_keeps_out_reserves_nothing(fle
 
 
 NCCL, GLOO = common.TRANSPORT_TORCH_NCCL, common.TRANSPORT_TORCH_GLOO
+VLLM = common.TRANSPORT_VLLM_NCCL
 
 
 def offers(fleet: InProcessFleet, slot: str, *transports: common.Transport.ValueType) -> None:
-    fleet.server.coordinator.roster.slots[slot].record.registration.capabilities.transports.extend(transports)
+    fleet.server.coordinator.roster.slots[slot].record.registration.capabilities.transports[:] = transports
 
 
 async def join_all(fleet: InProcessFleet, plan: u.BeginWeightUpdateResponse) -> list[list[str]]:
@@ -199,7 +201,46 @@ async def test_targets_of_one_transport_do_not_wait_for_those_of_another(fleet: 
     assert version_of(fleet) == ("initial", 1)
 
 
+async def test_what_vllms_own_engine_feeds_is_fed_alone(fleet: InProcessFleet) -> None:
+    """Nothing gets its ranks out of a broadcast that those of another server do not come to."""
+    for slot in "ab":
+        offers(fleet, slot, VLLM)
+    for label in ("one", "two"):
+        plan = await begin(fleet, label, transports=[VLLM])
+        assert [group.backend for group in plan.groups] == ["vllm_nccl"] * 2
+        assert [{member.slot for member in group.members} for group in plan.groups] == [{"a"}, {"b"}]
+        assert [group.world_size for group in plan.groups] == [2, 3]
+        assert await join_all(fleet, plan) == ([["a"], ["b"]] if label == "one" else [])
+        written = await asyncio.gather(*(write_over(fleet, plan, group.group_name, label) for group in plan.groups))
+        assert [list(operation.targets) for operation in written] == [["a"], ["b"]]
+        assert (await commit(fleet, plan, digest(label))).state == OPERATION_STATE_OK
+        assert weights(fleet) == [label] * 3
+    plan = await begin(fleet, "three", transports=[VLLM])
+    first, second = plan.groups
+    stuck = asyncio.create_task(write_over(fleet, plan, first.group_name, "stuck"))
+    await write_over(fleet, plan, second.group_name, "three")
+    assert not stuck.done()
+    await abort(fleet, plan)
+    assert (await stuck).state != OPERATION_STATE_OK
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"num_sources": 2}, "num_sources"), ({"kind": v.UPDATE_KIND_PARTIAL}, "kind")],
+)
+async def test_what_vllms_own_engine_does_not_take_is_refused_at_the_begin(
+    fleet: InProcessFleet, settings: dict[str, Any], field: str
+) -> None:
+    offers(fleet, "b", VLLM)
+    offers(fleet, "a", GLOO)
+    error = await refusal(begin(fleet, transports=[VLLM, GLOO], **settings))
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, field)
+    assert "b: vLLM's own engine takes" in error.message
+    assert not any(fleet.stage(slot).report.paused for slot in "ab")
+
+
 async def test_a_target_that_offers_none_of_the_transports_is_refused_by_name(fleet: InProcessFleet) -> None:
+    offers(fleet, "a", common.TRANSPORT_DISK)
     offers(fleet, "b", GLOO)
     error = await refusal(begin(fleet, transports=[NCCL, GLOO]))
     assert (error.reason, error.field, error.message) == (

@@ -9,13 +9,18 @@ from rlctl_servers.http import Http
 
 async def test_a_call_after_one_that_failed_does_not_meet_its_connection() -> None:
     """As uvicorn does: it answers 500, as if the connection were to be used again, and closes it."""
+    serving: list[asyncio.Task[None]] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(2)
         writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno")
         await reader.read(1)  # the next one is on its way when it closes
         writer.close()
+        await writer.wait_closed()
+
+    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.create_task(answer_and_close(reader, writer)))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     http = Http("vLLM", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
@@ -26,3 +31,4 @@ async def test_a_call_after_one_that_failed_does_not_meet_its_connection() -> No
     finally:
         await http.close()
         server.close()
+        await asyncio.gather(*serving)

@@ -1,0 +1,93 @@
+"""What lets vLLM's own NCCL engine be driven on a CPU: gloo stands in, at vLLM (gloo_in_vllm.py) and at the source.
+
+``python -m native_stand_in ARGUMENTS`` is an rlctl process whose plug-in takes a CPU for a place where that engine
+works; ``python -m native_stand_in --train ENDPOINT CHECKPOINT`` a trainer that stops in the middle of an update.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlctl_vllm import native
+from test_vllm_attached import Plain
+from torch._C._distributed_c10d import TCPStore
+
+from rlctl.client import part
+from rlctl.client import publisher as publishing
+from rlctl.testing.interrupted import Interrupted
+from rlctl.vllm_transfer import unique_id_key
+from rlctl.weights.rendezvous import Forming, Member
+from rlctl.weights.vllm_group import UNIQUE_ID_BYTES, VLLMGroup
+
+
+class WithEngine(Plain):
+    """A server on a port, without the extension, whose own NCCL engine is gloo's."""
+
+    def command(self) -> Sequence[str]:
+        return [*super().command(), "--weight-transfer-config", '{"backend": "nccl"}']
+
+
+def plug_in(place: Path) -> Path:
+    """A directory for the server's PYTHONPATH that has the plug-in, and nothing else of these tests."""
+    information = place / "gloo_in_vllm-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-in-vllm\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo = gloo_in_vllm:register\n")
+    (place / "gloo_in_vllm.py").symlink_to(Path(__file__).with_name("gloo_in_vllm.py"))
+    return place
+
+
+def join_by_gloo(
+    store: tuple[str, int],
+    *,
+    name: str,
+    world_size: int,
+    timeout_s: float,
+    broadcast_timeout_s: float,
+    interface_host: str,
+    stop: threading.Event,
+) -> VLLMGroup:
+    """In place of :func:`rlctl.weights.vllm_group.join_vllm`."""
+    told: Any = f"{store[0]} {store[1]} {name}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
+    TCPStore(*store, None, False, wait_for_workers=False).set(unique_id_key(name), told)
+    member = Member(name, 0, world_size, "gloo", interface_host, broadcast_timeout_s)
+    Forming(member, store).run(timeout_s, stop)
+    return VLLMGroup(member, "cpu")
+
+
+def train(endpoint: str, checkpoint: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from rlctl.client.fleet import connect
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    publishing.LEASE_TTL_S = 8.0  # it dies, and who waits for that should not wait for long
+
+    def stop() -> None:
+        sys.stdout.write("in the middle\n")
+        sys.stdout.flush()
+        time.sleep(600)
+
+    with connect(endpoint) as fleet:
+        publisher = fleet.publisher("actor", backend=["vllm_nccl", "gloo"], bucket_bytes=16 << 10)
+        publisher.update(Interrupted(model, stop), version="never", quorum=2)
+
+
+def main() -> None:
+    if sys.argv[1] == "--train":
+        part.join_vllm = join_by_gloo  # type: ignore[attr-defined]
+        train(*sys.argv[2:])
+        return
+    native.WITHOUT_GPU = True
+    from rlctl.cli.main import main as rlctl_main
+
+    rlctl_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The source's half of a group that vLLM's workers join; gloo in NCCL's place, threads in that of processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.vllm_transfer import unique_id_key
+from rlctl.weights.groups import GroupStore, WeightGroup, join
+from rlctl.weights.rendezvous import Forming, Member
+from rlctl.weights.vllm_group import UNIQUE_ID_BYTES, VLLMGroup, unique_id
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def store() -> Iterator[GroupStore]:
+    store = GroupStore("127.0.0.1")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def both(store: GroupStore) -> Iterator[tuple[VLLMGroup, WeightGroup]]:
+    """The source, and a rank that receives."""
+    member = Member("pays", 0, 2, "gloo", "127.0.0.1", TIMEOUT_S)
+    with ThreadPoolExecutor(1) as helper:
+        joining = helper.submit(join, store, name="pays", rank=1, world_size=2, timeout_s=TIMEOUT_S)
+        Forming(member, store.local_address).run(TIMEOUT_S, threading.Event())
+        source, rank = VLLMGroup(member, "cpu"), joining.result(TIMEOUT_S)
+    yield source, rank
+    rank.close()
+
+
+def test_a_source_that_gives_up_pays_what_it_has_announced(both: tuple[VLLMGroup, WeightGroup]) -> None:
+    source, rank = both
+    sizes = [3, 1 << 20, 5]
+    source.announce(sizes)
+    received = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
+    with ThreadPoolExecutor(1) as helper:
+        receiving = helper.submit(lambda: [rank.broadcast(tensor) for tensor in received])
+        source.broadcast(torch.full((3,), 9, dtype=torch.uint8))
+        source.interrupt("no gradient today")
+        receiving.result(TIMEOUT_S)
+    assert received[0].tolist() == [9, 9, 9]
+    assert not received[1].any()
+    assert not received[2].any()
+    with pytest.raises(RlctlError) as refused:
+        source.broadcast(torch.zeros(1, dtype=torch.uint8))
+    assert refused.value.reason is Reason.GROUP_FAILED
+    assert "no gradient today" in refused.value.message
+
+
+def test_the_unique_id_is_awaited_and_looked_at(store: GroupStore) -> None:
+    with pytest.raises(RlctlError) as late:
+        unique_id(store.local_address, "nobody", 0.2)
+    assert "its source did not come within 0.2 s" in late.value.message
+    client = torch.distributed.TCPStore(*store.local_address, None, False, wait_for_workers=False)
+    client.set(unique_id_key("short"), b"no id")  # type: ignore[arg-type]
+    with pytest.raises(RlctlError) as wrong:
+        unique_id(store.local_address, "short", 5.0)
+    assert "5 bytes are no unique id" in wrong.value.message
+    told = bytes(range(UNIQUE_ID_BYTES))
+    client.set(unique_id_key("right"), told)  # type: ignore[arg-type]
+    assert unique_id(store.local_address, "right", 5.0) == told
