@@ -16,6 +16,7 @@ model digest over them: what was published, what was pulled and what the ranks h
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ class Manifest:
 
 def directory_name(version: str, sequence: int) -> str:
     """Name of a version's directory. Raises FIELD_INVALID when the label is empty or too long for one."""
-    name = f"{sequence:08d}-{quote(version, safe=' ')}"
+    name = f"{sequence:08d}-{_label(version)}"
     if not version or sequence < 1 or len(name) > _LONGEST_NAME:
         raise Reason.FIELD_INVALID.error(
             f"no version can be published as {version[:60]!r}, sequence {sequence}", field="version"
@@ -143,7 +144,7 @@ def directory_name(version: str, sequence: int) -> str:
 
 def find_version(source: Path, version: str = "", sequence: int = 0) -> Path | None:
     """Directory of a published version by label, or by sequence; of several the latest. None when there is none."""
-    wanted = quote(version, safe=" ")
+    wanted = _label(version)
     found: list[tuple[int, Path]] = []
     for path in source.iterdir() if source.is_dir() else ():
         number, dash, label = path.name.partition("-")
@@ -152,6 +153,12 @@ def find_version(source: Path, version: str = "", sequence: int = 0) -> Path | N
         if (version and label == wanted) or (sequence and int(number) == sequence):
             found.append((int(number), path))
     return max(found)[1] if found else None
+
+
+def is_named(directory: Path, manifest: Manifest) -> bool:
+    """Whether a version's directory has the name of what lies in it."""
+    number, _, label = directory.name.partition("-")
+    return number.isdecimal() and (int(number), label) == (manifest.sequence, _label(manifest.version))
 
 
 def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | None:
@@ -170,6 +177,10 @@ def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | N
         raise _damaged(path, f"{type(error).__name__}: {error}", blame) from error
 
 
+def _label(version: str) -> str:
+    return quote(version, safe=" ")
+
+
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
     body: dict[str, Any] = {"dtype": dtype_name(entry.meta.dtype), "shape": entry.meta.shape, "sha256": entry.sha256}
     if entry.encoding:
@@ -184,6 +195,9 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     base = Base(**body["base"]) if "base" in body else None
     if not isinstance(version, str) or not isinstance(sequence, int):
         raise ValueError(f"version {version!r}, sequence {sequence!r}")
+    version.encode()  # messages hold it
+    if base is not None and not (isinstance(base.version, str) and isinstance(base.digest, str)):
+        raise ValueError(f"its base is version {base.version!r} with digest {base.digest!r}")
     if base is not None and not base.sequence < sequence:  # whoever follows the bases comes to an end
         raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):
@@ -197,10 +211,11 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
         meta = TensorMeta(name, parse_dtype(entry["dtype"], blame), tuple(entry["shape"]))
         tensors[name] = Entry(meta, entry["sha256"], entry.get("base_sha256", ""), encoding, compression)
     files = {name: FileEntry(file["size"], file["sha256"]) for name, file in body["files"].items()}
-    for name in (*files, *body["shards"]):
-        if Path(name).name != name or name in ("", ".", "..", MANIFEST):
+    shards = dict(body["shards"].items())
+    for name in (*files, *shards):
+        if Path(name).name != name or name in ("", ".", "..", MANIFEST) or b"\0" in os.fsencode(name):
             raise ValueError(f"{name!r} is no file of the directory")
-    manifest = Manifest(version, sequence, tensors, base, files, body["shards"])
+    manifest = Manifest(version, sequence, tensors, base, files, shards)
     if manifest.digest != body["digest"]:
         raise ValueError("its digest is not that of its tensors")
     return manifest

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,11 @@ from rlctl.weights.manifest import (
     Manifest,
     directory_name,
     find_version,
+    is_named,
     read_manifest,
 )
 from rlctl.weights.roots import Roots
-from rlctl.weights.source import WeightSource, as_source
+from rlctl.weights.source import WeightSource, as_source, unannounced, unfit
 from rlctl.weights.tensor_file import header_of
 from rlctl.weights.tensors import TensorMeta, as_bytes
 
@@ -108,7 +110,7 @@ def publish_full(
     with storage.writing(place, "source_dir"), _building(place) as new:
         entries: dict[str, Entry] = {}
         shards: dict[str, int] = {}
-        tensors = source.tensors()
+        tensors = _given(source)
 
         def take_in(meta: TensorMeta, data: torch.Tensor) -> None:
             entries[meta.name] = Entry(meta, digest_of_bytes(meta, data))
@@ -116,6 +118,7 @@ def publish_full(
         plan = _shards(source.metas(), shard_bytes)
         for name, metas in plan.items():
             shards[name] = _write_tensors(new / name, metas, tensors, take_in)
+        deque(tensors, maxlen=0)  # what is too much is told
         if list(plan) != [SINGLE]:
             data = index_of({meta.name: name for name, metas in plan.items() for meta in metas}, source.metas())
             beside[INDEX] = data
@@ -149,10 +152,10 @@ def publish_delta(
         with storage.writing(place, "source_dir"), _building(place) as new:
             writer = _DeltaWriter(new)
             entries: dict[str, Entry] = {}
-            for name, tensor in source.tensors():
-                entries[name], payload = _difference(name, tensor, old, encoding, compress)
+            for meta, tensor in zip(source.metas(), _given(source), strict=True):
+                entries[meta.name], payload = _difference(meta, tensor, old, encoding, compress)
                 if payload is not None:
-                    writer.add(name, payload)
+                    writer.add(meta.name, payload)
             shards = writer.finish()
             found = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
             return _finish(new, place, Manifest(version, sequence, entries, base=found, shards=shards))
@@ -237,10 +240,22 @@ def _shards(metas: list[TensorMeta], shard_bytes: int) -> dict[str, list[TensorM
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
+def _given(source: WeightSource) -> Iterator[torch.Tensor]:
+    """A source's tensors: all that it has announced, in that order, exactly so. Raises FIELD_INVALID."""
+    tensors = source.tensors()
+    for meta in source.metas():
+        name, tensor = next(tensors, ("nothing more", None))
+        if tensor is None or (given := TensorMeta.of(name, tensor)) != meta:
+            raise unfit(f"the source announced {meta} and gave {name if tensor is None else given}")
+        yield tensor
+    if (extra := next(tensors, None)) is not None:
+        raise unannounced(extra[0])
+
+
 def _write_tensors(
     path: Path,
     metas: list[TensorMeta],
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    tensors: Iterator[torch.Tensor],
     written: Callable[[TensorMeta, torch.Tensor], None],
 ) -> int:
     """Write one file, taking from ``tensors`` as many as it holds; returns its size. Raises OSError."""
@@ -251,10 +266,7 @@ def _write_tensors(
         storage.write_at(fd, memoryview(header), 0)
         offset = len(header)
         for meta in metas:
-            name, tensor = next(tensors)
-            if TensorMeta.of(name, tensor) != meta:
-                raise Reason.FIELD_INVALID.error(f"the source announced {meta} and gave {name}", field="weights")
-            data = as_bytes(tensor).cpu()
+            data = as_bytes(next(tensors)).cpu()
             storage.write_at(fd, data.numpy().data, offset)
             written(meta, data)
             offset += meta.nbytes
@@ -285,13 +297,12 @@ def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:
 
 
 def _difference(
-    name: str, tensor: torch.Tensor, old: Checkpoint, encoding: Literal["overwrite", "xor"], compress: bool
+    meta: TensorMeta, tensor: torch.Tensor, old: Checkpoint, encoding: Literal["overwrite", "xor"], compress: bool
 ) -> tuple[Entry, torch.Tensor | None]:
     """What to say and to store of one tensor; nothing is stored of one that did not change."""
-    meta = TensorMeta.of(name, tensor)
-    before = old.read(name)
+    before = old.read(meta.name)
     new = as_bytes(tensor).cpu()
-    base_sha256 = tensor_digest(name, before)
+    base_sha256 = tensor_digest(meta.name, before)
     sha256 = digest_of_bytes(meta, new)
     if sha256 == base_sha256:
         return Entry(meta, sha256, base_sha256, "same"), None
@@ -329,7 +340,7 @@ class _DeltaWriter:
     def _write(self) -> None:
         metas = [TensorMeta.of(name, payload) for name, payload in self._held.items()]
         name = f"delta-{len(self._shards) + 1:05}.safetensors"
-        source = iter(self._held.items())
+        source = iter(self._held.values())
         self._shards[name] = _write_tensors(self._directory / name, metas, source, lambda *_: None)
         self._held, self._bytes = {}, 0
 
@@ -347,11 +358,17 @@ def published(source_dir: str | Path, version: str, roots: Roots | None = None) 
 def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:
     """A published version by label, or by sequence; None when there is none.
 
-    Raises CHECKPOINT_NOT_FOUND for a damaged manifest, PATH_NOT_ALLOWED where the version, or a file of it, is a link
-    that leads out of ``roots``.
+    Raises CHECKPOINT_NOT_FOUND for a manifest that is damaged or of another version, PATH_NOT_ALLOWED where the
+    version, or a file of it, is a link that leads out of ``roots``.
     """
     path = find_version(source, version, sequence)
     if path is not None and roots is not None:
         roots.resolve_checkpoint(str(path), field="source_dir")
     manifest = None if path is None else read_manifest(path)
-    return None if path is None or manifest is None else Published(path, manifest)
+    if path is None or manifest is None:
+        return None
+    if not is_named(path, manifest):
+        raise Reason.CHECKPOINT_NOT_FOUND.error(
+            f"{path} holds version {manifest.version!r} (sequence {manifest.sequence})", field="source_dir"
+        )
+    return Published(path, manifest)

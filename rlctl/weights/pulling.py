@@ -99,6 +99,8 @@ def pull(
     """
     patience = patience or Patience()
     place = Path(os.path.realpath(local_checkpoint_dir))
+    if place.parent == Path(os.path.realpath(source_dir)) and (place / MANIFEST).exists():
+        raise Reason.FIELD_INVALID.error(f"{place} is a published version, no copy of one", field=LOCAL)
     with storage.writing(place, LOCAL):
         place.parent.mkdir(parents=True, exist_ok=True)
     with storage.locked(place, patience, LOCAL):

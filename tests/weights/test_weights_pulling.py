@@ -32,6 +32,7 @@ from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full, p
 from rlctl.weights.pulling import Pulled, pull, pull_within
 from rlctl.weights.roots import Roots
 from rlctl.weights.storage import Patience
+from rlctl.weights.tensors import TensorMeta
 
 Model = dict[str, torch.Tensor]
 
@@ -257,6 +258,43 @@ def test_a_delta_of_another_shape_or_without_a_known_base_is_refused(world: Worl
         publish_delta(world.source, model().items(), version="v2", sequence=2, base=BaseVersion(plain))
 
 
+class Otherwise:
+    """Says what it has, and gives something else."""
+
+    def __init__(self, says: Model, gives: list[tuple[str, torch.Tensor]]) -> None:
+        self._says, self._gives = says, gives
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta.of(name, tensor) for name, tensor in self._says.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._gives
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+@pytest.mark.parametrize("gives", ["less", "more", "twice", "another order", "another shape", "another dtype"])
+def test_what_is_not_what_was_announced_is_not_published(world: World, kind: str, gives: str) -> None:
+    world.full(1, model())
+    pairs = list(model(2).items())
+    given = {
+        "less": pairs[:-1],
+        "more": [*pairs, ("other", torch.ones(3))],
+        "twice": [*pairs[:-1], pairs[0]],
+        "another order": pairs[::-1],
+        "another shape": [(pairs[0][0], pairs[0][1][:1]), *pairs[1:]],
+        "another dtype": [(pairs[0][0], pairs[0][1].float()), *pairs[1:]],
+    }[gives]
+    publish = {
+        "full": lambda source: publish_full(world.source, source, version="v2", sequence=2, files_from=world.launch),
+        "delta": lambda source: publish_delta(
+            world.source, source, version="v2", sequence=2, base=BaseVersion(world.source / "00000001-v1")
+        ),
+    }[kind]
+    with refused(Reason.FIELD_INVALID, field="weights"):
+        publish(Otherwise(model(2), given))
+    assert [path.name for path in world.source.iterdir()] == ["00000001-v1"]
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -349,6 +387,42 @@ def test_a_manifest_without_a_proper_version_is_damaged(world: World, field: str
     edit(world.full(1, model()).path / MANIFEST, **{field: value})
     with refused(Reason.CHECKPOINT_NOT_FOUND, "no manifest that can be read", "source_dir"):
         world.pull("v1")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"base": {"version": "v1", "sequence": 1, "digest": True}},
+        {"base": {"version": None, "sequence": 1, "digest": ""}},
+        {"version": "\ud800"},
+        {"shards": ["delta-00001.safetensors"]},
+        {"shards": {"\ud800": 3}},
+        {"files": {"a\0b": {"size": 1, "sha256": ""}}},
+    ],
+)
+def test_a_manifest_whose_fields_are_of_other_types_is_damaged(world: World, fields: dict[str, Any]) -> None:
+    world.chain(2)
+    edit(published(world.source, "v2").path / MANIFEST, **fields)
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "no manifest that can be read", "source_dir"):
+        world.pull("v2")
+
+
+def test_a_published_version_is_no_place_to_pull_into(world: World) -> None:
+    world.chain(2)
+    first = published(world.source, "v1").path
+    with refused(Reason.FIELD_INVALID, "is a published version", "local_checkpoint_dir"):
+        pull(str(world.source), str(first), "v2")
+    world.pull("v1")
+    world.check("v1")
+
+
+def test_a_directory_that_holds_another_version_than_its_name_says_is_not_taken_for_it(world: World) -> None:
+    world.chain(2)
+    first, second = (published(world.source, version).path for version in ("v1", "v2"))
+    shutil.copy(second / MANIFEST, first / MANIFEST)
+    for version in ("v1", "v2"):  # also as a base
+        with refused(Reason.CHECKPOINT_NOT_FOUND, "00000001-v1 holds version 'v2'", "source_dir"):
+            world.pull(version)
 
 
 @pytest.mark.parametrize("what", ["the version", "its base", "a shard", "a file beside", "the local copy"])
