@@ -23,16 +23,19 @@ class WorkerExtension:
 
     _rlctl_rank: Rank | None = None
 
-    def rlctl_call(self, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
+    def rlctl_call(self, number: str, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
         """Carry a verb out at this rank.
 
         ``request`` is its message and "answer" that of the result, both serialised, in base64. Never raises: what went
-        wrong is "error", an ``ErrorDetail``, with its "outcome".
+        wrong is "error", an ``ErrorDetail``, with its "outcome". "number" is that of the call which this answers.
         """
+        return {"number": number, **self._rlctl_answer(verb, request, update_id, float(timeout_s))}
+
+    def _rlctl_answer(self, verb: str, request: str, update_id: str, timeout_s: float) -> dict[str, Any]:
         try:
             if self._rlctl_rank is None:
                 self._rlctl_rank = Rank(VLLMModel(self))
-            answer = self._rlctl_rank.call(verb, base64.b64decode(request), update_id, float(timeout_s))
+            answer = self._rlctl_rank.call(verb, base64.b64decode(request), update_id, timeout_s)
         except RlctlError as error:
             return _failed(error)
         except Exception as error:

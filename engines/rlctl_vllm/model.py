@@ -76,6 +76,10 @@ class VLLMModel(LoadHooks):
         if taken is not None and not taken:
             raise Reason.CHECKPOINT_MISMATCH.error(f"vLLM's loaders have no place for {name!r}")
 
+    def reload(self, path: str) -> None:
+        """Have vLLM load a checkpoint."""
+        self._worker.reload_weights(weights_path=path)
+
     def together(self, reference: Mapping[str, TensorMeta]) -> list[tuple[str, ...]]:
         """Names that fill one layer of vLLM's: it is processed once all have come, and not before."""
         layers: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
 """vLLM's own NCCL weight transfer engine, for a server without rlctl's extension. Never run on a GPU.
 
 vLLM's workers have methods for it, and ``POST /collective_rpc`` calls them at every rank: it answers once each of them
-has returned. But where a rank fails it leaves what the ranks after it say unread, and takes that for their answer to
-the next call, from then on. So in the end every rank is asked to say a word back. A server whose ranks say another one
-is given up: nothing that it answers can be believed until it is started again.
+has returned. But where a rank fails, what the ranks after it say is taken for their answers to the next call (see
+:mod:`.workers`). So in the end every rank is asked to say a word back. A server whose ranks say another one is given
+up: nothing that it answers can be believed until it is started again.
 
 What is sent is checked here, by the checkpoint's names and shapes, before the first byte: past it vLLM knows no way
 back.
@@ -27,13 +27,14 @@ from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.times import duration
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.vllm_transfer import BACKEND
 from rlctl.weights.announced import Announced
 from rlctl.weights.buckets import Bucket
 from rlctl.weights.interfaces import probe
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 from rlctl.weights.vllm_group import unique_id
+from rlctl_vllm.workers import out_of_step
 
 ENGINE = "nccl"
 """The one of vLLM's transfer engines that is driven."""
@@ -263,7 +264,7 @@ class Native:
             )
         await self._close(call)
         if not await _in_step(self._control, self._ranks, call):
-            raise self._out_of_step()
+            raise out_of_step(self._control)
 
     async def _tell(self, method: str, call: Call, **arguments: Any) -> None:
         """Let every rank do something. Raises ENGINE_FAILED, and as :meth:`Control.tell`."""
@@ -271,17 +272,8 @@ class Native:
         if answer.ok and len(answer.body["results"]) == self._ranks:
             return
         if not await _in_step(self._control, self._ranks, call):
-            raise self._out_of_step()
+            raise out_of_step(self._control)
         raise Reason.ENGINE_FAILED.error(f"vLLM, {method}: {answer.message}")
-
-    def _out_of_step(self) -> RlctlError:
-        return self._control.lost(
-            Reason.ENGINE_FAILED.error(
-                "answers of vLLM's ranks belong to earlier calls, since one has failed",
-                outcome=OUTCOME_UNKNOWN,
-                next_step="Start vLLM again, then its stage.",
-            )
-        )
 
 
 async def _in_step(control: Control, ranks: int, call: Call) -> bool:

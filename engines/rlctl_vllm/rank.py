@@ -98,6 +98,7 @@ class Rank:
             "InitWeightsUpdateGroup": self._join,
             "DestroyWeightsUpdateGroup": self._leave,
             "PrepareUpdate": self._prepare,
+            "UpdateWeightsFromDisk": self._from_disk,
             "UpdateWeightsFromDistributed": self._from_groups,
             "UpdateWeightsFromTensor": self._from_segments,
             "CommitUpdate": self._commit,
@@ -231,6 +232,16 @@ class Rank:
                 for name, group in groups.items():
                     self._groups.drop(name, group)
             raise self._judged(error) from error
+
+    def _from_disk(self, request: v.UpdateWeightsFromDiskRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
+        """Load a checkpoint that the plug-in has found to fit, and reports on."""
+        self._open(update_id)
+        try:
+            self._model.reload(request.model_path)
+        except Exception as error:
+            cause = f"vLLM: {type(error).__name__}: {error}"
+            raise Reason.ENGINE_FAILED.error(cause, outcome=OUTCOME_DIRTY) from error
+        return v.WeightsReport()
 
     def _from_segments(
         self, request: v.UpdateWeightsFromTensorRequest, update_id: str, timeout_s: float

@@ -235,10 +235,14 @@ class Updates:
                     field="expected_digest",
                 )
         await self._marking.mark(call)
-        body = {"method": "reload_weights", "kwargs": {"weights_path": stored.path}}
         started = time.perf_counter()
         try:
-            await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
+            if isinstance(self._workers, Workers):  # which do not fail vLLM's call where the load fails
+                loading = UpdateWeightsFromDiskRequest(model_path=stored.path)
+                await self._workers.each("UpdateWeightsFromDisk", loading, WeightsReport, call)
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": stored.path}}
+                await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
             update.dirty = True
             stored.check_unchanged()
         except RlctlError as error:

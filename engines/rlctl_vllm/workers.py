@@ -1,10 +1,15 @@
-"""Calls to the extension in vLLM's workers; every rank answers for itself."""
+"""Calls to the extension in vLLM's workers; every rank answers for itself.
+
+Where one of vLLM's own calls fails at a rank, vLLM leaves what the ranks after it say unread, and takes that for their
+answers to the next call, from then on. So every answer must name the call that it belongs to.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
+import secrets
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -76,6 +81,7 @@ class Workers:
         if remaining <= 0:
             raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {verb}")
         arguments = {
+            "number": secrets.token_hex(8),
             "verb": verb,
             "request": base64.b64encode(request).decode(),
             "update_id": call.update_id,
@@ -88,7 +94,20 @@ class Workers:
                 raise Reason.UNSUPPORTED.error(f"vLLM was started without --worker-extension-cls {EXTENSION}")
             raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}", outcome=OUTCOME_UNKNOWN)
         results: list[dict[str, Any]] = answer.body["results"]
+        if any(not isinstance(result, dict) or result.get("number") != arguments["number"] for result in results):
+            raise out_of_step(self._control)
         return results
+
+
+def out_of_step(control: Control) -> RlctlError:
+    """Give a server up whose ranks' answers are not those to what they were asked; the error to raise."""
+    return control.lost(
+        Reason.ENGINE_FAILED.error(
+            "answers of vLLM's ranks belong to earlier calls, since one has failed",
+            outcome=OUTCOME_UNKNOWN,
+            next_step="Start vLLM again, then its stage.",
+        )
+    )
 
 
 def _good(answers: list[dict[str, Any]], *, mutates: bool = True) -> list[dict[str, Any]]:

@@ -26,16 +26,22 @@ import os, pathlib
 
 def register():
     from rlctl_vllm.model import VLLMModel
+    from vllm.v1.worker.gpu_worker import Worker
 
-    load, lost = VLLMModel.load, pathlib.Path(os.environ["LOST"])
+    load, reload, lost = VLLMModel.load, Worker.reload_weights, pathlib.Path(os.environ["LOST"])
 
     def losing(self, name, tensor):
         if not (lost.exists() and lost.read_text() == f"{name}@{self.rank}"):
             load(self, name, tensor)
 
-    VLLMModel.load = losing
+    def failing(self, *arguments, **options):
+        if lost.exists() and lost.read_text() == f"disk@{self.rank}":
+            raise OSError("the disk is gone")
+        return reload(self, *arguments, **options)
+
+    VLLMModel.load, Worker.reload_weights = losing, failing
 """
-"""A plug-in of vLLM's: a rank acknowledges a tensor, and does not load it."""
+"""A plug-in of vLLM's: a rank acknowledges a tensor, and does not load it; or it cannot read its disk."""
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,31 @@ def test_a_tensor_that_one_rank_loses_is_noticed(
         assert not now.routable
         result = publisher.update(model, version="whole")
         both_generate_like(fleet, model, result.version)
+
+
+def test_a_load_that_one_rank_fails_in_leaves_the_answers_of_the_others_in_step(
+    fleet: Fleet, tiny: tuple[Any, Path], lost: Path
+) -> None:
+    """Where vLLM's own call fails, it takes what the next ranks had said for their answers to the next call."""
+    model = changed(tiny[0], seed=7)
+    saved = tiny[1].parent / "seventh"
+    model.save_pretrained(saved)
+    lost.write_text("disk@0")
+    try:
+        with pytest.raises(OperationFailed) as failed:
+            fleet.update_weights_from_disk(str(saved), version="never")
+    finally:
+        lost.unlink()
+    pair = next(stage for stage in failed.value.operation.stage_results if stage.slot == "pair")
+    assert (pair.outcome, "rank 0: vLLM: OSError: the disk is gone" in pair.error.message) == (
+        common.OUTCOME_DIRTY,
+        True,
+    )
+    operation = fleet.update_weights_from_disk(str(saved), version="seventh")
+    both_generate_like(fleet, model, operation.weight_version)
+    other = changed(tiny[0], seed=8)
+    with contextlib.closing(fleet.publisher("actor")) as publisher:
+        both_generate_like(fleet, other, publisher.update(other, version="eighth").version)
 
 
 def test_two_ranks_heal_an_engine_with_weights_that_no_disk_has(fleet: Fleet, tiny: tuple[Any, Path]) -> None:

@@ -14,7 +14,7 @@ from rlctl_vllm.workers import MOST_GATHERED, Workers
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.verbs_pb2 import CheckReport, CheckWeightsRequest, CommitUpdateRequest, WeightsReport
 from rlctl.weights.tensors import TensorMeta
 
@@ -36,7 +36,9 @@ class Ranks:
         else:
             assert json.loads(base64.b64decode(body["kwargs"]["request"])) == {"store": ["10.0.0.1", 1234]}
             said = list(self.digests)
-        return Answer(200, {"results": [{"answer": base64.b64encode(each.encode()).decode()} for each in said]})
+        number = body["kwargs"]["number"]
+        results = [{"number": number, "answer": base64.b64encode(each.encode()).decode()} for each in said]
+        return Answer(200, {"results": results})
 
 
 @pytest.mark.parametrize(
@@ -64,11 +66,12 @@ async def test_what_ranks_hold_is_read_back_where_all_say_the_same(
 class OneFails:
     """Two ranks, of which the second refuses."""
 
-    async def tell(self, _path: str, _body: dict[str, Any], *, call: Call) -> Answer:
+    async def tell(self, _path: str, body: dict[str, Any], *, call: Call) -> Answer:
         assert call.deadline
         detail = Reason.MEMORY_RELEASED.error("no").detail().SerializeToString()
         refused = {"error": base64.b64encode(detail).decode(), "outcome": OUTCOME_REJECTED}
-        return Answer(200, {"results": [{"answer": ""}, refused]})
+        number = body["kwargs"]["number"]
+        return Answer(200, {"results": [{"number": number, "answer": ""}, {"number": number, **refused}]})
 
 
 async def test_ranks_that_differ_leave_a_mixture_only_where_something_was_to_change() -> None:
@@ -80,3 +83,29 @@ async def test_ranks_that_differ_leave_a_mixture_only_where_something_was_to_cha
     with pytest.raises(RlctlError) as raised:
         await workers.each("CheckWeights", CheckWeightsRequest(), CheckReport, call)
     assert (raised.value.reason, raised.value.outcome) == (Reason.MEMORY_RELEASED, OUTCOME_REJECTED)
+
+
+class OutOfStep:
+    """The second of two ranks answers what it was asked before: of a call of vLLM's own, or of another of these."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.errors: list[RlctlError] = []
+
+    async def tell(self, _path: str, body: dict[str, Any], *, call: Call) -> Answer:
+        assert call.deadline
+        return Answer(200, {"results": [{"number": body["kwargs"]["number"], "answer": ""}, self.before]})
+
+    def lost(self, error: RlctlError) -> RlctlError:
+        self.errors.append(error)
+        return error
+
+
+@pytest.mark.parametrize("before", [None, {"number": "another", "answer": ""}, {"answer": ""}])
+async def test_an_answer_to_an_earlier_call_is_none_and_the_server_is_given_up(before: Any) -> None:
+    control = OutOfStep(before)
+    call = Call("c", asyncio.get_running_loop().time() + 5)
+    with pytest.raises(RlctlError) as raised:
+        await Workers(control).each("CommitUpdate", CommitUpdateRequest(), WeightsReport, call)  # type: ignore[arg-type]
+    assert (raised.value.reason, raised.value.outcome) == (Reason.ENGINE_FAILED, OUTCOME_UNKNOWN)
+    assert control.errors == [raised.value]
