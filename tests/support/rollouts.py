@@ -20,6 +20,8 @@ LONG = 450
 SAMPLES = 4
 CHECKED = 20
 PATIENCE_S = 60.0
+TURNS = 4
+"""Beside much other work samples may have ended before an update comes."""
 
 Asked = dict[str, Any]
 GREEDILY: Asked = {"max_new_tokens": LONG, "temperature": 0.0, "ignore_eos": True, "timeout_s": 200.0}
@@ -29,19 +31,26 @@ def run_over_updates(fleet: Fleet, tiny: Any) -> None:
     """Samples are cut by an update and go on by themselves; by the next one, and are handed to their trainer."""
     models = [changed(tiny, seed=seed) for seed in (60, 61, 62)]
     with contextlib.closing(fleet.publisher("actor", trainer="rollouts")) as publisher, ThreadPoolExecutor(1) as pool:
-        publisher.update(models[0], version="first")
-        going_on = pool.submit(fleet.rollout("actor").generate, PROMPT, n=SAMPLES, **GREEDILY)
-        _wait_for(fleet, going_on)
-        publisher.update(models[1], version="second", pause="abort")
+        for _ in range(TURNS):
+            publisher.update(models[0], version="first")
+            going_on = pool.submit(fleet.rollout("actor").generate, PROMPT, n=SAMPLES, **GREEDILY)
+            _wait_for(fleet, going_on)
+            publisher.update(models[1], version="second", pause="abort")
+            if all(_labels(sample)[-1] == "second" for sample in going_on.result()):
+                break
         for sample in going_on.result():
             _of_both(sample, models[0], models[1], ["first", "second"])
             assert sample.staleness == 1
 
         rollout = fleet.rollout("actor", resume="return")
-        returned = pool.submit(rollout.generate, PROMPT, n=SAMPLES, **GREEDILY)
-        _wait_for(fleet, returned)
-        publisher.update(models[2], version="third", pause="abort")
-        cut = returned.result()
+        for _ in range(TURNS):
+            returned = pool.submit(rollout.generate, PROMPT, n=SAMPLES, **GREEDILY)
+            _wait_for(fleet, returned)
+            publisher.update(models[2], version="third", pause="abort")
+            cut = returned.result()
+            if all(sample.finish == "abort" for sample in cut):
+                break
+            publisher.update(models[1], version="second")
         assert [sample.finish for sample in cut] == ["abort"] * SAMPLES
         assert all(0 < len(sample.output_ids) == len(sample.logprobs) < LONG for sample in cut)
         for sample in rollout.resume(cut, timeout_s=200.0):
@@ -65,7 +74,7 @@ def run_until(fleet: Fleet) -> None:
 def _of_both(sample: RolloutSample, before: Any, after: Any, labels: list[str]) -> None:
     """Its tokens are what the weights of their versions make of the tokens before them."""
     assert sample.finish == "length"
-    tokens, versions = sample.output_ids, [version.label for version in sample.versions if version is not None]
+    tokens, versions = sample.output_ids, _labels(sample)
     assert len(tokens) == len(versions) == len(sample.logprobs) == LONG
     kept = versions.count(labels[0])
     assert 0 < kept < LONG
@@ -73,6 +82,10 @@ def _of_both(sample: RolloutSample, before: Any, after: Any, labels: list[str]) 
     assert tokens[: min(kept, CHECKED)] == greedy(before, PROMPT, min(kept, CHECKED))
     new = tokens[kept : kept + CHECKED]
     assert new == greedy(after, PROMPT + tokens[:kept], len(new))
+
+
+def _labels(sample: RolloutSample) -> list[str]:
+    return [version.label for version in sample.versions if version is not None]
 
 
 def _wait_for(fleet: Fleet, generating: Future[list[RolloutSample]]) -> None:
