@@ -15,6 +15,7 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_PAUSED,
     STAGE_STATE_READY,
     STAGE_STATE_STALE,
+    TRANSPORT_TORCH_GLOO,
 )
 from rlctl.v1.verbs_pb2 import Adapter
 
@@ -53,9 +54,11 @@ class Sources:
             raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
         found = checkpoint or model.checkpoint or self._peer(slot)
         if not found:
+            why = "no other stage can send it"
+            if not _receives(slot):
+                why = f"{slot.name} joins no group in which another stage could send it"
             raise Reason.UNHEALABLE.error(
-                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and no other stage can send it",
-                field="slots",
+                f"version {model.latest.label!r} of {model.name} is in no checkpoint, and {why}", field="slots"
             )
         if not model.model_digest and not self.witnesses(slot):
             raise unverifiable()
@@ -81,7 +84,7 @@ class Sources:
 
     def _peer(self, slot: Slot) -> Slot | None:
         """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
-        able = self._senders(slot)
+        able = self._senders(slot) if _receives(slot) else []
         return next((peer for peer in able if alike(peer, slot)), able[0] if able else None)
 
     def _senders(self, slot: Slot) -> list[Slot]:
@@ -103,6 +106,12 @@ class Sources:
             and peer.report.weight_version == latest
             and peer.quarantine is None
         ]
+
+
+def _receives(slot: Slot) -> bool:
+    """Whether a stage can take weights in over a group of another stage's, which is one of gloo's."""
+    joins = slot.capabilities.transports
+    return unsupported(slot, "UpdateWeightsFromDistributed") is None and (not joins or TRANSPORT_TORCH_GLOO in joins)
 
 
 def _holds(slot: Slot, adapter: Adapter) -> bool:

@@ -379,6 +379,33 @@ async def test_a_heal_from_a_peer_waits_for_nobody_when_one_side_cannot_join(
         assert fleet.stage("b").routable
 
 
+async def test_what_cannot_join_a_senders_group_is_not_healed_from_it(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is fed by vLLM's own engine, say: it takes weights in, but not over such a group."""
+
+    async def start(engine: FakeEngine, setup: Any) -> Any:
+        info = await started(engine, setup)
+        info.layout.store_host, info.layout.store_port = "127.0.0.1", 1
+        return info
+
+    async def send(engine: FakeEngine, request: v.SendWeightsRequest, call: Call) -> None:
+        raise AssertionError("nobody takes it in")
+
+    started = FakeEngine.start
+    monkeypatch.setattr(FakeEngine, "start", start)
+    monkeypatch.setattr(FakeEngine, "send_weights", send, raising=False)
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        await update(fleet, "sent")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        registration = fleet.server.coordinator.roster.slots["a"].record.registration
+        registration.capabilities.transports[:] = [common.TRANSPORT_VLLM_NCCL, common.TRANSPORT_DISK]
+        error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"])))
+        assert error.reason is Reason.UNHEALABLE
+        assert "is in no checkpoint, and a joins no group in which another stage could send it" in error.message
+
+
 async def test_what_a_peer_sends_may_take_as_long_as_the_heal(
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
