@@ -188,9 +188,10 @@ class Native:
 
     async def _take(self, request: v.UpdateWeightsFromDistributedRequest, call: Call) -> None:
         stream = self._announced.parse(request.buckets, request.group_name)
+        came = set(self._written)
         for index, (name, bucket) in enumerate(stream):
             self._refuse_other(name)
-            self._refuse_misfit(bucket, self._due + index, f"buckets[{index}]")
+            self._refuse_misfit(bucket, self._due + index, came, f"buckets[{index}]")
         self._stopping = False
         await self._open(call)
         for _, bucket in stream:
@@ -216,8 +217,8 @@ class Native:
         spent = self._report.transfer.ToTimedelta().total_seconds() + time.perf_counter() - started
         self._report.transfer.CopyFrom(duration(spent))
 
-    def _refuse_misfit(self, bucket: Bucket, due: int, field: str) -> None:
-        """Raise why a bucket cannot come next."""
+    def _refuse_misfit(self, bucket: Bucket, due: int, came: set[str], field: str) -> None:
+        """Raise why a bucket cannot come next; ``came``: what comes before it, to which its tensors are added."""
         if bucket.sequence != due:
             raise Reason.FIELD_INVALID.error(f"{due} comes next, not {bucket.sequence}", field=f"{field}.sequence")
         if bucket.parts or sum(bucket.broadcasts) != sum(meta.nbytes for meta in bucket.metas):
@@ -230,6 +231,9 @@ class Native:
                 raise Reason.FIELD_INVALID.error(
                     f"the model has no tensor {meta.name!r}", field=f"{field}.names[{index}]"
                 )
+            if meta.name in came:  # vLLM counts elements: it would be taken for one that is missing
+                raise Reason.FIELD_INVALID.error(f"{meta.name} comes twice", field=f"{field}.names[{index}]")
+            came.add(meta.name)
             if meta.shape != known.shape:
                 raise Reason.FIELD_INVALID.error(
                     f"{meta.name}: shape {meta.shape} instead of {known.shape}", field=f"{field}.shapes[{index}]"

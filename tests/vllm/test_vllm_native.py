@@ -149,6 +149,10 @@ def test_attaching_says_what_it_can_and_wrong_metadata_changes_nothing(
                     field,
                     common.OUTCOME_REJECTED,
                 )
+            twice = source.announce([bucket, bucket])
+            twice.buckets[1].sequence = 1
+            error = refusal(driver, twice, update_id="u")
+            assert (error.reason, error.field) == (Reason.FIELD_INVALID, "buckets[1].names[0]")
             elsewhere = source.announce([bucket])
             elsewhere.group_name = "elsewhere"
             assert refusal(driver, elsewhere, update_id="u").reason is Reason.GROUP_NOT_FOUND
