@@ -26,7 +26,7 @@ from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.sources import Sources, needs_heal, unverifiable
 from rlctl.coordinator.verification import Expected
-from rlctl.coordinator.versions import adoptable
+from rlctl.coordinator.versions import adoptable, witnesses
 from rlctl.errors import Conflict, Reason, RlctlError
 from rlctl.outcomes import acknowledged
 from rlctl.ports import Clock, Journal
@@ -376,7 +376,7 @@ class Healer:
     async def _carry_out(self, session: Session, run: Run, source: str | Slot) -> None:
         await self._peers.hold_back(session.targets, UNVERIFIED)
         (slot,) = session.targets
-        session.reference = next(iter(self._sources.witnesses(slot)), None)
+        session.reference = next(iter(witnesses(self._roster, slot)), None)
         if isinstance(source, Slot):
             self._file(run, await self._from_peer(session, source).receive())
         else:
@@ -392,7 +392,7 @@ class Healer:
     async def _digest_of_peer(self, session: Session) -> str:
         """Digest of a version that was published without one: what a stage that serves it holds. Raises UNHEALABLE."""
         (slot,) = session.targets
-        for witness in self._sources.witnesses(slot):
+        for witness in witnesses(self._roster, slot):
             (result,) = await self._fanout.run(
                 CheckWeightsRequest(),
                 [witness],

@@ -7,26 +7,24 @@ from rlctl.coordinator.abilities import adapter_travels, unsupported
 from rlctl.coordinator.from_peer import alike
 from rlctl.coordinator.planning import GROUPS
 from rlctl.coordinator.roster import Roster, Slot
-from rlctl.coordinator.versions import lacking
+from rlctl.coordinator.versions import SOUND, at_version, lacking, witnesses
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
     STAGE_STATE_DIRTY,
-    STAGE_STATE_PAUSED,
-    STAGE_STATE_READY,
     STAGE_STATE_STALE,
+    TRANSPORT_DISK,
     TRANSPORT_TORCH_GLOO,
+    VERIFICATION_LEVEL_NONE,
 )
-from rlctl.v1.verbs_pb2 import Adapter
+from rlctl.v1.verbs_pb2 import Adapter, UpdateOptions
 
 _HEALABLE = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
-_SOUND = (STAGE_STATE_READY, STAGE_STATE_PAUSED)
-"""States of stages that need a heal only if the coordinator has quarantined them."""
 
 
 def needs_heal(slot: Slot) -> bool:
     """Whether a stage is not at the published version, or nobody vouches that it is."""
-    return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in _SOUND)
+    return slot.state in _HEALABLE or (slot.record.HasField("quarantine") and slot.state in SOUND)
 
 
 def unverifiable() -> RlctlError:
@@ -60,13 +58,18 @@ class Sources:
             raise Reason.UNHEALABLE.error(
                 f"version {model.latest.label!r} of {model.name} is in no checkpoint, and {why}", field="slots"
             )
-        if not model.model_digest and not self.witnesses(slot):
+        if not model.model_digest and not witnesses(self._roster, slot):
             raise unverifiable()
+        transport = TRANSPORT_DISK if isinstance(found, str) else TRANSPORT_TORCH_GLOO
+        obstacles = verification.reached(slot, transport, UpdateOptions(), [slot])
+        if all(obstacles.values()):
+            why = obstacles[VERIFICATION_LEVEL_NONE]
+            raise Reason.UNHEALABLE.error(f"what {slot.name} reads could not be verified: {why}", field="slots")
         return found
 
     def lacks_adapters(self, slot: Slot) -> bool:
         """Whether a stage that is at its version lacks adapters that it could get."""
-        return slot.state in _SOUND and bool(self.obtainable(slot))
+        return slot.state in SOUND and bool(self.obtainable(slot))
 
     def obtainable(self, slot: Slot) -> list[Adapter]:
         """Adapters of the model that a stage lacks, and that lie on disk or that another stage can send."""
@@ -78,10 +81,6 @@ class Sources:
             return None
         return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
 
-    def witnesses(self, slot: Slot) -> list[Slot]:
-        """Other stages that are at the version and can say what they hold."""
-        return [peer for peer in self._at_version(slot) if verification.digests(peer)]
-
     def _peer(self, slot: Slot) -> Slot | None:
         """A stage that is at the version and can send it; best one whose ranks hold the same parts."""
         able = self._senders(slot) if _receives(slot) else []
@@ -90,21 +89,8 @@ class Sources:
     def _senders(self, slot: Slot) -> list[Slot]:
         return [
             peer
-            for peer in self._at_version(slot)
+            for peer in at_version(self._roster, slot)
             if not unsupported(peer, "SendWeights") and peer.record.registration.layout.store_host
-        ]
-
-    def _at_version(self, slot: Slot) -> list[Slot]:
-        latest = self._roster.models[slot.model].record.latest
-        return [
-            peer
-            for peer in self._roster.slots.values()
-            if peer.model == slot.model
-            and peer is not slot
-            and peer.state in _SOUND
-            and peer.report is not None
-            and peer.report.weight_version == latest
-            and peer.quarantine is None
         ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rlctl.coordinator import verification
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import WeightVersion
@@ -12,6 +13,9 @@ from rlctl.v1.verbs_pb2 import Adapter
 
 FIRST_LABEL = "initial"
 FIRST_SEQUENCE = 1
+
+SOUND = (common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED)
+"""States in which a stage's weights are those of its version, unless it is quarantined."""
 
 POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN)
 """Outcomes after which an effect must be assumed where assuming it is the safe side."""
@@ -39,9 +43,12 @@ def first_version(model: ModelState, slot: Slot, now_ms: int) -> ModelRecord | N
 
 
 def adoptable(roster: Roster, slot: Slot) -> bool:
-    """Whether the weights that a stage came up with are the latest version: the same digest or, without one, the same
+    """Whether the weights that a stage came up with are the latest version: the same digest or, without any, the same
     checkpoint. A stage that has a version of its own is never told that it is another; one that missed that it has
     another label now is told.
+
+    Where one side only has a digest, a heal finds out whether it is the other's. Where none can, the checkpoint's name
+    decides on the first version, which stages come up with; a later one may have been written over what they read.
     """
     model = roster.models[slot.model].record
     report = slot.report
@@ -49,9 +56,34 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
         return False
     if report.weight_version.sequence:
         return _relabelled(model, report.weight_version)
-    if model.model_digest or report.model_digest:
+    if model.model_digest and report.model_digest:
         return model.model_digest == report.model_digest
-    return bool(model.checkpoint) and model.checkpoint == report.checkpoint
+    if not model.checkpoint or model.checkpoint != report.checkpoint:
+        return False
+    if not model.model_digest and not report.model_digest:
+        return True
+    comparable = verification.digests(slot) if model.model_digest else bool(witnesses(roster, slot))
+    return model.latest.sequence == FIRST_SEQUENCE and not comparable
+
+
+def at_version(roster: Roster, slot: Slot) -> list[Slot]:
+    """Other stages of a stage's model that are at its latest version, beyond doubt."""
+    latest = roster.models[slot.model].record.latest
+    return [
+        peer
+        for peer in roster.slots.values()
+        if peer.model == slot.model
+        and peer is not slot
+        and peer.state in SOUND
+        and peer.report is not None
+        and peer.report.weight_version == latest
+        and peer.quarantine is None
+    ]
+
+
+def witnesses(roster: Roster, slot: Slot) -> list[Slot]:
+    """Those that are at the version and can say what they hold."""
+    return [peer for peer in at_version(roster, slot) if verification.digests(peer)]
 
 
 def _relabelled(model: ModelRecord, held: WeightVersion) -> bool:

@@ -6,14 +6,16 @@ from typing import Any, cast
 
 import pytest
 
+from rlctl.control.commander import Commander
 from rlctl.coordinator import versions
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2 as common
-from rlctl.v1.common_pb2 import STAGE_STATE_READY, STAGE_STATE_STALE, WeightVersion
-from rlctl.v1.fleet_pb2 import StageRegistration, StageReport
+from rlctl.v1.common_pb2 import STAGE_STATE_READY, STAGE_STATE_STALE, StageState, WeightVersion
+from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration, StageReport
 from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
 from rlctl.v1.verbs_pb2 import Adapter
 
+FIRST = WeightVersion(label="now", sequence=1)
 LATEST = WeightVersion(label="now", sequence=5)
 UNUSABLE = (
     common.STAGE_STATE_UNSPECIFIED,
@@ -30,8 +32,9 @@ def slot(label: str = "", **said: Any) -> Slot:
 
 
 def adoptable(said: Slot, **known: Any) -> bool:
+    slots = dict(enumerate(known.pop("others", ())))
     record = ModelRecord(**{"name": "actor", "latest": LATEST, "former_labels": ["was", "now"]} | known)
-    roster = cast(Roster, type("Models", (), {"models": {"actor": ModelState(record)}})())
+    roster = cast(Roster, type("Fleet", (), {"models": {"actor": ModelState(record)}, "slots": slots})())
     return versions.adoptable(roster, said)
 
 
@@ -40,7 +43,7 @@ def adoptable(said: Slot, **known: Any) -> bool:
     [
         ({"model_digest": "d"}, {"model_digest": "d"}, True),
         ({"model_digest": "d"}, {"model_digest": "other"}, False),
-        # A checkpoint of that name may have been written anew: where there is a digest, it alone counts.
+        # A checkpoint of that name may have been written anew: where there are digests, they alone count.
         ({"model_digest": "d", "checkpoint": "/c"}, {"model_digest": "other", "checkpoint": "/c"}, False),
         ({"model_digest": "d", "checkpoint": "/c"}, {"checkpoint": "/c"}, False),
         ({"checkpoint": "/c"}, {"model_digest": "d", "checkpoint": "/c"}, False),
@@ -56,6 +59,42 @@ def test_weights_are_the_latest_version_by_their_digest_or_without_one_by_their_
     assert adoptable(slot(**said), **known) == adopted
     for state in UNUSABLE:
         assert not adoptable(slot(**said, state=state), **known)
+
+
+DIGESTS = Capabilities(verification=[common.VERIFICATION_LEVEL_EXPECTED])
+
+
+def peer(capabilities: Capabilities, held: WeightVersion, state: StageState.ValueType) -> Slot:
+    registration = StageRegistration(slot="b", model="actor", capabilities=capabilities)
+    there = cast(Commander, type("Link", (), {"lost": False})())
+    return Slot(SlotRecord(registration=registration), there, StageReport(state=state, weight_version=held))
+
+
+@pytest.mark.parametrize(
+    ("can", "others", "adopted"),
+    [
+        (Capabilities(), [], {"model", "stage"}),
+        # What can digest is healed, which tells: it, or one that it is compared with.
+        (DIGESTS, [], {"stage"}),
+        (Capabilities(), [(DIGESTS, FIRST, common.STAGE_STATE_READY)], {"model"}),
+        # These can be compared with nothing.
+        (Capabilities(), [(Capabilities(), FIRST, common.STAGE_STATE_READY)], {"model", "stage"}),
+        (Capabilities(), [(DIGESTS, WeightVersion(), common.STAGE_STATE_STALE)], {"model", "stage"}),
+        (Capabilities(), [(DIGESTS, FIRST, common.STAGE_STATE_DIRTY)], {"model", "stage"}),
+    ],
+)
+def test_where_one_side_has_a_digest_and_nobody_can_compare_the_first_version_is_its_checkpoint(
+    can: Capabilities, others: list[tuple[Any, ...]], adopted: set[str]
+) -> None:
+    """``adopted``: by which of the two it is known, the digest of the model or of the stage."""
+    for knows in ("model", "stage"):
+        known: dict[str, Any] = {"checkpoint": "/c", "latest": FIRST, "others": [peer(*other) for other in others]}
+        said = slot(checkpoint="/c", model_digest="d" * (knows == "stage"))
+        said.record.registration.capabilities.CopyFrom(can)
+        known["model_digest"] = "d" * (knows == "model")
+        assert adoptable(said, **known) == (knows in adopted)
+        assert not adoptable(said, **known | {"latest": LATEST})
+        assert not adoptable(said, **known | {"checkpoint": "/other"})
 
 
 @pytest.mark.parametrize(

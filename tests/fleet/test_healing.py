@@ -25,7 +25,12 @@ from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, OPERATION_STATE_UNKNOWN
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_OK,
+    OPERATION_STATE_PARTIAL,
+    OPERATION_STATE_UNKNOWN,
+    OPERATION_STATE_UNSPECIFIED,
+)
 
 Checkpoint = Callable[[str], str]
 
@@ -469,6 +474,36 @@ async def test_what_nobody_could_verify_is_not_begun(make_fleet: Callable[..., A
         assert error.reason is Reason.UNHEALABLE
         assert "nobody knows the version's digest" in error.message
         assert fleet.stage("a").state == common.STAGE_STATE_STALE
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+async def test_engines_that_cannot_be_compared_start_from_one_checkpoint(
+    tmp_path: Path, checkpoint: Checkpoint, first: str
+) -> None:
+    """One says what it has read, and one cannot (vLLM's of two ranks without the extension, say)."""
+    path = checkpoint("one")
+    specs = {"a": StageSpec("a", path), "b": StageSpec("b", path, options={"opaque": "said"})}
+    async with InProcessFleet(tmp_path / "journal", [specs.pop(first)]) as fleet:
+        (late,) = specs.values()
+        fleet.specs.append(late)
+        await fleet.start_stage(late)
+        stages = await fleet.until(lambda stages: all(stage.routable for stage in stages))
+        assert {stage.report.weight_version.label for stage in stages} == {"initial"}
+        assert not fleet.server.coordinator.operations.newest_first("", OPERATION_STATE_UNSPECIFIED)
+
+
+async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    path = checkpoint("one")
+    async with InProcessFleet(tmp_path / "journal", [StageSpec("a", path)]) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        fleet.specs.append(StageSpec("b", path, options={"opaque": "said"}))
+        await fleet.start_stage(fleet.specs[1])
+        await fleet.until(lambda stages: stages[1].state == common.STAGE_STATE_STALE)
+        error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["b"])))
+        assert error.reason is Reason.UNHEALABLE
+        assert "what b reads could not be verified: its engine gives one answer for all ranks" in error.message
+        await fleet.until(lambda _: fleet.stage("b").unhealable)
+        assert fleet.stage("b").state == common.STAGE_STATE_STALE
 
 
 async def test_a_witness_that_is_found_damaged_says_nothing_about_the_version(
