@@ -125,7 +125,7 @@ class SimEngine(Engine):
             ),
             capabilities=self._capabilities(),
             checkpoint=self.slot.checkpoint,
-            model_digest=digest(self.holding.weights),
+            model_digest=digest(self.holding.weights) if self.slot.digests else "",
         )
 
     def _capabilities(self) -> Capabilities:
