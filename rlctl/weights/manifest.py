@@ -143,14 +143,13 @@ def directory_name(version: str, sequence: int) -> str:
 
 
 def find_version(source: Path, version: str = "", sequence: int = 0) -> Path | None:
-    """Directory of a published version by label, or by sequence; of several the latest. None when there is none."""
+    """Directory of a published version by label, sequence or both; of several the latest. None when there is none."""
     wanted = _label(version)
     found: list[tuple[int, Path]] = []
     for path in source.iterdir() if source.is_dir() else ():
         number, dash, label = path.name.partition("-")
-        if not dash or not number.isdecimal() or not (path / MANIFEST).is_file():
-            continue
-        if (version and label == wanted) or (sequence and int(number) == sequence):
+        named = dash and number.isdecimal() and (not version or label == wanted)
+        if named and sequence in (0, int(number)) and (path / MANIFEST).is_file():
             found.append((int(number), path))
     return max(found)[1] if found else None
 

@@ -209,13 +209,18 @@ def _refuse_late(place: Path, sequence: int) -> None:
 
 
 def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
-    """Give a finished version its name, unless one is there: the same one confirms, another one refuses."""
+    """Give a finished version its name, unless one is there: the same one confirms, another one refuses.
+
+    Others may have published since this one was begun.
+    """
+    _refuse_late(place, manifest.sequence)
     known = read_manifest(place)
     if known is None:
         storage.write_file(new / MANIFEST, manifest.to_json())
-        storage.put_in_place(new, place)
-        return Published(place, manifest)
-    if (known.digest, known.base) != (manifest.digest, manifest.base):
+        if storage.put_in_place(new, place, over=lambda: read_manifest(place) is None):
+            return Published(place, manifest)
+        known = read_manifest(place)
+    if known is None or (known.digest, known.base) != (manifest.digest, manifest.base):
         raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
     return Published(place, known)
 
@@ -356,7 +361,7 @@ def published(source_dir: str | Path, version: str, roots: Roots | None = None) 
 
 
 def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:
-    """A published version by label, or by sequence; None when there is none.
+    """A published version by label, sequence or both; None when there is none.
 
     Raises CHECKPOINT_NOT_FOUND for a manifest that is damaged or of another version, PATH_NOT_ALLOWED where the
     version, or a file of it, is a link that leads out of ``roots``.

@@ -170,7 +170,8 @@ def _plan(
         if base is None:
             return _Seed(at.path, at.manifest), deltas[::-1]
         deltas.append(at)
-        found = look_up(source, sequence=base.sequence, roots=roots)
+        # Its label may have been given otherwise where the delta was made; two may have the same sequence.
+        found = look_up(source, base.version, base.sequence, roots) or look_up(source, "", base.sequence, roots)
         if found is not None:
             if not found.manifest.is_base_of(at.manifest):
                 raise Reason.CHECKPOINT_MISMATCH.error(

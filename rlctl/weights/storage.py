@@ -15,13 +15,14 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlctl.errors import Reason, RlctlError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+_THERE = {errno.ENOTEMPTY, errno.EEXIST}
 _NO_ALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -104,20 +105,26 @@ def building(place: Path) -> Path:
     return path
 
 
-def put_in_place(new: Path, place: Path) -> None:
+def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: True) -> bool:
     """Give a finished directory its name; one that is there already goes, in the same step where the system can.
 
-    Where it cannot (some network file systems), there is a moment without either; :func:`recover` knows it. Raises
-    OSError.
+    Where it cannot (some network file systems), there is a moment without either; :func:`recover` knows it. ``over`` is
+    asked whether what is there may go; False, and nothing has changed, when not. Raises OSError.
     """
     sync_directory(new)
-    if not place.exists():
+    try:
         rename(new, place)
-    elif not exchange(new, place):
-        rename(place, _before(place))
-        rename(new, place)
+    except OSError as error:
+        if error.errno not in _THERE:
+            raise
+        if not over():
+            return False
+        if not exchange(new, place):
+            rename(place, _before(place))
+            rename(new, place)
     sync_directory(place.parent)
     clean(place)
+    return True
 
 
 def recover(place: Path) -> None:

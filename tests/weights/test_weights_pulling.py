@@ -295,6 +295,57 @@ def test_what_is_not_what_was_announced_is_not_published(world: World, kind: str
     assert [path.name for path in world.source.iterdir()] == ["00000001-v1"]
 
 
+class Meanwhile(Otherwise):
+    """Somebody else publishes while these weights are being written."""
+
+    def __init__(self, weights: Model, publish: Callable[[], object]) -> None:
+        super().__init__(weights, list(weights.items()))
+        self._publish = publish
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._publish()
+        yield from super().tensors()
+
+
+@pytest.mark.parametrize(("version", "sequence"), [("v2", 2), ("other", 3)])
+def test_what_somebody_else_published_meanwhile_counts(world: World, version: str, sequence: int) -> None:
+    world.full(1, model())
+    source = Meanwhile(model(2), lambda: world.full(3, model(3)))
+    with refused(Reason.FIELD_INVALID, "does not follow", "sequence"):
+        publish_full(world.source, source, version=version, sequence=sequence, files_from=world.launch)
+    assert sorted(path.name for path in world.source.iterdir()) == ["00000001-v1", "00000003-v3"]
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_version_that_somebody_else_published_at_the_same_moment_is_not_replaced(
+    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has given it its name, and has not cleaned up yet."""
+    sync = storage.sync_directory
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.setattr(storage, "sync_directory", sync)
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "clean", lambda _: None)
+            world.full(2, model(2))
+        sync(path)
+
+    world.full(1, model())
+    monkeypatch.setattr(storage, "sync_directory", meanwhile)
+    with refused(Reason.FIELD_INVALID, "with other weights", "version") if seed == 3 else contextlib.nullcontext():
+        publish_full(world.source, model(seed).items(), version="v2", sequence=2, files_from=world.launch)
+    world.pull("v2")
+    world.check("v2")
+
+
+def test_a_base_is_found_beside_another_version_of_its_sequence(world: World) -> None:
+    world.chain(2)
+    other = publish_full(world.path / "fork", model(7).items(), version="w1", sequence=1, files_from=world.launch)
+    shutil.copytree(other.path, world.source / other.path.name)
+    world.pull("v2")
+    world.check("v2")
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
