@@ -275,9 +275,10 @@ class Native:
         answer = await self._control.tell("/collective_rpc", {"method": method, "kwargs": arguments}, call=call)
         if answer.ok and len(answer.body["results"]) == self._ranks:
             return
+        cause = f"vLLM, {method}: {answer.message}"
         if not await _in_step(self._control, self._ranks, call):
-            raise out_of_step(self._control)
-        raise Reason.ENGINE_FAILED.error(f"vLLM, {method}: {answer.message}")
+            raise out_of_step(self._control, cause)
+        raise Reason.ENGINE_FAILED.error(cause)
 
 
 async def _in_step(control: Control, ranks: int, call: Call) -> bool:

@@ -99,11 +99,11 @@ class Workers:
         return results
 
 
-def out_of_step(control: Control) -> RlctlError:
+def out_of_step(control: Control, cause: str = "one has failed") -> RlctlError:
     """Give a server up whose ranks' answers are not those to what they were asked; the error to raise."""
     return control.lost(
         Reason.ENGINE_FAILED.error(
-            "answers of vLLM's ranks belong to earlier calls, since one has failed",
+            f"answers of vLLM's ranks belong to earlier calls, since {cause}",
             outcome=OUTCOME_UNKNOWN,
             next_step="Start vLLM again, then its stage.",
         )

@@ -318,7 +318,7 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     TRANSPORT_TORCH_NCCL: _Transport.ValueType  # 2
     """torch.distributed process group over a prefixed store, NCCL."""
     TRANSPORT_VLLM_NCCL: _Transport.ValueType  # 3
-    """vLLM's stateless NCCL group."""
+    """NCCL group that vLLM's own weight transfer engine joins: one stage, and the source."""
     TRANSPORT_SHARED_MEMORY: _Transport.ValueType  # 4
     """Shared memory on one host."""
     TRANSPORT_CUDA_IPC: _Transport.ValueType  # 5
@@ -336,7 +336,7 @@ TRANSPORT_TORCH_GLOO: Transport.ValueType  # 1
 TRANSPORT_TORCH_NCCL: Transport.ValueType  # 2
 """torch.distributed process group over a prefixed store, NCCL."""
 TRANSPORT_VLLM_NCCL: Transport.ValueType  # 3
-"""vLLM's stateless NCCL group."""
+"""NCCL group that vLLM's own weight transfer engine joins: one stage, and the source."""
 TRANSPORT_SHARED_MEMORY: Transport.ValueType  # 4
 """Shared memory on one host."""
 TRANSPORT_CUDA_IPC: Transport.ValueType  # 5

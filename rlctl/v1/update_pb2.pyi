@@ -272,7 +272,7 @@ class GroupPlan(_message.Message):
     world_size: _builtins.int
     """Joining ranks, the source included."""
     backend: _builtins.str
-    """"gloo" or "nccl"."""
+    """"gloo", "nccl" or "vllm_nccl"."""
     formed: _builtins.bool
     """It stands from an earlier update; nobody need join."""
     @_builtins.property

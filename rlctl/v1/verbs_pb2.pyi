@@ -1022,7 +1022,7 @@ class InitWeightsUpdateGroupRequest(_message.Message):
     group_name: _builtins.str
     """Name of the group; also the prefix in the store."""
     backend: _builtins.str
-    """"gloo" or "nccl"."""
+    """"gloo", "nccl" or "vllm_nccl"."""
     probe_only: _builtins.bool
     """Only find out whether the rank could join: whether it reaches the store from its own interface, and no other group has the name. The coordinator asks this of every rank before any of them starts to wait for the others."""
     num_ranks: _builtins.int

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class VLLMGroup(WeightGroup):
         super().__init__(member)
         self._sizes: list[int] = []
         self._device = device
+        self._unpaid = threading.Lock()
 
     def announce(self, sizes: Iterable[int]) -> None:
         """The members wait for broadcasts of so many bytes each, in this order."""
@@ -55,26 +57,24 @@ class VLLMGroup(WeightGroup):
 
     def _spend(self, cause: str) -> str:
         """Make the group unusable; what is owed is paid in the background, then the communicator is given up."""
-        first, self._spent = not self._spent, self._spent or cause
-        if first and self._member is not None:
-            threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}", daemon=True).start()
+        self._spent = self._spent or cause
+        if self._member is not None and self._unpaid.acquire(blocking=False):  # only once
+            # The end of the process waits for it: a trainer that gives up mostly ends, too.
+            threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}").start()
         return self._spent
 
     def _pay(self, member: Member) -> None:
         with self._lock:
             work, owed = self._work, deque(self._sizes[self._begun :])  # from here on nobody begins another one
-        try:
+        with suppress(RuntimeError):  # the group is broken: there is nobody to pay
             while _ends(work) and owed:
                 zeros = torch.zeros(owed.popleft(), dtype=torch.uint8, device=self._device)
                 options = dist.BroadcastOptions()
                 options.timeout = datetime.timedelta(seconds=PAY_S)
                 work = member.process_group.broadcast([zeros], options)
-        except RuntimeError:
-            pass  # the group is broken, as far as can be told here
-        finally:
-            if self.backend == "nccl":
-                member.process_group.abort()
-            connections.cut(**self._own_connections())
+        if self.backend == "nccl":
+            member.process_group.abort()
+        connections.cut(**self._own_connections())
 
 
 def join_vllm(
@@ -127,7 +127,8 @@ class _Forming(Forming):
         group = nccl_group(own, 0, member.world_size, member.broadcast_timeout_s)
 
         def tell() -> None:
-            store.set(unique_id_key(member.name), own.get(_FIRST))  # type: ignore[arg-type]
+            with suppress(RuntimeError):  # it did not come about
+                store.set(unique_id_key(member.name), own.get(_FIRST))  # type: ignore[arg-type]
 
         threading.Thread(target=tell, name=f"id-{member.name}", daemon=True).start()
         # vLLM's workers begin with this one too (PyNcclCommunicator); torch joins in its course.

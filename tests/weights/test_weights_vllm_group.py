@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.vllm_transfer import unique_id_key
+from rlctl.weights import vllm_group
 from rlctl.weights.groups import GroupStore, WeightGroup, join
 from rlctl.weights.rendezvous import Forming, Member
 from rlctl.weights.vllm_group import UNIQUE_ID_BYTES, VLLMGroup, unique_id
 
 TIMEOUT_S = 20.0
+ID: Any = bytes(range(UNIQUE_ID_BYTES))
 
 
 @pytest.fixture
@@ -56,6 +60,61 @@ def test_a_source_that_gives_up_pays_what_it_has_announced(both: tuple[VLLMGroup
     assert "no gradient today" in refused.value.message
 
 
+def test_what_nobody_takes_is_not_paid_for_ever(
+    both: tuple[VLLMGroup, WeightGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_group, "PAY_S", 0.2)
+    source, _ = both
+    source.announce([1 << 24] * 100)
+    started = time.monotonic()
+    source.interrupt()
+    source.interrupt("again")
+    (paying,) = (thread for thread in threading.enumerate() if thread.name == "pay-pays")
+    paying.join(TIMEOUT_S)
+    assert time.monotonic() - started < 5
+
+
+class Workers:
+    """In place of torch's group of NCCL: its unique id is in its store, and the others have come, or have not."""
+
+    def __init__(self, store: Any, come: bool) -> None:
+        store.set("0", ID)
+        self._come = come
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Workers:
+        assert [tensor.numel() for tensor in tensors] == [1]
+        return self
+
+    def is_completed(self) -> bool:
+        return self._come
+
+    def wait(self) -> None:
+        assert self._come
+
+
+@pytest.mark.parametrize("come", [True, False])
+def test_a_group_stands_once_vllms_workers_have_come(
+    store: GroupStore, monkeypatch: pytest.MonkeyPatch, come: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "zeros", lambda size, *, device: torch.ones(size, device="cpu"))
+    monkeypatch.setattr(vllm_group, "nccl_group", lambda own, rank, size, timeout_s: Workers(own, come))
+    with ThreadPoolExecutor(1) as helper:
+        told = helper.submit(unique_id, store.local_address, "g", TIMEOUT_S)
+        member = Member("g", 0, 3, "nccl", "127.0.0.1", TIMEOUT_S)
+        forming = vllm_group._Forming(member, store.local_address)
+        if come:
+            forming.run(TIMEOUT_S, threading.Event())
+            assert isinstance(member.process_group, Workers)
+        else:
+            with pytest.raises(RlctlError) as failed:
+                forming.run(0.3, threading.Event())
+            assert failed.value.reason is Reason.GROUP_FAILED
+            assert "vLLM's workers did not come" in failed.value.message
+        assert told.result(TIMEOUT_S) == ID
+
+
 def test_the_unique_id_is_awaited_and_looked_at(store: GroupStore) -> None:
     with pytest.raises(RlctlError) as late:
         unique_id(store.local_address, "nobody", 0.2)
@@ -65,6 +124,5 @@ def test_the_unique_id_is_awaited_and_looked_at(store: GroupStore) -> None:
     with pytest.raises(RlctlError) as wrong:
         unique_id(store.local_address, "short", 5.0)
     assert "5 bytes are no unique id" in wrong.value.message
-    told = bytes(range(UNIQUE_ID_BYTES))
-    client.set(unique_id_key("right"), told)  # type: ignore[arg-type]
-    assert unique_id(store.local_address, "right", 5.0) == told
+    client.set(unique_id_key("right"), ID)
+    assert unique_id(store.local_address, "right", 5.0) == ID
