@@ -230,11 +230,11 @@ class Commander:
 
 
 def _settle(issued: Issued, result: CommandResult | RlctlError) -> None:
-    if not issued.accepted.done():
-        issued.accepted.set_result(None)
     if not issued.result.done():
         if isinstance(result, RlctlError):
             issued.result.set_exception(result)
             issued.result.exception()  # retrieved: nobody need wait for it
         else:
             issued.result.set_result(result)
+    if not issued.accepted.done():
+        issued.accepted.set_result(None)

@@ -88,9 +88,13 @@ class RemoteRank:
         packed = Any()
         packed.Pack(request)
         issued: Issued = self._commander.issue(call.command_id, "", packed, call.deadline)
-        results: asyncio.Future[list[RankResult]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Future[None] = loop.create_future()
+        results: asyncio.Future[list[RankResult]] = loop.create_future()
         issued.result.add_done_callback(lambda answer: _translate(answer, results))
-        return issued.accepted, results
+        # Not before the results: one that has answered instead would pass for one that holds the command.
+        issued.accepted.add_done_callback(lambda _: _done(accepted))
+        return accepted, results
 
     async def withdraw(self, command_id: str) -> None:
         """Give up a command that was not ordered."""
@@ -164,10 +168,12 @@ class Relay:
             del self._orderings[next(iter(self._orderings))]
         remaining = call.deadline - self._clock.now()
         await self._wait(accepted, call.deadline - min(SETTLE_S, remaining / 5))
-        if all(a.done() for a in accepted) and not any(r.done() for r in results) and not ordering.withdrawn:
+        remaining = call.deadline - self._clock.now()  # none where this process was stopped
+        held = all(a.done() for a in accepted) and not any(r.done() for r in results)
+        if held and remaining > 0 and not ordering.withdrawn:
             ordering.begun = True
             try:
-                async with asyncio.timeout(call.deadline - self._clock.now()):
+                async with asyncio.timeout(remaining):
                     await self._engine.order(call.command_id)
                 return
             except TimeoutError:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
+from google.protobuf.any_pb2 import Any
 
 from rlctl import outcomes
+from rlctl.control.commander import Commander, Issued
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
-from rlctl.stage.relay import Relay
+from rlctl.stage.relay import Relay, RemoteRank
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
@@ -242,3 +245,50 @@ async def test_what_no_step_is_for_is_not_ordered() -> None:
         rank.finish(OUTCOME_APPLIED)
     assert outcome(await running) == OUTCOME_APPLIED
     assert not steps.ordered
+
+
+class Follower:
+    """In place of a commander: its link is there until it breaks."""
+
+    def issue(self, command_id: str, operation_id: str, request: object, deadline: float) -> Issued:
+        loop = asyncio.get_running_loop()
+        self.issued = Issued(command_id, operation_id, Any(), deadline, loop.create_future(), loop.create_future())
+        return self.issued
+
+
+async def test_a_follower_whose_link_breaks_is_not_taken_for_one_that_holds_the_command() -> None:
+    """In the very turn in which nobody is waited for any more: this process was stopped, say."""
+    follower = Follower()
+    rank = RemoteRank(WorkerCoordinates(rank=1), cast(Commander, follower))
+    accepted, results = rank.issue(v.PauseGenerationRequest(), Call("c", CLOCK.now() + 5))
+    follower.issued.fail()
+    while not results.done():
+        assert not accepted.done()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert accepted.done()
+    with pytest.raises(RlctlError) as lost:
+        results.result()
+    assert lost.value.outcome == OUTCOME_UNKNOWN
+
+
+async def test_what_is_late_is_not_ordered() -> None:
+    """Every rank holds it, and the process that orders it was stopped meanwhile."""
+    clock = Stopped()
+    steps, ranks = Steps(), [Rank(0), Rank(1)]
+    relay = Relay(steps, ranks, [r.coordinates for r in ranks], clock)
+    running = asyncio.create_task(relay.run(PAUSE, v.PauseGenerationRequest(), Call("c", clock.now() + 5)))
+    await asyncio.sleep(0)
+    clock.late_s = 6
+    assert outcome(await running) == OUTCOME_REJECTED
+    assert not steps.ordered
+    assert [rank.withdrawn for rank in ranks] == [True, True]
+
+
+class Stopped(SystemClock):
+    """Time goes on by this much while nothing runs."""
+
+    late_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.late_s
