@@ -47,7 +47,7 @@ class Gathering:
 
         A group of one engine alone, and of a source, waits for nobody. Raises FIELD_INVALID for a world size or offset
         that the roster does not give, GROUP_EXISTS for one that an engine was told otherwise of, GROUP_FAILED when an
-        engine was not called in time.
+        engine was not called in time, or has come while others were waiting.
         """
         body = InitWeightsUpdateGroupRequest()
         body.CopyFrom(request)
@@ -118,9 +118,17 @@ async def _gathered(pending: _Pending, targets: Sequence[Slot], timeout_s: float
     ranks = {member.slot: member.num_ranks for member in groups.members(targets)}
     try:
         async with asyncio.timeout(timeout_s):
-            while pending.offsets.keys() < ranks.keys():
+            while pending.offsets.keys() != ranks.keys():
                 if not pending.offsets:
                     raise Reason.CANCELLED.error("every caller has left")
+                others = ", ".join(sorted(pending.offsets.keys() - ranks.keys()))
+                if others:
+                    raise Reason.GROUP_FAILED.error(
+                        f"group {pending.body.group_name}: {others} has come since the first call, when the model's "
+                        f"engines were {', '.join(sorted(ranks))}",
+                        field="world_size",
+                        next_step="Call every engine of the model again, with the world size that they make now.",
+                    )
                 pending.changed.clear()
                 await pending.changed.wait()
     except TimeoutError:

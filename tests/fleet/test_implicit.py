@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -303,6 +304,24 @@ async def test_a_group_that_an_engine_is_not_called_for_says_which(fleet: InProc
     missing = await refusal(group(fleet, "a", 1, header=short))
     assert missing.reason is Reason.GROUP_FAILED
     assert "nobody called b within" in missing.message
+
+
+async def test_an_engine_that_comes_in_the_place_of_another_while_a_group_gathers_is_named(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The world is of the same size then as at the first call."""
+    implicit = fleet.server.coordinator.implicit
+    slots = fleet.server.coordinator.roster.slots
+    monkeypatch.setattr(implicit, "_targets", lambda model: [slots["a"], gone])
+    gone = copy.copy(slots["b"])
+    gone.name = "gone"
+    waiting = asyncio.ensure_future(refusal(group(fleet, "a", 1)))
+    await eventually(lambda: bool(implicit._gathering._pending))
+    monkeypatch.undo()
+    assert (await group(fleet, "b", 2)).state == OPERATION_STATE_OK  # both have been called now
+    error = await waiting
+    assert (error.reason, error.field) == (Reason.GROUP_FAILED, "world_size")
+    assert "b has come since the first call, when the model's engines were a, gone" in error.message
 
 
 async def test_a_group_that_was_answered_is_formed_anew_when_asked_for_again(fleet: InProcessFleet) -> None:
