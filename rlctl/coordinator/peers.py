@@ -335,7 +335,7 @@ class Peers:
 
     async def _keep_granting(self, slot: Slot, commander: Commander) -> None:
         while self._holds_journal():
-            self.grant(slot)
+            self.grant(slot, adopt=adoptable(self._roster, slot))  # what others say may have decided since
             await asyncio.sleep(GRANT_EVERY_S)
         # To its successor something else may fill the slot: a stage that is held here would never ask there.
         await commander.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
+from rlctl.coordinator import peers
 from rlctl.coordinator.healing import HEAL_S, MAKE_WAY_S
 from rlctl.coordinator.sqlite_journal import SqliteJournal
 from rlctl.engine import Call
@@ -490,6 +491,22 @@ async def test_engines_that_cannot_be_compared_start_from_one_checkpoint(
         stages = await fleet.until(lambda stages: all(stage.routable for stage in stages))
         assert {stage.report.weight_version.label for stage in stages} == {"initial"}
         assert not fleet.server.coordinator.operations.newest_first("", OPERATION_STATE_UNSPECIFIED)
+
+
+async def test_once_nobody_can_compare_any_more_the_checkpoint_decides(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    path = checkpoint("one")
+    specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path), StageSpec("c", path)]
+    async with InProcessFleet(tmp_path / "journal", specs[:1], heal=False) as fleet:
+        for spec in specs[1:]:
+            fleet.specs.append(spec)
+            await fleet.start_stage(spec)
+            state = common.STAGE_STATE_READY if spec.slot == "b" else common.STAGE_STATE_STALE  # b could tell
+            await fleet.until(lambda stages, state=state: stages[-1].state == state)
+        await scramble(fleet, "b")
+        await fleet.until(lambda stages: stages[-1].routable)
 
 
 async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpoint: Checkpoint) -> None:
