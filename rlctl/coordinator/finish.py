@@ -466,9 +466,9 @@ class Finish:
 
 
 def _has_cache(slot: Slot) -> bool:
-    """Whether a stage may hold KV entries. What a release that failed half-way has left it does not know itself."""
-    unsure = slot.record.HasField("quarantine") and not slot.restoring
-    return slot.report is not None and (unsure or common_pb2.MEMORY_TAG_KV_CACHE not in slot.report.released)
+    """Whether a stage may hold KV entries."""
+    report = slot.report
+    return report is not None and (report.cache_in_doubt or common_pb2.MEMORY_TAG_KV_CACHE not in report.released)
 
 
 def _replace_ranks(result: StageResult, answer: StageResult) -> None:

@@ -204,6 +204,7 @@ class Stage:
             paused=facts.paused,
             pause_mode=facts.pause_mode,
             released=sorted(facts.released),
+            cache_in_doubt=facts.cache_in_doubt,
             quarantine=self._obstacle.detail() if self._obstacle else None,
             ranks=self._ranks,
             revision=self._revision,

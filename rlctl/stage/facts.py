@@ -93,6 +93,7 @@ class Facts:
     pause_mode: PauseMode.ValueType = common_pb2.PAUSE_MODE_UNSPECIFIED
     paused_by: str = ""
     released: frozenset[MemoryTag.ValueType] = frozenset()
+    cache_in_doubt: bool = False
     update: OpenUpdate | None = None
     admitted: tuple[WeightVersion, ...] = ()
     fleet_epoch: int = 0
@@ -263,8 +264,13 @@ class Facts:
             case verbs_pb2.ReleaseMemoryRequest() if possible:
                 named = frozenset(request.tags) or frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
                 self._released(_reported(results) | (frozenset() if applied else named))
+                if MEMORY_TAG_KV_CACHE in named:
+                    self.cache_in_doubt = not applied
             case verbs_pb2.ResumeMemoryRequest() if applied:
                 self.released = _reported(results)
+                self.cache_in_doubt &= MEMORY_TAG_KV_CACHE in self.released
+            case verbs_pb2.FlushCacheRequest() if applied:
+                self.cache_in_doubt = False
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED
                 update_id = request.header.fence.update_id

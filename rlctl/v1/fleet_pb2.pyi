@@ -292,6 +292,7 @@ class StageReport(_message.Message):
     UPDATE_COMMITTED_FIELD_NUMBER: _builtins.int
     PAUSED_BY_UPDATE_FIELD_NUMBER: _builtins.int
     GRANT_NUMBER_FIELD_NUMBER: _builtins.int
+    CACHE_IN_DOUBT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     UPDATE_STAGED_FIELD_NUMBER: _builtins.int
     UPDATE_PREPARED_FIELD_NUMBER: _builtins.int
@@ -321,6 +322,8 @@ class StageReport(_message.Message):
     """Update that paused generation. Empty: somebody asked for the pause by name; an update does not lift it."""
     grant_number: _builtins.int
     """Number of the newest grant that was taken in and asked to be confirmed."""
+    cache_in_doubt: _builtins.bool
+    """A release of its KV cache failed half-way: it counts as released, and may hold entries."""
     update_staged: _builtins.bool
     """The open update fills a shadow copy and has not touched what is served: the state is what it would be without it."""
     update_prepared: _builtins.bool
@@ -365,13 +368,14 @@ class StageReport(_message.Message):
         update_committed: _builtins.bool = ...,
         paused_by_update: _builtins.str = ...,
         grant_number: _builtins.int = ...,
+        cache_in_doubt: _builtins.bool = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         update_staged: _builtins.bool = ...,
         update_prepared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -579,6 +579,35 @@ def test_the_digest_of_a_copy_that_is_still_written_is_nobodys(ready: Facts) -> 
     assert ready.model_digest == ""
 
 
+@pytest.mark.parametrize(
+    ("tags", "outcome", "doubted"),
+    [
+        ([MEMORY_TAG_KV_CACHE], OUTCOME_DIRTY, True),
+        ([], OUTCOME_UNKNOWN, True),
+        ([MEMORY_TAG_KV_CACHE], OUTCOME_APPLIED, False),
+        ([MEMORY_TAG_KV_CACHE], OUTCOME_REJECTED, False),
+        ([MEMORY_TAG_WEIGHTS], OUTCOME_UNKNOWN, False),
+    ],
+)
+def test_a_cache_whose_release_failed_half_way_is_in_doubt_until_it_is_empty(
+    ready: Facts, tags: list[int], outcome: int, doubted: bool
+) -> None:
+    kv = (MEMORY_TAG_KV_CACHE,)
+    for ends, released in (
+        (v.FlushCacheRequest(), ()),
+        (v.ReleaseMemoryRequest(tags=kv), kv),
+        (v.ResumeMemoryRequest(tags=kv), ()),
+    ):
+        apply(ready, v.ReleaseMemoryRequest(tags=tags), outcome)
+        assert ready.cache_in_doubt == doubted
+        apply(ready, v.FlushCacheRequest(), OUTCOME_REJECTED)
+        apply(ready, v.ResumeMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]), released=kv)
+        assert ready.cache_in_doubt == doubted
+        apply(ready, ends, released=released)
+        assert not ready.cache_in_doubt
+        apply(ready, v.ResumeMemoryRequest())
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Verbs with any outcome in any order: what is READY is whole, at an admitted version, resident and not paused."""
 
