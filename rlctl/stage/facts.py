@@ -269,7 +269,7 @@ class Facts:
             case verbs_pb2.ResumeMemoryRequest() if applied:
                 self.released = _reported(results)
                 self.cache_in_doubt &= MEMORY_TAG_KV_CACHE in self.released
-            case verbs_pb2.FlushCacheRequest() if applied:
+            case verbs_pb2.FlushCacheRequest() if applied and self.cache_in_doubt:
                 self.cache_in_doubt = False
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is None:
                 staged = request.apply == verbs_pb2.APPLY_MODE_STAGED

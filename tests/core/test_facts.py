@@ -40,13 +40,13 @@ def fenced(request: Message, update_id: str = "") -> Message:
 
 def apply(
     facts: Facts, request: Message, outcome: int = OUTCOME_APPLIED, *, update_id: str = "", released: tuple = ()
-) -> None:
-    """What a stage does with a verb whose ranks all answer the same."""
+) -> bool:
+    """What a stage does with a verb whose ranks all answer the same. Returns whether a fact may have changed."""
     fenced(request, update_id)
     verb = of_request(request)
     facts.refuse(verb, request)
     results = [RankResult(outcome=outcome, memory=v.MemoryReport(released=released))]
-    facts.settle(verb, request, outcome, results)
+    return facts.settle(verb, request, outcome, results)
 
 
 def refused(facts: Facts, request: Message, update_id: str = "") -> str:
@@ -606,6 +606,14 @@ def test_a_cache_whose_release_failed_half_way_is_in_doubt_until_it_is_empty(
         apply(ready, ends, released=released)
         assert not ready.cache_in_doubt
         apply(ready, v.ResumeMemoryRequest())
+
+
+def test_only_a_flush_that_ends_a_doubt_makes_a_stage_build_its_report(ready: Facts) -> None:
+    assert not apply(ready, v.FlushCacheRequest())
+    apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_KV_CACHE]), OUTCOME_UNKNOWN)
+    apply(ready, v.ResumeMemoryRequest(tags=[MEMORY_TAG_WEIGHTS]), released=(MEMORY_TAG_KV_CACHE,))
+    assert apply(ready, v.FlushCacheRequest())
+    assert not apply(ready, v.FlushCacheRequest())
 
 
 class AnyOrder(RuleBasedStateMachine):
