@@ -110,11 +110,17 @@ class Finish:
         """End an update that rolls after the batches that serve its version: the rest is STALE or DIRTY. Also for a
         defect: nobody else would take the version before it out of service.
         """
+        session = self._session
         self._log_unfinished(run, error)
         try:
-            await self._close(run, self._session.model.record.model_digest, typed(error))
+            await self._close(run, session.model.record.model_digest, typed(error))
         except RlctlError as again:
             self._log_unfinished(run, again)
+            # What became of them could not be recorded; that they have read the weights is no answer to the commit.
+            done = {slot.name for slot in session.done}
+            read = [r.slot for r in run.operation.stage_results if r.outcome == OUTCOME_APPLIED and r.slot not in done]
+            for slot in read:
+                run.add(StageResult(slot=slot, outcome=OUTCOME_UNKNOWN, error=again.detail()))
         self._conclude(run, typed(error))
         if run.operation.state == OPERATION_STATE_OK:
             run.operation.state = OPERATION_STATE_PARTIAL

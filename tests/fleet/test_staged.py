@@ -520,3 +520,34 @@ async def test_a_version_that_was_published_is_not_reported_as_failed_when_the_j
     assert operation.state == OPERATION_STATE_PARTIAL, operation
     # On record, the last batch is out of service: it is healed.
     assert {slot: three.stage(slot).routable for slot in "abc"} == {"a": True, "b": True, "c": False}
+
+
+async def test_that_a_target_has_read_is_no_answer_when_the_rolling_breaks_off_and_the_disk_is_full(
+    three: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    journal = three.server.coordinator._journal
+    write_through = journal.write
+    path = checkpoint("two")
+
+    async def refuse(_: object) -> None:
+        raise Reason.JOURNAL_FAILED.error("no space is left")
+
+    async def fault(engine: FakeEngine, name: str, call: Call) -> None:
+        if engine is three.stages["b"]._engine and name == "commit_update":
+            journal.write = refuse  # type: ignore[method-assign]
+        if engine is three.stages["c"]._engine and name == "abort_update":  # to be quarantined for
+            raise Reason.ENGINE_FAILED.error("out of memory", outcome=OUTCOME_DIRTY)
+
+    fake_engine.FAULTS[three.specs[0].model_path, 0] = fault
+    request = v.UpdateWeightsFromDiskRequest(
+        model_path=path, apply=v.APPLY_MODE_STAGED, max_unavailable=1, options=v.UpdateOptions(pause=RETRACT)
+    )
+    operation = await three.stub.UpdateWeightsFromDisk(request)
+    del fake_engine.FAULTS[three.specs[0].model_path, 0]
+    journal.write = write_through  # type: ignore[method-assign]
+    assert version_of(three)[1] == 2
+    assert operation.state == OPERATION_STATE_PARTIAL, operation
+    results = {result.slot: result for result in operation.stage_results}
+    assert results["c"].outcome == OUTCOME_UNKNOWN
+    assert results["c"].error.reason == "JOURNAL_FAILED"
+    assert results["a"].outcome == OUTCOME_APPLIED
