@@ -531,10 +531,11 @@ class Coordinator:
         return await self._answer(await self.updates.heal(request, timeout_s), replayed=known)
 
     async def _reported(self, slot: Slot) -> None:
-        """A stage said something new: a first version may follow, or that it has an update that nobody owns."""
+        """A stage said something new: a first version may follow, its digest, or an update that nobody owns."""
         async with self.roster.publishing:
             model = self.roster.models[slot.model]
             record = versions.first_version(model, slot, self._clock.wall().ToMilliseconds())
+            record = record or versions.first_digest(self.roster, slot)
             if record is not None:
                 await self._journal.write([model_put(record)])
                 versions.publish(model, record)

@@ -13,7 +13,7 @@ from google.protobuf.any_pb2 import Any
 from rlctl.control.commander import Commander, Issued
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.unanswered import Unanswered
-from rlctl.coordinator.versions import adoptable, lacking, surplus
+from rlctl.coordinator.versions import adoptable, first_digest, lacking, surplus
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.times import duration
@@ -335,7 +335,10 @@ class Peers:
 
     async def _keep_granting(self, slot: Slot, commander: Commander) -> None:
         while self._holds_journal():
-            self.grant(slot, adopt=adoptable(self._roster, slot))  # what others say may have decided since
+            # What others say may have decided since whether what it came up with is the version.
+            if first_digest(self._roster, slot) is not None:
+                self._consider(slot)
+            self.grant(slot, adopt=adoptable(self._roster, slot))
             await asyncio.sleep(GRANT_EVERY_S)
         # To its successor something else may fill the slot: a stage that is held here would never ask there.
         await commander.close()
@@ -350,9 +353,12 @@ class Peers:
         held = report.update_id or report.paused_by_update or slot.record.continue_when_resident
         other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
         if first or adoptable(self._roster, slot) or held or stale or other_adapters:
-            task = asyncio.create_task(self._take_in(slot))
-            self._reports.add(task)
-            task.add_done_callback(self._reports.discard)
+            self._consider(slot)
+
+    def _consider(self, slot: Slot) -> None:
+        task = asyncio.create_task(self._take_in(slot))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
 
     async def _take_in(self, slot: Slot) -> None:
         while self._roster.slots.get(slot.name) is slot:

@@ -47,8 +47,9 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
     checkpoint. A stage that has a version of its own is never told that it is another; one that missed that it has
     another label now is told.
 
-    Where one side only has a digest, a heal finds out whether it is the other's. Where none can, the checkpoint's name
-    decides on the first version, which stages come up with; a later one may have been written over what they read.
+    Where the model only has a digest, a heal finds out whether it is the stage's. Where that cannot, the checkpoint's
+    name decides on the first version, which stages come up with; a later one may have been written over what they read.
+    Where the stage only has one, see :func:`first_digest`.
     """
     model = roster.models[slot.model].record
     report = slot.report
@@ -58,12 +59,30 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
         return _relabelled(model, report.weight_version)
     if model.model_digest and report.model_digest:
         return model.model_digest == report.model_digest
-    if not model.checkpoint or model.checkpoint != report.checkpoint:
+    if report.model_digest or not model.checkpoint or model.checkpoint != report.checkpoint:
         return False
-    if not model.model_digest and not report.model_digest:
-        return True
-    comparable = verification.digests(slot) if model.model_digest else bool(witnesses(roster, slot))
-    return model.latest.sequence == FIRST_SEQUENCE and not comparable
+    unknown = model.latest.sequence == FIRST_SEQUENCE and not verification.digests(slot)
+    return unknown or not model.model_digest
+
+
+def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
+    """The record of a first version that nobody knew the digest of, with the one of this stage's weights, by their
+    checkpoint's name; None where that is not to decide: a heal can compare them with another stage's.
+
+    It has to be durable before the stage is told that it is at the version. To the next one the name is nothing any
+    more: the checkpoint may have been written anew meanwhile.
+    """
+    model, report = roster.models[slot.model].record, slot.report
+    if report is None or report.state in _UNUSABLE or report.weight_version.sequence or not report.model_digest:
+        return None
+    if model.latest.sequence != FIRST_SEQUENCE or model.model_digest or model.checkpoint != report.checkpoint:
+        return None
+    if not model.checkpoint or witnesses(roster, slot):
+        return None
+    record = ModelRecord()
+    record.CopyFrom(model)
+    record.model_digest = report.model_digest
+    return record
 
 
 def at_version(roster: Roster, slot: Slot) -> list[Slot]:

@@ -31,11 +31,20 @@ def slot(label: str = "", **said: Any) -> Slot:
     return Slot(SlotRecord(registration=registration), report=StageReport(**{"state": STAGE_STATE_STALE} | said))
 
 
-def adoptable(said: Slot, **known: Any) -> bool:
+def fleet(**known: Any) -> Roster:
     slots = dict(enumerate(known.pop("others", ())))
     record = ModelRecord(**{"name": "actor", "latest": LATEST, "former_labels": ["was", "now"]} | known)
-    roster = cast(Roster, type("Fleet", (), {"models": {"actor": ModelState(record)}, "slots": slots})())
-    return versions.adoptable(roster, said)
+    return cast(Roster, type("Fleet", (), {"models": {"actor": ModelState(record)}, "slots": slots})())
+
+
+def adoptable(said: Slot, **known: Any) -> bool:
+    return versions.adoptable(fleet(**known), said)
+
+
+def learnt(said: Slot, **known: Any) -> bool:
+    """Whether the model takes its first version's digest over from the stage."""
+    record = versions.first_digest(fleet(**known), said)
+    return record is not None and record.model_digest == said.report.model_digest
 
 
 @pytest.mark.parametrize(
@@ -87,14 +96,29 @@ def test_where_one_side_has_a_digest_and_nobody_can_compare_the_first_version_is
     can: Capabilities, others: list[tuple[Any, ...]], adopted: set[str]
 ) -> None:
     """``adopted``: by which of the two it is known, the digest of the model or of the stage."""
-    for knows in ("model", "stage"):
+    for knows, decided in (("model", adoptable), ("stage", learnt)):
         known: dict[str, Any] = {"checkpoint": "/c", "latest": FIRST, "others": [peer(*other) for other in others]}
         said = slot(checkpoint="/c", model_digest="d" * (knows == "stage"))
         said.record.registration.capabilities.CopyFrom(can)
         known["model_digest"] = "d" * (knows == "model")
-        assert adoptable(said, **known) == (knows in adopted)
-        assert not adoptable(said, **known | {"latest": LATEST})
-        assert not adoptable(said, **known | {"checkpoint": "/other"})
+        assert decided(said, **known) == (knows in adopted)
+        assert not decided(said, **known | {"latest": LATEST})
+        assert not decided(said, **known | {"checkpoint": "/other"})
+
+
+def test_a_version_takes_the_digest_of_the_first_stage_that_has_one_and_is_at_it_by_name() -> None:
+    known: dict[str, Any] = {"checkpoint": "/c", "latest": FIRST}
+    said = slot(checkpoint="/c", model_digest="d")
+    assert not adoptable(said, **known)  # before that is on record
+    record = versions.first_digest(fleet(**known), said)
+    assert record is not None
+    assert adoptable(said, **known | {"model_digest": record.model_digest})
+    assert not adoptable(slot(checkpoint="/c", model_digest="e"), **known | {"model_digest": record.model_digest})
+    assert not learnt(slot(checkpoint="/c", model_digest="e"), **known | {"model_digest": "d"})
+    assert not learnt(slot(checkpoint="/c", model_digest="d", weight_version=FIRST), **known)
+    assert not learnt(slot(model_digest="d"), latest=FIRST)
+    for state in UNUSABLE:
+        assert not learnt(slot(checkpoint="/c", model_digest="d", state=state), **known)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_membership import restart_coordinator
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
 
 from rlctl.coordinator import peers
 from rlctl.coordinator.healing import HEAL_S, MAKE_WAY_S
 from rlctl.coordinator.sqlite_journal import SqliteJournal
-from rlctl.engine import Call
+from rlctl.engine import Call, EngineInfo
 from rlctl.errors import Reason
 from rlctl.fingerprints import fingerprints
 from rlctl.ports import Delete, Put
@@ -498,15 +500,55 @@ async def test_once_nobody_can_compare_any_more_the_checkpoint_decides(
 ) -> None:
     monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
     path = checkpoint("one")
+    start = FakeEngine.start
     specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path), StageSpec("c", path)]
     async with InProcessFleet(tmp_path / "journal", specs[:1], heal=False) as fleet:
+
+        async def start_silently(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
+            return dataclasses.replace(await start(engine, setup), model_digest="")
+
         for spec in specs[1:]:
             fleet.specs.append(spec)
-            await fleet.start_stage(spec)
-            state = common.STAGE_STATE_READY if spec.slot == "b" else common.STAGE_STATE_STALE  # b could tell
+            with monkeypatch.context() as patch:
+                if spec.slot == "b":  # which can say what it holds, when it is asked
+                    patch.setattr(FakeEngine, "start", start_silently)
+                await fleet.start_stage(spec)
+            state = common.STAGE_STATE_READY if spec.slot == "b" else common.STAGE_STATE_STALE
             await fleet.until(lambda stages, state=state: stages[-1].state == state)
+        assert not fleet.server.coordinator.roster.models["actor"].record.model_digest
         await scramble(fleet, "b")
         await fleet.until(lambda stages: stages[-1].routable)
+        assert fleet.server.coordinator.roster.models["actor"].record.model_digest == digest("one")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_checkpoint_of_the_same_name_that_was_written_anew_is_not_the_version_though_nobody_can_compare(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, *, restarted: bool
+) -> None:
+    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    path = checkpoint("one")
+    specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path), StageSpec("c", path)]
+    async with InProcessFleet(tmp_path / "journal", specs[:1], heal=False) as fleet:
+        fleet.specs.append(specs[1])
+        await fleet.start_stage(specs[1])
+        await fleet.until(lambda stages: stages[-1].routable)
+        target = common.RequestHeader(target=common.Target(slots=["b"]))
+        kv = [common.MEMORY_TAG_KV_CACHE]
+        await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
+        await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(header=target, tags=kv))
+        await fleet.until(
+            lambda _: fleet.stage("b").state == common.STAGE_STATE_ASLEEP
+        )  # it could not be compared with
+        (Path(path) / "weights.txt").write_text("two")
+        if restarted:
+            await restart_coordinator(fleet)
+        fleet.specs.append(specs[2])
+        await fleet.start_stage(specs[2])
+        await fleet.until(lambda _: fleet.stage("c").state == common.STAGE_STATE_STALE)
+        await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=target, tags=kv))
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=target))
+        await fleet.until(lambda _: fleet.stage("b").routable)
+        assert fleet.stage("c").state == common.STAGE_STATE_STALE
 
 
 async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpoint: Checkpoint) -> None:
