@@ -14,6 +14,7 @@ from rlctl.coordinator.joining import Joined, Joining
 from rlctl.coordinator.operations import Run, body_hash
 from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
 
 Start = Callable[[InitWeightsUpdateGroupRequest], Awaitable[Run]]
@@ -21,11 +22,19 @@ Start = Callable[[InitWeightsUpdateGroupRequest], Awaitable[Run]]
 
 @dataclass(eq=False)
 class _Pending:
-    """A group that is not complete: where its engines say that they join."""
+    """A group that is not complete.
+
+    Attributes:
+        ranks: how many each of the model's engines has, as they were at the first call.
+        offsets: where those that were called join.
+        now: the model's engines, once they are not those of the first call any more.
+    """
 
     body: InitWeightsUpdateGroupRequest
+    ranks: dict[str, int]
     offsets: dict[str, int] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    now: str = ""
 
 
 class Gathering:
@@ -46,8 +55,9 @@ class Gathering:
         """The operation in which the engines of a model join a group, once all of them were called.
 
         A group of one engine alone, and of a source, waits for nobody. Raises FIELD_INVALID for a world size or offset
-        that the roster does not give, GROUP_EXISTS for one that an engine was told otherwise of, GROUP_FAILED when an
-        engine was not called in time, or has come while others were waiting.
+        that the roster does not give, UNREACHABLE for an engine that is not there, GROUP_EXISTS for one that an engine
+        was told otherwise of, GROUP_FAILED when an engine was not called in time, or the model has other engines than
+        at the first call.
         """
         body = InitWeightsUpdateGroupRequest()
         body.CopyFrom(request)
@@ -64,16 +74,23 @@ class Gathering:
         wanted = targets(engine.model)
         groups.refuse_world_size(request, wanted)
         place = (engine.model, request.group_name)
+        ranks = {member.slot: member.num_ranks for member in groups.members(wanted)}
+        if engine.name not in ranks:
+            raise Reason.UNREACHABLE.error(f"no link to {engine.name} stands", outcome=OUTCOME_NOT_SENT)
         pending = self._pending.get(place)
+        if pending is not None and pending.ranks != ranks:
+            pending.now = ", ".join(sorted(ranks))
+            pending.changed.set()
+            pending = None
         if pending is None:
-            pending = self._pending[place] = _Pending(body)
+            pending = self._pending[place] = _Pending(body, ranks)
         self._refuse_contradiction(pending, request, body, engine)
         pending.offsets[engine.name] = request.rank_offset
         pending.changed.set()
 
         async def gather() -> Run:
             try:
-                given = await _gathered(pending, wanted, timeout_s)
+                given = await _gathered(pending, timeout_s)
             finally:
                 if self._pending.get(place) is pending:
                     del self._pending[place]
@@ -85,6 +102,8 @@ class Gathering:
             # Who has left joins nothing.
             pending.offsets.pop(engine.name, None)
             pending.changed.set()
+            if not pending.offsets and self._pending.get(place) is pending:
+                del self._pending[place]  # nobody may be gathering it: this call had joined one that was ended
             raise
         if self._pending.get(place) is pending:
             del self._pending[place]  # a repeat, whose group was complete before it came: nobody gathers this one
@@ -113,19 +132,18 @@ class Gathering:
         raise Reason.GROUP_EXISTS.error(f"another call asks for {request.group_name} differently", field="group_name")
 
 
-async def _gathered(pending: _Pending, targets: Sequence[Slot], timeout_s: float) -> list[GroupMember]:
+async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
     """Who joins where, once every engine was called."""
-    ranks = {member.slot: member.num_ranks for member in groups.members(targets)}
+    ranks = pending.ranks
     try:
         async with asyncio.timeout(timeout_s):
-            while pending.offsets.keys() != ranks.keys():
+            while pending.offsets.keys() < ranks.keys():
                 if not pending.offsets:
                     raise Reason.CANCELLED.error("every caller has left")
-                others = ", ".join(sorted(pending.offsets.keys() - ranks.keys()))
-                if others:
+                if pending.now:
                     raise Reason.GROUP_FAILED.error(
-                        f"group {pending.body.group_name}: {others} has come since the first call, when the model's "
-                        f"engines were {', '.join(sorted(ranks))}",
+                        f"group {pending.body.group_name}: the model's engines are {pending.now} now, and were "
+                        f"{', '.join(sorted(ranks))} at the first call",
                         field="world_size",
                         next_step="Call every engine of the model again, with the world size that they make now.",
                     )

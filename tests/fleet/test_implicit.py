@@ -306,22 +306,42 @@ async def test_a_group_that_an_engine_is_not_called_for_says_which(fleet: InProc
     assert "nobody called b within" in missing.message
 
 
-async def test_an_engine_that_comes_in_the_place_of_another_while_a_group_gathers_is_named(
-    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first", ["a", "b"])
+async def test_an_engine_that_comes_in_the_place_of_another_while_a_group_gathers_begins_it_anew(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """The world is of the same size then as at the first call."""
-    implicit = fleet.server.coordinator.implicit
+    """The world is of the same size then as at the first call, and so is what the calls ask for."""
+    gathering = fleet.server.coordinator.implicit._gathering
     slots = fleet.server.coordinator.roster.slots
-    monkeypatch.setattr(implicit, "_targets", lambda model: [slots["a"], gone])
     gone = copy.copy(slots["b"])
     gone.name = "gone"
+    monkeypatch.setattr(fleet.server.coordinator.implicit, "_targets", lambda model: [slots["a"], gone])
     waiting = asyncio.ensure_future(refusal(group(fleet, "a", 1)))
-    await eventually(lambda: bool(implicit._gathering._pending))
+    await eventually(lambda: bool(gathering._pending))
     monkeypatch.undo()
-    assert (await group(fleet, "b", 2)).state == OPERATION_STATE_OK  # both have been called now
+    calls = [asyncio.ensure_future(group(fleet, first, {"a": 1, "b": 2}[first]))]
     error = await waiting
     assert (error.reason, error.field) == (Reason.GROUP_FAILED, "world_size")
-    assert "b has come since the first call, when the model's engines were a, gone" in error.message
+    assert "the model's engines are a, b now, and were a, gone at the first call" in error.message
+    if first == "a":  # it was a repeat of the call that is over: it is told so, too
+        assert (await refusal(calls.pop())).message == error.message
+        assert not gathering._pending
+        calls.append(asyncio.ensure_future(group(fleet, "b", 2)))
+    calls.append(asyncio.ensure_future(group(fleet, "a", 1)))
+    for operation in await asyncio.gather(*calls):
+        assert operation.state == OPERATION_STATE_OK, operation.error
+    assert not gathering._pending
+
+
+async def test_an_engine_that_is_not_there_keeps_no_group_waiting(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = fleet.server.coordinator.roster.slots["b"]
+    monkeypatch.setattr(fleet.server.coordinator.implicit, "_targets", lambda model: [there])
+    waiting = asyncio.ensure_future(group(fleet, "b", 1, world_size=3))  # alone with the source, it waits for nobody
+    error = await refusal(group(fleet, "a", 1, world_size=3))
+    assert (error.reason, "no link to a stands" in error.message) == (Reason.UNREACHABLE, True)
+    assert (await waiting).state == OPERATION_STATE_OK
 
 
 async def test_a_group_that_was_answered_is_formed_anew_when_asked_for_again(fleet: InProcessFleet) -> None:
