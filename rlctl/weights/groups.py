@@ -28,7 +28,7 @@ from rlctl.weights import connections
 from rlctl.weights.rendezvous import Forming, GroupStore, Member
 from rlctl.weights.tensors import as_bytes
 
-__all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join", "keep_for_ever"]
+__all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join", "keep_for_ever", "needed"]
 
 INTERRUPTED = "it was interrupted"
 """Why something broke off, where nobody says more."""
@@ -281,12 +281,17 @@ class _Disposal(threading.Thread):
 _open_groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
 _disposals: weakref.WeakSet[_Disposal] = weakref.WeakSet()
 
+needed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that do what members rely on: the end of the process waits for them."""
+
 
 @atexit.register
 def _take_apart() -> None:
     """Leave every group before the interpreter goes: torch would otherwise wait for broadcasts under way."""
     for group in list(_open_groups):
         group.close()
+    for thread in list(needed):  # begun just now; those before the interpreter has waited for itself
+        thread.join()
     give_up = time.monotonic() + _EXIT_S
     for disposal in list(_disposals):
         disposal.join(max(0.0, give_up - time.monotonic()))
@@ -298,8 +303,8 @@ def _after_fork() -> None:
         group.forget()
     for disposal in list(_disposals):
         disposal.forget()
-    _open_groups.clear()
-    _disposals.clear()
+    for threads in (_open_groups, _disposals, needed):
+        threads.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from rlctl.errors import Reason
 from rlctl.vllm_transfer import unique_id_key
 from rlctl.weights import connections
-from rlctl.weights.groups import WeightGroup
+from rlctl.weights.groups import WeightGroup, needed
 from rlctl.weights.nccl import nccl_group
 from rlctl.weights.rendezvous import Forming, Member
 
@@ -60,7 +60,9 @@ class VLLMGroup(WeightGroup):
         self._spent = self._spent or cause
         if self._member is not None and self._unpaid.acquire(blocking=False):  # only once
             # The end of the process waits for it: a trainer that gives up mostly ends, too.
-            threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}").start()
+            paying = threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}")
+            paying.start()
+            needed.add(paying)
         return self._spent
 
     def _pay(self, member: Member) -> None:

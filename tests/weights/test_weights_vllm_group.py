@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -72,6 +74,33 @@ def test_what_nobody_takes_is_not_paid_for_ever(
     (paying,) = (thread for thread in threading.enumerate() if thread.name == "pay-pays")
     paying.join(TIMEOUT_S)
     assert time.monotonic() - started < 5
+
+
+ENDS = """
+import sys, threading
+from rlctl.weights.rendezvous import Forming, Member
+from rlctl.weights.vllm_group import VLLMGroup
+
+member = Member("pays", 0, 2, "gloo", "127.0.0.1", 20.0)
+Forming(member, ("127.0.0.1", int(sys.argv[1]))).run(20.0, threading.Event())
+source = VLLMGroup(member, "cpu")
+source.announce([1 << 20] * 20)
+if sys.argv[2] == "gives up":
+    source.interrupt()
+"""
+
+
+@pytest.mark.parametrize("how", ["gives up", "only ends"])
+def test_a_process_that_ends_pays_first(store: GroupStore, how: str) -> None:
+    arguments = [sys.executable, "-c", ENDS, str(store.local_address[1]), how]
+    with subprocess.Popen(arguments) as process:
+        rank = join(store, name="pays", rank=1, world_size=2, timeout_s=TIMEOUT_S)
+        received = torch.full((1 << 20,), 7, dtype=torch.uint8)
+        for _ in range(20):
+            rank.broadcast(received)
+        rank.close()
+        assert process.wait(TIMEOUT_S) == 0
+    assert not received.any()
 
 
 class Workers:
