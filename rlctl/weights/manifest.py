@@ -194,9 +194,10 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     base = Base(**body["base"]) if "base" in body else None
     if not isinstance(version, str) or not isinstance(sequence, int):
         raise ValueError(f"version {version!r}, sequence {sequence!r}")
-    version.encode()  # messages hold it
     if base is not None and not (isinstance(base.version, str) and isinstance(base.digest, str)):
         raise ValueError(f"its base is version {base.version!r} with digest {base.digest!r}")
+    for label in (version, base.version if base is not None else ""):
+        label.encode()  # messages and names of files hold it
     if base is not None and not base.sequence < sequence:  # whoever follows the bases comes to an end
         raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +43,7 @@ from rlctl.weights.manifest import (
 )
 from rlctl.weights.roots import Roots
 from rlctl.weights.source import WeightSource, as_source, unannounced, unfit
+from rlctl.weights.storage import Patience
 from rlctl.weights.tensor_file import header_of
 from rlctl.weights.tensors import TensorMeta, as_bytes
 
@@ -50,6 +52,9 @@ SHARD_BYTES = 4 << 30
 
 DELTA_BYTES = 256 << 20
 """How much of a delta is collected in memory before it is written."""
+
+TURN_S = 60.0
+"""How long somebody else's giving a version its name is waited for."""
 
 _LEVEL = 1
 """zlib's fastest: the zeros of an XOR shrink at any level, and noise at none."""
@@ -192,11 +197,9 @@ def write_files(files: Mapping[str, bytes], to: Path) -> dict[str, FileEntry]:
 def _building(place: Path) -> Iterator[Path]:
     """A directory that is being built for a place; removed when that fails."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    path = storage.building(place)
-    try:
+    storage.sweep(place.parent)
+    with storage.building(place) as path:
         yield path
-    finally:
-        storage.discard(path)
 
 
 def _refuse_late(place: Path, sequence: int) -> None:
@@ -211,12 +214,11 @@ def _refuse_late(place: Path, sequence: int) -> None:
 def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
     """Give a finished version its name, unless one is there: the same one confirms, another one refuses.
 
-    Others may have published since this one was begun.
+    Others may have published since this one was begun; those of this host take turns.
     """
-    _refuse_late(place, manifest.sequence)
-    known = read_manifest(place)
-    if known is None:
-        storage.write_file(new / MANIFEST, manifest.to_json())
+    storage.write_file(new / MANIFEST, manifest.to_json())
+    with storage.alone(place.parent, Patience(time.monotonic() + TURN_S)):
+        _refuse_late(place, manifest.sequence)
         if storage.put_in_place(new, place, over=lambda: read_manifest(place) is None):
             return Published(place, manifest)
         known = read_manifest(place)

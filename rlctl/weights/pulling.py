@@ -115,14 +115,10 @@ def pull(
             files = _open(seed.path, stack)
             changes = [_Delta(delta, stack) for delta in deltas]
             work = _Replay(seed.manifest, files, changes, target.manifest, patience)
-            with storage.writing(place, LOCAL):
-                new = storage.building(place)
-                try:
-                    manifest = work.write(seed.path, new, threads or min(8, os.cpu_count() or 1))
-                    storage.write_file(new / MANIFEST, manifest.to_json())
-                    storage.put_in_place(new, place)
-                finally:
-                    storage.discard(new)
+            with storage.writing(place, LOCAL), storage.building(place) as new:
+                manifest = work.write(seed.path, new, threads or min(8, os.cpu_count() or 1))
+                storage.write_file(new / MANIFEST, manifest.to_json())
+                storage.put_in_place(new, place)
             return Pulled(manifest, changed=True, deltas=len(deltas), bytes_read=work.bytes_read)
 
 

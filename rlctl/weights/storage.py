@@ -27,6 +27,9 @@ _NO_ALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _POLL_S = 0.05
+_BUILDING = ".building-"
+_BEGUN_S = 60.0
+"""By then who has begun to build holds what it builds."""
 
 
 def unwritable(error: OSError, path: Path, field: str) -> RlctlError:
@@ -91,18 +94,43 @@ def write_file(path: Path, data: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Bring a directory's entries to the disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _opened(path)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def building(place: Path) -> Path:
-    """A new, empty directory beside ``place``, on the same file system, to be given its name later. Raises OSError."""
-    path = place.parent / f".{place.name}.building-{uuid.uuid4().hex}"
+@contextlib.contextmanager
+def building(place: Path) -> Iterator[Path]:
+    """A new, empty directory beside ``place``, on the same file system, to be given its name; removed if it was not. It
+    is held meanwhile: :func:`sweep` leaves it alone. Raises OSError.
+    """
+    path = place.parent / f".{place.name}{_BUILDING}{uuid.uuid4().hex}"
     path.mkdir()
-    return path
+    try:
+        fd = _opened(path)
+        try:
+            _hold(fd)
+            yield path
+        finally:
+            os.close(fd)
+    finally:
+        discard(path)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what was being built in a directory by those who have died since. What cannot be told stays (a file system
+    without locks for directories, NFS say), and so does what has just been begun. Raises OSError.
+    """
+    for path in directory.glob(f".*{_BUILDING}*"):
+        with contextlib.suppress(FileNotFoundError):
+            fd = _opened(path)
+            try:
+                if time.time() - os.fstat(fd).st_mtime > _BEGUN_S and _hold(fd):
+                    discard(path)
+            finally:
+                os.close(fd)
 
 
 def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: True) -> bool:
@@ -123,20 +151,17 @@ def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: T
             rename(place, _before(place))
             rename(new, place)
     sync_directory(place.parent)
-    clean(place)
+    discard(_before(place))
     return True
 
 
 def recover(place: Path) -> None:
-    """After a crash at any moment: the directory is there again if it was, and nothing is left beside it."""
+    """After a crash at any moment: the directory is there again if it was, and nothing is left beside it. For the one
+    who has it :func:`locked`.
+    """
     if not place.exists() and _before(place).exists():
         rename(_before(place), place)
-    clean(place)
-
-
-def clean(place: Path) -> None:
-    """Remove what was being built for a place, and what was there before."""
-    left = [path for path in place.parent.iterdir() if path.name.startswith(f".{place.name}.building-")]
+    left = [path for path in place.parent.iterdir() if path.name.startswith(f".{place.name}{_BUILDING}")]
     for path in (*left, _before(place)):
         discard(path)
 
@@ -197,6 +222,36 @@ def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def alone(directory: Path, patience: Patience) -> Iterator[None]:
+    """Hold a directory itself, for a moment, against every other thread and process of this host that does; where its
+    file system has locks for directories. Raises DEADLINE_EXCEEDED, CANCELLED; OSError.
+    """
+    fd = _opened(directory)
+    try:
+        while _hold(fd) is False:
+            patience.check(f"while somebody else was at {directory}")
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _opened(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _hold(fd: int) -> bool | None:
+    """Whether it is held now until it is closed; None where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _lock(fd: int, path: Path, field: str) -> bool:

@@ -320,22 +320,65 @@ def test_what_somebody_else_published_meanwhile_counts(world: World, version: st
 def test_a_version_that_somebody_else_published_at_the_same_moment_is_not_replaced(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one has given it its name, and has not cleaned up yet."""
+    """From another host, or where there are no locks."""
     sync = storage.sync_directory
 
     def meanwhile(path: Path) -> None:
         monkeypatch.setattr(storage, "sync_directory", sync)
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "clean", lambda _: None)
-            world.full(2, model(2))
+        world.full(2, model(2))
         sync(path)
 
     world.full(1, model())
+    monkeypatch.setattr(storage, "alone", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(storage, "sync_directory", meanwhile)
     with refused(Reason.FIELD_INVALID, "with other weights", "version") if seed == 3 else contextlib.nullcontext():
         publish_full(world.source, model(seed).items(), version="v2", sequence=2, files_from=world.launch)
     world.pull("v2")
     world.check("v2")
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_who_publishes_a_version_while_another_one_writes_it_leaves_what_that_one_writes_alone(
+    world: World, seed: int
+) -> None:
+    world.full(1, model())
+    source = Meanwhile(model(seed), lambda: world.full(2, model(2)))
+    with refused(Reason.FIELD_INVALID, "with other weights", "version") if seed == 3 else contextlib.nullcontext():
+        publish_full(world.source, source, version="v2", sequence=2, files_from=world.launch)
+    assert sorted(path.name for path in world.source.iterdir()) == ["00000001-v1", "00000002-v2"]
+    world.pull("v2")
+    world.check("v2")
+
+
+def test_versions_get_their_names_one_after_the_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, others = storage.sync_directory, list[Background]()
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.setattr(storage, "sync_directory", sync)
+        others.append(Background(lambda: world.full(3, model(3))))
+        with pytest.raises(AssertionError, match="it hangs"):
+            others[0].result(0.5)
+        sync(path)
+
+    world.full(1, model())
+    monkeypatch.setattr(storage, "sync_directory", meanwhile)
+    world.full(2, model(2))
+    others[0].result()
+    assert sorted(path.name for path in world.source.iterdir()) == ["00000001-v1", "00000002-v2", "00000003-v3"]
+
+
+def test_what_was_being_published_by_a_process_that_died_is_removed(world: World) -> None:
+    world.full(1, model())
+    left, begun = (world.source / f".00000002-v2.building-{name}" for name in ("left", "begun"))
+    for path in (left, begun):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"0")
+    os.utime(left, (0, 0))
+    with storage.building(world.source / "00000002-v2") as held:
+        os.utime(held, (0, 0))
+        world.full(2, model(2))
+        assert sorted(world.source.glob(".*")) == sorted([begun, held])
+    assert list(world.source.glob(".*")) == [begun]
 
 
 def test_a_base_is_found_beside_another_version_of_its_sequence(world: World) -> None:
@@ -445,6 +488,7 @@ def test_a_manifest_without_a_proper_version_is_damaged(world: World, field: str
     [
         {"base": {"version": "v1", "sequence": 1, "digest": True}},
         {"base": {"version": None, "sequence": 1, "digest": ""}},
+        {"base": {"version": "\ud800", "sequence": 1, "digest": ""}},
         {"version": "\ud800"},
         {"shards": ["delta-00001.safetensors"]},
         {"shards": {"\ud800": 3}},
