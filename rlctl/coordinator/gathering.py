@@ -6,6 +6,7 @@ None of them alone says who joins where, so each waits for the others; then the 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,12 +28,14 @@ class _Pending:
     Attributes:
         ranks: how many each of the model's engines has, as they were at the first call.
         offsets: where those that were called join.
+        callers: how many calls for each of them wait.
         now: the model's engines, once they are not those of the first call any more.
     """
 
     body: InitWeightsUpdateGroupRequest
     ranks: dict[str, int]
     offsets: dict[str, int] = field(default_factory=dict)
+    callers: Counter[str] = field(default_factory=Counter)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     now: str = ""
 
@@ -86,6 +89,7 @@ class Gathering:
             pending = self._pending[place] = _Pending(body, ranks)
         self._refuse_contradiction(pending, request, body, engine)
         pending.offsets[engine.name] = request.rank_offset
+        pending.callers[engine.name] += 1
         pending.changed.set()
 
         async def gather() -> Run:
@@ -99,8 +103,10 @@ class Gathering:
         try:
             joined = await self._joining.run(body, engine.model, [slot.name for slot in wanted], gather)
         except BaseException:
-            # Who has left joins nothing.
-            pending.offsets.pop(engine.name, None)
+            # Who has left joins nothing, unless a repeat of the call still waits.
+            pending.callers[engine.name] -= 1
+            if not pending.callers[engine.name]:
+                del pending.offsets[engine.name]
             pending.changed.set()
             if not pending.offsets and self._pending.get(place) is pending:
                 del self._pending[place]  # nobody may be gathering it: this call had joined one that was ended

@@ -67,7 +67,8 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
 
 def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
     """The record of a first version that nobody knew the digest of, with the one of this stage's weights, by their
-    checkpoint's name; None where that is not to decide: a heal can compare them with another stage's.
+    checkpoint's name; None where that is not to decide: a heal can compare them with another stage's, or may be able to
+    later.
 
     It has to be durable before the stage is told that it is at the version. To the next one the name is nothing any
     more: the checkpoint may have been written anew meanwhile.
@@ -77,7 +78,7 @@ def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
         return None
     if model.latest.sequence != FIRST_SEQUENCE or model.model_digest or model.checkpoint != report.checkpoint:
         return None
-    if not model.checkpoint or witnesses(roster, slot):
+    if not model.checkpoint or any(_may_tell(model, other) for other in roster.slots.values() if other is not slot):
         return None
     record = ModelRecord()
     record.CopyFrom(model)
@@ -103,6 +104,13 @@ def at_version(roster: Roster, slot: Slot) -> list[Slot]:
 def witnesses(roster: Roster, slot: Slot) -> list[Slot]:
     """Those that are at the version and can say what they hold."""
     return [peer for peer in at_version(roster, slot) if verification.digests(peer)]
+
+
+def _may_tell(model: ModelRecord, slot: Slot) -> bool:
+    """Whether a stage can say, or may be found to be able to, which weights a model's latest version has."""
+    if slot.model != model.name or slot.record.retired or not verification.digests(slot):
+        return False
+    return slot.report is None or slot.report.weight_version == model.latest
 
 
 def _relabelled(model: ModelRecord, held: WeightVersion) -> bool:

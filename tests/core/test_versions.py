@@ -73,10 +73,12 @@ def test_weights_are_the_latest_version_by_their_digest_or_without_one_by_their_
 DIGESTS = Capabilities(verification=[common.VERIFICATION_LEVEL_EXPECTED])
 
 
-def peer(capabilities: Capabilities, held: WeightVersion, state: StageState.ValueType) -> Slot:
+def peer(capabilities: Capabilities, held: WeightVersion | None, state: StageState.ValueType) -> Slot:
+    """``held``: None for one that has said nothing yet."""
     registration = StageRegistration(slot="b", model="actor", capabilities=capabilities)
     there = cast(Commander, type("Link", (), {"lost": False})())
-    return Slot(SlotRecord(registration=registration), there, StageReport(state=state, weight_version=held))
+    report = StageReport(state=state, weight_version=held) if held is not None else None
+    return Slot(SlotRecord(registration=registration), there, report)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,10 @@ def peer(capabilities: Capabilities, held: WeightVersion, state: StageState.Valu
         # These can be compared with nothing.
         (Capabilities(), [(Capabilities(), FIRST, common.STAGE_STATE_READY)], {"model", "stage"}),
         (Capabilities(), [(DIGESTS, WeightVersion(), common.STAGE_STATE_STALE)], {"model", "stage"}),
-        (Capabilities(), [(DIGESTS, FIRST, common.STAGE_STATE_DIRTY)], {"model", "stage"}),
+        (Capabilities(), [(DIGESTS, WeightVersion(), common.STAGE_STATE_DIRTY)], {"model", "stage"}),
+        # This one can tell later.
+        (Capabilities(), [(DIGESTS, FIRST, common.STAGE_STATE_ASLEEP)], {"model"}),
+        (Capabilities(), [(DIGESTS, None, common.STAGE_STATE_UNSPECIFIED)], {"model"}),
     ],
 )
 def test_where_one_side_has_a_digest_and_nobody_can_compare_the_first_version_is_its_checkpoint(
@@ -117,6 +122,9 @@ def test_a_version_takes_the_digest_of_the_first_stage_that_has_one_and_is_at_it
     assert not learnt(slot(checkpoint="/c", model_digest="e"), **known | {"model_digest": "d"})
     assert not learnt(slot(checkpoint="/c", model_digest="d", weight_version=FIRST), **known)
     assert not learnt(slot(model_digest="d"), latest=FIRST)
+    gone = peer(DIGESTS, None, common.STAGE_STATE_UNSPECIFIED)
+    gone.record.retired = True
+    assert learnt(said, **known, others=[gone])
     for state in UNUSABLE:
         assert not learnt(slot(checkpoint="/c", model_digest="d", state=state), **known)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -549,6 +550,37 @@ async def test_a_checkpoint_of_the_same_name_that_was_written_anew_is_not_the_ve
         await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=target))
         await fleet.until(lambda _: fleet.stage("b").routable)
         assert fleet.stage("c").state == common.STAGE_STATE_STALE
+
+
+async def test_a_stage_that_sleeps_and_could_be_asked_is_waited_for(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    path = checkpoint("one")
+    start = FakeEngine.start
+
+    async def start_silently(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
+        return dataclasses.replace(await start(engine, setup), model_digest="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "start", start_silently)
+        fleet = await InProcessFleet(tmp_path / "journal", [StageSpec("a", path)], heal=False).__aenter__()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(fleet)
+        await fleet.until(lambda stages: stages[0].routable)
+        target = common.RequestHeader(target=common.Target(slots=["a"]))
+        kv = [common.MEMORY_TAG_KV_CACHE]
+        await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
+        await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(header=target, tags=kv))
+        await fleet.until(lambda _: fleet.stage("a").state == common.STAGE_STATE_ASLEEP)
+        (Path(path) / "weights.txt").write_text("two")
+        fleet.specs.append(StageSpec("b", path))
+        await fleet.start_stage(fleet.specs[1])
+        await fleet.until(lambda stages: stages[-1].state == common.STAGE_STATE_STALE)
+        await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=target, tags=kv))
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=target))
+        await fleet.until(lambda _: fleet.stage("a").routable)
+        assert fleet.stage("b").state == common.STAGE_STATE_STALE
 
 
 async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpoint: Checkpoint) -> None:

@@ -333,6 +333,19 @@ async def test_an_engine_that_comes_in_the_place_of_another_while_a_group_gather
     assert not gathering._pending
 
 
+async def test_a_repeat_waits_on_when_the_first_call_leaves(fleet: InProcessFleet) -> None:
+    gathering = fleet.server.coordinator.implicit._gathering
+    first = asyncio.ensure_future(group(fleet, "a", 1))
+    await eventually(lambda: bool(gathering._pending))
+    (pending,) = gathering._pending.values()
+    again = asyncio.ensure_future(group(fleet, "a", 1))
+    await eventually(lambda: pending.callers["a"] == 2)
+    first.cancel()
+    await eventually(lambda: pending.callers["a"] == 1)
+    for operation in await asyncio.gather(again, group(fleet, "b", 2)):
+        assert operation.state == OPERATION_STATE_OK, operation.error
+
+
 async def test_an_engine_that_is_not_there_keeps_no_group_waiting(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
