@@ -128,7 +128,11 @@ class WeightGroup:
             member, self._member = self._member, None
         if member is not None:
             _open_groups.discard(self)
-            _Disposal(member, self._work, self._data, self._idle).start()
+            disposal = _Disposal(member, self._work, self._data, self._idle)
+            try:
+                disposal.start()
+            except RuntimeError:  # at the end of the process some Pythons (3.12) begin no thread
+                disposal.forget()
 
     def forget(self) -> None:
         """In a child of a fork: leave it to the parent, whose connections these are."""
@@ -273,7 +277,7 @@ class _Disposal(threading.Thread):
         self._work = self._data = self._member = None
 
     def forget(self) -> None:
-        """In a child of a fork, where it does not run."""
+        """Where it does not run: in a child of a fork, at the end of the process."""
         keep_for_ever((self._member, self._work))
         self._work = self._data = self._member = None
 

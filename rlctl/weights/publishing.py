@@ -219,9 +219,10 @@ def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
     storage.write_file(new / MANIFEST, manifest.to_json())
     with storage.alone(place.parent, Patience(time.monotonic() + TURN_S)):
         _refuse_late(place, manifest.sequence)
-        if storage.put_in_place(new, place, over=lambda: read_manifest(place) is None):
-            return Published(place, manifest)
         known = read_manifest(place)
+        if known is None and storage.put_in_place(new, place, over=lambda: read_manifest(place) is None):
+            return Published(place, manifest)
+        known = known or read_manifest(place)
     if known is None or (known.digest, known.base) != (manifest.digest, manifest.base):
         raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
     return Published(place, known)

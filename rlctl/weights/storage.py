@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import threading
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.weights.identity import host_id
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -106,31 +108,28 @@ def building(place: Path) -> Iterator[Path]:
     """A new, empty directory beside ``place``, on the same file system, to be given its name; removed if it was not. It
     is held meanwhile: :func:`sweep` leaves it alone. Raises OSError.
     """
-    path = place.parent / f".{place.name}{_BUILDING}{uuid.uuid4().hex}"
+    path = place.parent / f".{place.name}{_BUILDING}{_host()}-{uuid.uuid4().hex[:16]}"
     path.mkdir()
     try:
-        fd = _opened(path)
-        try:
-            _hold(fd)
+        with _holding(path):
             yield path
-        finally:
-            os.close(fd)
     finally:
         discard(path)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what was being built in a directory by those who have died since. What cannot be told stays (a file system
-    without locks for directories, NFS say), and so does what has just been begun. Raises OSError.
+    """Remove what was being built in a directory by processes of this host that have died since. What cannot be told
+    stays (a file system without locks for directories, NFS say), and so does what has just been begun.
     """
-    for path in directory.glob(f".*{_BUILDING}*"):
-        with contextlib.suppress(FileNotFoundError):
-            fd = _opened(path)
-            try:
-                if time.time() - os.fstat(fd).st_mtime > _BEGUN_S and _hold(fd):
-                    discard(path)
-            finally:
-                os.close(fd)
+    for path in directory.glob(f".*{_BUILDING}{_host()}-*") if _host() else ():
+        with contextlib.suppress(OSError), _holding(path) as held:
+            if held and time.time() - path.stat().st_mtime > _BEGUN_S:
+                discard(path)
+
+
+def _host() -> str:
+    """This host, since it was booted; "" where that cannot be told. Short, because names of files are."""
+    return hashlib.sha256(host_id().encode()).hexdigest()[:8] if host_id() else ""
 
 
 def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: True) -> bool:
@@ -219,7 +218,8 @@ def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
         while not _lock(fd, path, field):
             patience.check(f"while somebody else was at {place}")
             time.sleep(_POLL_S)
-        yield
+        with _unlocking(fd):
+            yield
     finally:
         os.close(fd)
 
@@ -229,14 +229,34 @@ def alone(directory: Path, patience: Patience) -> Iterator[None]:
     """Hold a directory itself, for a moment, against every other thread and process of this host that does; where its
     file system has locks for directories. Raises DEADLINE_EXCEEDED, CANCELLED; OSError.
     """
+    while True:
+        with _holding(directory) as held:
+            if held is not False:
+                yield
+                return
+        patience.check(f"while somebody else was at {directory}")
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _holding(directory: Path) -> Iterator[bool | None]:
+    """Whether a directory is held now; None where there are no locks. Raises OSError."""
     fd = _opened(directory)
     try:
-        while _hold(fd) is False:
-            patience.check(f"while somebody else was at {directory}")
-            time.sleep(_POLL_S)
-        yield
+        with _unlocking(fd):
+            yield _hold(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _unlocking(fd: int) -> Iterator[None]:
+    """Free it at the end also where a child that was forked meanwhile has it open."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _opened(directory: Path) -> int:

@@ -61,8 +61,11 @@ class VLLMGroup(WeightGroup):
         if self._member is not None and self._unpaid.acquire(blocking=False):  # only once
             # The end of the process waits for it: a trainer that gives up mostly ends, too.
             paying = threading.Thread(target=self._pay, args=(self._member,), name=f"pay-{self.name}")
-            paying.start()
-            needed.add(paying)
+            try:
+                paying.start()
+                needed.add(paying)
+            except RuntimeError:  # it is at its end already: some Pythons (3.12) begin no thread then
+                self._pay(self._member)
         return self._spent
 
     def _pay(self, member: Member) -> None:

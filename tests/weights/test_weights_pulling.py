@@ -369,16 +369,47 @@ def test_versions_get_their_names_one_after_the_other(world: World, monkeypatch:
 
 def test_what_was_being_published_by_a_process_that_died_is_removed(world: World) -> None:
     world.full(1, model())
-    left, begun = (world.source / f".00000002-v2.building-{name}" for name in ("left", "begun"))
-    for path in (left, begun):
-        path.mkdir()
-        (path / "model.safetensors").write_bytes(b"0")
-    os.utime(left, (0, 0))
     with storage.building(world.source / "00000002-v2") as held:
-        os.utime(held, (0, 0))
+        prefix = held.name[: -len("0" * 16)]
+        left, begun, elsewhere = (
+            world.source / name for name in (f"{prefix}left", f"{prefix}begun", ".x.building-y-z")
+        )
+        for path in (left, begun, elsewhere):
+            path.mkdir()
+            (path / "model.safetensors").write_bytes(b"0")
+        stray, loop = world.source / f"{prefix}file", world.source / f"{prefix}loop"
+        stray.touch()
+        loop.symlink_to(loop)
+        for path in (held, left, elsewhere):
+            os.utime(path, (0, 0))
         world.full(2, model(2))
-        assert sorted(world.source.glob(".*")) == sorted([begun, held])
-    assert list(world.source.glob(".*")) == [begun]
+        assert sorted(world.source.glob(".*")) == sorted([begun, held, elsewhere, stray, loop])
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_lock(world: World) -> None:
+    world.source.mkdir()
+    world.local.parent.mkdir()
+    soon = Patience(time.monotonic() + 5)
+    for held in (storage.alone(world.source, soon), storage.locked(world.local, soon, "x")):
+        with held:
+            reading, writing = os.pipe()
+            child = os.fork()
+            if not child:
+                os.close(writing)
+                os.read(reading, 1)
+                os._exit(0)
+        with storage.alone(world.source, soon), storage.locked(world.local, soon, "x"):
+            os.close(writing)
+        os.waitpid(child, 0)
+        os.close(reading)
+
+
+def test_a_version_that_is_a_link_is_confirmed(world: World) -> None:
+    place = world.full(1, model()).path
+    place.rename(world.path / "elsewhere")
+    place.symlink_to(world.path / "elsewhere")
+    world.full(1, model())
+    assert place.is_symlink()
 
 
 def test_a_base_is_found_beside_another_version_of_its_sequence(world: World) -> None:

@@ -87,10 +87,16 @@ source = VLLMGroup(member, "cpu")
 source.announce([1 << 20] * 20)
 if sys.argv[2] == "gives up":
     source.interrupt()
+if sys.argv[2] == "begins no thread":
+
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threading.Thread.start = start
 """
 
 
-@pytest.mark.parametrize("how", ["gives up", "only ends"])
+@pytest.mark.parametrize("how", ["gives up", "only ends", "begins no thread"])
 def test_a_process_that_ends_pays_first(store: GroupStore, how: str) -> None:
     arguments = [sys.executable, "-c", ENDS, str(store.local_address[1]), how]
     with subprocess.Popen(arguments) as process:
