@@ -35,8 +35,8 @@ FORMAT = 1
 Encoding = Literal["", "same", "overwrite", "xor"]
 Compression = Literal["", "zlib"]
 
-_LONGEST_NAME = 240
-"""Of a version's directory, in bytes: file systems take 255, and temporary names are a little longer."""
+_LONGEST_NAME = 219
+"""Of a version's directory, in bytes: file systems take 255, and while it is built its name is 36 longer."""
 
 
 @dataclass(frozen=True)

@@ -404,6 +404,12 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(world: World) -> None:
         os.close(reading)
 
 
+def test_a_label_may_be_as_long_as_names_of_directories_leave_room_for(world: World) -> None:
+    publish_full(world.source, model().items(), version="v" * 210, sequence=1, files_from=world.launch)
+    with refused(Reason.FIELD_INVALID, "no version can be published as", "version"):
+        publish_full(world.source, model().items(), version="v" * 211, sequence=2, files_from=world.launch)
+
+
 def test_a_version_that_is_a_link_is_confirmed(world: World) -> None:
     place = world.full(1, model()).path
     place.rename(world.path / "elsewhere")
