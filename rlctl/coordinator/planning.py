@@ -263,10 +263,14 @@ class Planner:
             return Reason.WEIGHTS_DIRTY.error(f"{slot.name} is DIRTY", field="kind")
         latest = self._roster.model(request.model).record.latest
         beside = request.kind in (UPDATE_KIND_DELTA, UPDATE_KIND_PARTIAL)
+        field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
         if beside and (slot.report is None or slot.report.weight_version != latest):
             # What it leaves as it is would be another version's than at the other targets.
-            field = "base" if request.kind == UPDATE_KIND_DELTA else "kind"
             return Reason.BASE_MISMATCH.error(f"{slot.name} is not at version {latest.label!r}", field=field)
+        if beside and slot.quarantine is not None:
+            # It says that it is, and nobody vouches for it: the new version's digest could be that of its weights.
+            why = slot.quarantine.message
+            return Reason.BASE_MISMATCH.error(f"{slot.name} may not be at version {latest.label!r}: {why}", field=field)
         return None
 
 

@@ -318,6 +318,21 @@ async def test_a_partial_update_is_for_targets_that_are_at_the_version_that_it_l
         assert [target.slot for target in plan.targets] == ["b"]
 
 
+async def test_what_a_quarantined_stage_would_leave_as_it_is_nobody_vouches_for(make_fleet: Callable[..., Any]) -> None:
+    """A heal that its coordinator did not live to verify, say: the stage itself says that it is at the version."""
+    async with make_fleet(heal=False, a=1, b=2) as fleet:
+        roster = fleet.server.coordinator.roster
+        await roster.quarantine({roster.slots["a"]: Reason.WEIGHTS_STALE.error("not verified yet").detail()})
+        error = await refusal(begin(fleet, kind=v.UPDATE_KIND_PARTIAL))
+        assert (error.reason, error.field) == (Reason.BASE_MISMATCH, "kind")
+        assert error.message == "a may not be at version 'initial': not verified yet"
+        plan = await begin(fleet, kind=v.UPDATE_KIND_PARTIAL, options=v.UpdateOptions(quorum=1))
+        assert [target.slot for target in plan.targets] == ["b"]
+        await abort(fleet, plan)
+        plan = await begin(fleet)
+        assert [target.slot for target in plan.targets] == ["a", "b"]
+
+
 async def test_a_stage_that_has_lost_a_rank_is_not_healed_and_keeps_nobody_waiting(
     fleet: InProcessFleet, checkpoint: Checkpoint
 ) -> None:
