@@ -37,6 +37,7 @@ from rlctl.v1.results_pb2 import (
 )
 
 Checkpoint = Callable[[str], str]
+START = FakeEngine.start
 
 
 async def dirty(fleet: InProcessFleet) -> None:
@@ -511,22 +512,37 @@ async def test_engines_that_cannot_be_compared_start_from_one_checkpoint(
         assert not fleet.server.coordinator.operations.newest_first("", OPERATION_STATE_UNSPECIFIED)
 
 
+async def start_silently(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
+    """As an engine does that says what it holds only when it is asked."""
+    return dataclasses.replace(await START(engine, setup), model_digest="")
+
+
+async def lay_down(fleet: InProcessFleet, slot: str) -> None:
+    """A stage that sleeps can be compared with nobody."""
+    target = common.RequestHeader(target=common.Target(slots=[slot]))
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
+    await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(header=target, tags=[common.MEMORY_TAG_KV_CACHE]))
+    await fleet.until(lambda _: fleet.stage(slot).state == common.STAGE_STATE_ASLEEP)
+
+
+async def wake(fleet: InProcessFleet, slot: str) -> None:
+    target = common.RequestHeader(target=common.Target(slots=[slot]))
+    await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=target, tags=[common.MEMORY_TAG_KV_CACHE]))
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=target))
+    await fleet.until(lambda _: fleet.stage(slot).routable)
+
+
 async def test_once_nobody_can_compare_any_more_the_checkpoint_decides(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
     path = checkpoint("one")
-    start = FakeEngine.start
     specs = [StageSpec("a", path, options={"opaque": "said"}), StageSpec("b", path), StageSpec("c", path)]
     async with InProcessFleet(tmp_path / "journal", specs[:1], heal=False) as fleet:
-
-        async def start_silently(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
-            return dataclasses.replace(await start(engine, setup), model_digest="")
-
         for spec in specs[1:]:
             fleet.specs.append(spec)
             with monkeypatch.context() as patch:
-                if spec.slot == "b":  # which can say what it holds, when it is asked
+                if spec.slot == "b":
                     patch.setattr(FakeEngine, "start", start_silently)
                 await fleet.start_stage(spec)
             state = common.STAGE_STATE_READY if spec.slot == "b" else common.STAGE_STATE_STALE
@@ -548,22 +564,14 @@ async def test_a_checkpoint_of_the_same_name_that_was_written_anew_is_not_the_ve
         fleet.specs.append(specs[1])
         await fleet.start_stage(specs[1])
         await fleet.until(lambda stages: stages[-1].routable)
-        target = common.RequestHeader(target=common.Target(slots=["b"]))
-        kv = [common.MEMORY_TAG_KV_CACHE]
-        await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
-        await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(header=target, tags=kv))
-        await fleet.until(
-            lambda _: fleet.stage("b").state == common.STAGE_STATE_ASLEEP
-        )  # it could not be compared with
+        await lay_down(fleet, "b")
         (Path(path) / "weights.txt").write_text("two")
         if restarted:
             await restart_coordinator(fleet)
         fleet.specs.append(specs[2])
         await fleet.start_stage(specs[2])
         await fleet.until(lambda _: fleet.stage("c").state == common.STAGE_STATE_STALE)
-        await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=target, tags=kv))
-        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=target))
-        await fleet.until(lambda _: fleet.stage("b").routable)
+        await wake(fleet, "b")
         assert fleet.stage("c").state == common.STAGE_STATE_STALE
 
 
@@ -572,29 +580,18 @@ async def test_a_stage_that_sleeps_and_could_be_asked_is_waited_for(
 ) -> None:
     monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
     path = checkpoint("one")
-    start = FakeEngine.start
-
-    async def start_silently(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
-        return dataclasses.replace(await start(engine, setup), model_digest="")
-
     with monkeypatch.context() as patch:
         patch.setattr(FakeEngine, "start", start_silently)
         fleet = await InProcessFleet(tmp_path / "journal", [StageSpec("a", path)], heal=False).__aenter__()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(fleet)
         await fleet.until(lambda stages: stages[0].routable)
-        target = common.RequestHeader(target=common.Target(slots=["a"]))
-        kv = [common.MEMORY_TAG_KV_CACHE]
-        await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=target))
-        await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(header=target, tags=kv))
-        await fleet.until(lambda _: fleet.stage("a").state == common.STAGE_STATE_ASLEEP)
+        await lay_down(fleet, "a")
         (Path(path) / "weights.txt").write_text("two")
         fleet.specs.append(StageSpec("b", path))
         await fleet.start_stage(fleet.specs[1])
         await fleet.until(lambda stages: stages[-1].state == common.STAGE_STATE_STALE)
-        await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=target, tags=kv))
-        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=target))
-        await fleet.until(lambda _: fleet.stage("a").routable)
+        await wake(fleet, "a")
         assert fleet.stage("b").state == common.STAGE_STATE_STALE
 
 
