@@ -17,7 +17,6 @@ from rlctl.v1.control_pb2 import (
     Attach,
     Attached,
     CancelCommand,
-    Command,
     CommandResult,
     ControlRequest,
     ControlResponse,
@@ -138,13 +137,14 @@ class Commander:
             raise Reason.DEADLINE_EXCEEDED.error(
                 "the time was up before the command was sent", outcome=OUTCOME_NOT_SENT
             )
-        command = Command(
-            command_id=issued.command_id,
-            operation_id=issued.operation_id,
-            time_remaining=duration(remaining - min(HOP_S, remaining / 10)),
-            request=issued.request,
-        )
-        self._send(ControlRequest(command=command))
+        # Filled in place: a command that is put into the message is copied, and there may be a thousand.
+        message = ControlRequest()
+        command = message.command
+        command.command_id = issued.command_id
+        command.operation_id = issued.operation_id
+        command.time_remaining.CopyFrom(duration(remaining - min(HOP_S, remaining / 10)))
+        command.request.CopyFrom(issued.request)
+        self._send(message)
         self._pending[issued.command_id] = issued
 
     def cancel(self, command_id: str) -> None:

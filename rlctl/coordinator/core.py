@@ -21,7 +21,7 @@ from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.keys import Keys
-from rlctl.coordinator.operations import RETAINED, Operations, Run, conclude
+from rlctl.coordinator.operations import RETAINED, Operations, Run
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.roster import Roster, Slot, model_put, names
@@ -34,7 +34,7 @@ from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.control_pb2 import Attach, Attached, ControlRequest, ControlResponse
 from rlctl.v1.fleet_pb2 import Fleet, FleetEvent, StageRegistration
-from rlctl.v1.journal_pb2 import FleetRecord
+from rlctl.v1.journal_pb2 import FleetRecord, OperationRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, ExcludedStage, Operation
 from rlctl.v1.update_pb2 import (
     AbortWeightUpdateRequest,
@@ -209,17 +209,18 @@ class Coordinator:
             operation.validate_only = True
             operation.state = OPERATION_STATE_OK
             return operation
-        results = await self._fanout.run(
+        run = Run(OperationRecord(operation=operation))
+        await self._fanout.run(
             request,
             targets,
             operation_id=operation.operation_id,
             step="1",
             deadline=self._clock.now() + timeout_s,
+            on_result=run.add,
         )
-        operation.stage_results.extend(results)
-        conclude(operation)
-        operation.done_time.CopyFrom(self._clock.wall())
-        return operation
+        run.conclude()
+        run.operation.done_time.CopyFrom(self._clock.wall())
+        return run.operation
 
     async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
         update_id = _header(request).fence.update_id

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 from rlctl.coordinator import verification, versions
-from rlctl.coordinator.operations import Run, conclude
+from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.roster import ABSENT, Roster, Slot, model_put
 from rlctl.coordinator.session import Session
@@ -130,7 +130,7 @@ class Finish:
         """``cause``: what broke it off, also for targets that could not even be told."""
         self._stamp(run)
         whole = len(self._present(run, self._session.done)) == len(self._session.frozen)
-        conclude(run.operation, update=True, cause=cause)
+        run.conclude(update=True, cause=cause)
         if not whole or self._left_out() or any(r.HasField("warning") for r in run.operation.stage_results):
             # What became of the others may be unknown, but they are quarantined, and the version is published.
             run.operation.state = OPERATION_STATE_PARTIAL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import hashlib
-import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -33,6 +32,15 @@ log = logging.getLogger(__name__)
 RETAINED = 10_000
 """Ended operations that are kept, in memory and in the journal."""
 
+RETAINED_BYTES = 64 << 20
+"""Of them all, as they are journaled; in memory they take six times that. One to a thousand stages of eight ranks has
+300 kB.
+"""
+
+
+def _nothing() -> None:
+    """To give up an operation that cannot be given up, or has ended."""
+
 
 class Run:
     """One accepted operation while it runs, and afterwards."""
@@ -41,11 +49,14 @@ class Run:
         self.record = record
         self.ended = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.cancel: Callable[[], None] = lambda: None
+        self.cancel: Callable[[], None] = _nothing
         self.refused: RlctlError | None = None
         """Why it was not accepted after all: the journal did not take it."""
         self._changed = asyncio.Condition()
-        self._places = {name: index for index, name in enumerate(self.operation.targets)}
+        self._places: dict[str, int] = {}
+        """Where a target's result stands, once there is one; strangers last."""
+        self._filed: list[int] = []
+        """Places of those that are filed."""
         if self.operation.state != OPERATION_STATE_RUNNING:
             self.ended.set()
 
@@ -56,24 +67,40 @@ class Run:
 
     def add(self, result: StageResult) -> None:
         """Take in one target's result, replacing an earlier one of the same target; kept in target order."""
+        if not self._places:
+            self._places = {name: index for index, name in enumerate(self.operation.targets)}
+        place = self._places.setdefault(result.slot, len(self._places))
         filed = self.operation.stage_results
-        if not filed or self._place(filed[-1]) < self._place(result):
+        index = bisect.bisect_left(self._filed, place)
+        if index < len(self._filed) and self._filed[index] == place:
+            filed[index].CopyFrom(result)
+        elif index == len(self._filed):  # costs less than to insert
+            self._filed.append(place)
             filed.append(result)
-            return
-        place = bisect.bisect_left(filed, self._place(result), key=self._place)
-        while place < len(filed) and self._place(filed[place]) == self._place(result):
-            if filed[place].slot == result.slot:
-                filed[place].CopyFrom(result)
-                return
-            place += 1
-        filed.insert(place, result)
+        else:
+            self._filed.insert(index, place)
+            filed.insert(index, result)
 
-    def _place(self, result: StageResult) -> int:
-        """Where a result stands: its target's place, strangers last."""
-        return self._places.get(result.slot, len(self._places))
+    def conclude(self, *, update: bool = False, cause: RlctlError | None = None) -> None:
+        """Set the final state and error from the targets' results; a target without one is UNKNOWN. ``cause``: why
+        there may be such targets; without it that is a defect.
+        """
+        operation = self.operation
+        answered = {result.slot for result in operation.stage_results}
+        for name in operation.targets:
+            if name not in answered:
+                missing = cause or Reason.INTERNAL.error("no result was filed for this target")
+                self.add(StageResult(slot=name, outcome=OUTCOME_UNKNOWN, error=missing.detail()))
+        operation.state = of_targets(operation.stage_results, update=update)
+        error = explain_operation(operation, update=update)
+        if error is not None:
+            operation.error.CopyFrom(error)
 
-    async def notify(self) -> None:
-        """Wake those who watch."""
+    async def end(self) -> None:
+        """Nothing more will come of it: tell those who wait or watch, and keep its record only."""
+        self.cancel = _nothing
+        self._places, self._filed = {}, []
+        self.ended.set()
         async with self._changed:
             self._changed.notify_all()
 
@@ -93,14 +120,23 @@ class Run:
 class Operations:
     """Every operation by id."""
 
-    def __init__(self, journal: Journal, roster: Roster, clock: Clock, retained: int = RETAINED) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        roster: Roster,
+        clock: Clock,
+        retained: int = RETAINED,
+        retained_bytes: int = RETAINED_BYTES,
+    ) -> None:
         self._journal = journal
         self._retained = retained
+        self._retained_bytes = retained_bytes
         self._roster = roster
         self._clock = clock
         self._runs: dict[str, Run] = {}
-        self._ended: dict[str, None] = {}
-        """Ids of those that have ended, in that order."""
+        self._ended: dict[str, int] = {}
+        """Bytes of those that have ended, by id, in that order."""
+        self._ended_bytes = 0
         self._unrecorded: set[str] = set()
         """Those of them whose end is not in the journal yet."""
         self._holders: dict[str, str] = {}
@@ -129,8 +165,10 @@ class Operations:
                 record.operation.done_time.CopyFrom(self._clock.wall())
                 changes.append(Put("operation", key, record.SerializeToString()))
             self._runs[key] = Run(record)
+            self._ended[key] = len(body)
             self._joined |= {call.request_id: key for call in record.joined}
-        self._ended = dict.fromkeys(sorted(self._runs, key=self._done_at))
+        self._ended = {key: self._ended[key] for key in sorted(self._ended, key=self._done_at)}
+        self._ended_bytes = sum(self._ended.values())
         if changes:
             await self._journal.write(changes)
 
@@ -141,7 +179,7 @@ class Operations:
         run = self._runs.get(self._joined.get(request_id, request_id))
         if run is None and request_id and request_id <= self._forgotten:
             raise Reason.REQUEST_ID_EXPIRED.error(
-                f"request_id {request_id} is older than the {self._retained} operations that are remembered",
+                f"request_id {request_id} is no newer than an operation that is remembered no more",
                 field="header.request_id",
             )
         if run is not None and body_hash(request, request_id) not in _hashes(run.record, request_id):
@@ -198,8 +236,7 @@ class Operations:
             run.operation.state = OPERATION_STATE_FAILED
             run.refused = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
             run.operation.error.CopyFrom(run.refused.detail())
-            run.ended.set()
-            await run.notify()
+            await run.end()
             raise
         run.task = asyncio.create_task(self._work(run, work))
         return run
@@ -239,12 +276,14 @@ class Operations:
         finally:
             self._release(operation.operation_id)
             if operation.state == OPERATION_STATE_RUNNING:
-                conclude(operation)
+                run.conclude()
             operation.done_time.CopyFrom(self._clock.wall())
             operation.header.CopyFrom(self._roster.header())
             await self._end(run)
 
     async def _end(self, run: Run) -> None:
+        put = _put(run.record)
+        size = len(put.body)
         expired = self._expired()
         ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
         # Ids of a clock that goes ahead must not make those of all other callers look old.
@@ -254,7 +293,7 @@ class Operations:
         if forgotten > self._forgotten:
             changes.append(Put("forgotten", "", forgotten.encode()))
         try:
-            await self._journal.write([_put(run.record), *changes])
+            await self._journal.write([put, *changes])
             self._forget(expired)
             self._forgotten = max(self._forgotten, forgotten)
         except RlctlError as error:
@@ -266,16 +305,16 @@ class Operations:
                 error,
             )
         finally:
-            self._ended[run.operation.operation_id] = None
-            run.ended.set()
-            await run.notify()
+            self._ended[run.operation.operation_id] = size
+            self._ended_bytes += size
+            await run.end()
 
     def _forget(self, expired: Sequence[str]) -> None:
         """Another operation that ended at the same time may have forgotten them already."""
         self._unrecorded.difference_update(expired)
         for key in expired:
             run = self._runs.pop(key, None)
-            self._ended.pop(key, None)
+            self._ended_bytes -= self._ended.pop(key, 0)
             for call in run.record.joined if run is not None else ():
                 self._joined.pop(call.request_id, None)
 
@@ -339,28 +378,20 @@ class Operations:
             del self._holders[name]
 
     def _expired(self) -> list[str]:
-        return list(itertools.islice(self._ended, max(0, len(self._ended) - self._retained)))
+        surplus, excess = len(self._ended) - self._retained, self._ended_bytes - self._retained_bytes
+        expired = []
+        for key, size in self._ended.items():
+            if surplus <= 0 and excess <= 0:
+                break
+            expired.append(key)
+            surplus, excess = surplus - 1, excess - size
+        return expired
 
     def _done_at(self, operation_id: str) -> int:
         return self._runs[operation_id].operation.done_time.ToNanoseconds()
 
     async def _save(self, run: Run) -> None:
         await self._journal.write([_put(run.record)])
-
-
-def conclude(operation: Operation, *, update: bool = False, cause: RlctlError | None = None) -> None:
-    """Set the final state and error from the targets' results; a target without one is UNKNOWN. ``cause``: why there
-    may be such targets; without it that is a defect.
-    """
-    answered = {result.slot for result in operation.stage_results}
-    for name in operation.targets:
-        if name not in answered:
-            missing = cause or Reason.INTERNAL.error("no result was filed for this target")
-            operation.stage_results.add(slot=name, outcome=OUTCOME_UNKNOWN, error=missing.detail())
-    operation.state = of_targets(operation.stage_results, update=update)
-    error = explain_operation(operation, update=update)
-    if error is not None:
-        operation.error.CopyFrom(error)
 
 
 def body_hash(request: Message, request_id: str = "") -> bytes:

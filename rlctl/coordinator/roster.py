@@ -110,6 +110,11 @@ class Slot:
         return self.record.registration.model
 
     @property
+    def stage(self) -> str:
+        """Logical stage that it belongs to."""
+        return self.record.registration.stage or "main"
+
+    @property
     def capabilities(self) -> Capabilities:
         """What its stage can do."""
         return self.record.registration.capabilities
@@ -341,30 +346,35 @@ class Roster:
                     f"slot {name!r} serves {slot.model!r}, not {target.model!r}",
                     field=f"header.target.slots[{index}]",
                 )
-        stages = {slot.record.registration.stage or "main" for slot in self.slots.values()}
-        for index, name in enumerate(target.stages):
-            if name not in stages:
-                raise Reason.STAGE_NOT_FOUND.error(
-                    f"no logical stage is called {name!r}; there are: {', '.join(sorted(stages))}",
-                    field=f"header.target.stages[{index}]",
-                )
+        if target.stages:
+            self._refuse_unknown_stages(target)
+        slots, stages = frozenset(target.slots), frozenset(target.stages)
         targets, excluded = [], []
-        for slot in sorted(self.slots.values(), key=lambda s: s.name):
-            stage = slot.record.registration.stage or "main"
+        for _, slot in sorted(self.slots.items()):
             if (
                 (target.model and slot.model != target.model)
-                or (target.slots and slot.name not in target.slots)
-                or (target.stages and stage not in target.stages)
+                or (slots and slot.name not in slots)
+                or (stages and slot.stage not in stages)
             ):
                 continue
-            if slot.state in ABSENT and not target.slots:
-                if slot.state != common_pb2.STAGE_STATE_RETIRED:
-                    excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason="not there"))
+            state = slot.state
+            if state in ABSENT and not slots:
+                if state != common_pb2.STAGE_STATE_RETIRED:
+                    excluded.append(ExcludedStage(slot=slot.name, state=state, reason="not there"))
                 continue
             targets.append(slot)
         if not targets:
             raise Reason.NO_TARGETS.error("no stage is there to address")
         return targets, excluded
+
+    def _refuse_unknown_stages(self, target: Target) -> None:
+        known = {slot.stage for slot in self.slots.values()}
+        for index, name in enumerate(target.stages):
+            if name not in known:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"no logical stage is called {name!r}; there are: {', '.join(sorted(known))}",
+                    field=f"header.target.stages[{index}]",
+                )
 
     # Watching.
 

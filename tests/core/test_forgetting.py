@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from rlctl.coordinator.operations import Operations, Run
+from rlctl.coordinator.operations import RETAINED_BYTES, Operations, Run
 from rlctl.coordinator.roster import Roster
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put, SystemClock
@@ -53,8 +53,8 @@ class Memory:
 CLOCK = Clock()
 
 
-def operations(journal: Memory, retained: int) -> Operations:
-    return Operations(journal, Roster(journal, CLOCK), CLOCK, retained)
+def operations(journal: Memory, retained: int, retained_bytes: int = RETAINED_BYTES) -> Operations:
+    return Operations(journal, Roster(journal, CLOCK), CLOCK, retained, retained_bytes)
 
 
 async def begun(operations: Operations, let: asyncio.Event, request_id: str | None = None) -> Run:
@@ -97,6 +97,23 @@ async def test_operations_that_end_at_the_same_time_forget_the_same_one_once() -
         with pytest.raises(RlctlError) as refused:
             kept.known(asked.header.request_id, asked)
         assert refused.value.reason is Reason.REQUEST_ID_EXPIRED
+
+
+async def test_what_is_kept_has_a_bound_in_bytes_too() -> None:
+    """One operation may take kilobytes, or hundreds of them: it has a result for every rank of every target."""
+    journal = Memory()
+    kept = operations(journal, retained=100, retained_bytes=1000)
+    runs = [await ended(kept) for _ in range(30)]
+    for each in (kept, later := operations(journal, retained=100, retained_bytes=1000)):
+        if each is later:
+            await later.load()
+            runs.append(await ended(later))
+        newest = [run.operation.operation_id for run in reversed(runs)]
+        known = [run.operation.operation_id for run in each.newest_first("", 0)]
+        assert known == newest[: len(known)]
+        sizes = [len(body) for (kind, _), body in journal.records.items() if kind == "operation"]
+        assert 1000 <= sum(sizes) < 1000 + 2 * max(sizes)
+        assert len(sizes) == len(known)
 
 
 async def test_a_call_that_joined_an_operation_is_refused_once_that_is_forgotten() -> None:
