@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from rlctl.control import commander as commanding
+from rlctl.control import executor as executing
 from rlctl.control.commander import Commander, Issued
 from rlctl.control.executor import Executor
 from rlctl.engine import Call
@@ -300,11 +301,31 @@ async def test_what_a_read_has_found_is_not_kept_when_it_is_long(wire: Wire) -> 
     assert wire.rank.carried_out == ["read", "check", "write", "read", "check"]
 
 
+async def test_the_last_results_are_kept_and_what_runs_is(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executing, "REMEMBERED", 3)
+    commander = wire.connect()
+    wire.rank.gate.clear()
+    running = commander.issue("running", "o", packed(), soon())
+    await running.accepted
+    wire.rank.gate = asyncio.Event()
+    wire.rank.gate.set()
+    wire.rank.says = "first"
+    for name in "abc":
+        await answer(commander.issue(name, "o", packed(), soon()))
+    wire.rank.says = "later"
+    assert list(wire.executor._records) == ["running", "b", "c"]
+    for name, said in (("c", "first"), ("b", "first"), ("a", "later")):
+        result = await wire.executor.execute(name, packed(), 5.0)
+        assert (result.rank.outcome, result.rank.model_info.model_path) == (OUTCOME_APPLIED, said)
+    assert wire.rank.carried_out == ["a", "b", "c", "a"]
+
+
 async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:
     commander = wire.connect()
     for body, reason in (
         (Any(type_url="type.googleapis.com/rlctl.v1.NoSuchRequest"), "VERB_UNKNOWN"),
         (Any(type_url="type.googleapis.com/google.protobuf.Duration"), "VERB_UNKNOWN"),
+        (Any(type_url="type.googleapis.com/rlctl.v1.Operation"), "VERB_UNKNOWN"),
         (Any(), "VERB_UNKNOWN"),
         (Any(type_url="type.googleapis.com/rlctl.v1.PauseGenerationRequest", value=b"\xff\xff"), "FIELD_INVALID"),
     ):

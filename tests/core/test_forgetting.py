@@ -107,7 +107,7 @@ async def test_what_is_kept_has_a_bound_in_bytes_too() -> None:
     for each in (kept, later := operations(journal, retained=100, retained_bytes=1000)):
         if each is later:
             await later.load()
-            runs.append(await ended(later))
+            runs += [await ended(later) for _ in range(5)]
         newest = [run.operation.operation_id for run in reversed(runs)]
         known = [run.operation.operation_id for run in each.newest_first("", 0)]
         assert known == newest[: len(known)]
