@@ -30,7 +30,6 @@ from rlctl_torch.rank import Rank
 def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
     """What this engine can do, on its device, with its weights."""
     cuda = rank.device.type == "cuda"
-    experimental = ["device.cuda", "transport.torch_nccl", "staged_apply"] if cuda else []
     transports = [common_pb2.TRANSPORT_TORCH_GLOO, common_pb2.TRANSPORT_DISK]
     verification = [
         common_pb2.VERIFICATION_LEVEL_NONE,
@@ -44,7 +43,6 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
     if host_id() and cuda:
         transports.append(common_pb2.TRANSPORT_CUDA_IPC)
-        experimental.append("transport.cuda_ipc")
     if rank.model.lossless:
         # Otherwise the digest of what is held cannot equal that of what was sent.
         verification.append(common_pb2.VERIFICATION_LEVEL_EXPECTED)
@@ -60,7 +58,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         kv_transports=[common_pb2.TRANSPORT_SHARED_MEMORY] if rank.options.disaggregation_mode != "null" else (),
         staged_apply=True,
         fenced=True,
-        experimental=experimental,
+        experimental=["transport.torch_nccl"] if cuda else [],
         unsupported={name: "the torch engine has no code for it" for name in VERBS if name not in verbs},
     )
 

@@ -1,7 +1,8 @@
 """``python -m rlctl.bench NAME [--quick] [--json] [--only ID]``, which ``tools/bench`` runs.
 
 The exit status is 0 when every figure was measured, whether or not goals are met: what a goal says about a shared or
-small machine is for people to judge. It is 2 for a benchmark or figure that does not exist.
+small machine is for people to judge. It is 2 for a benchmark or figure that does not exist, or that needs what this
+machine lacks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="only this figure; repeatable")
     given = parser.parse_args(arguments)
-    figures: list[Figure] = importlib.import_module(f"rlctl.bench.{given.name}").FIGURES
+    package = importlib.import_module(f"rlctl.bench.{given.name}")
+    if hasattr(package, "lacking") and (what := package.lacking()):
+        parser.error(f"{given.name} cannot be measured here: {what}")
+    figures: list[Figure] = package.FIGURES
     if unknown := sorted(set(given.only) - {figure.id for figure in figures}):
         parser.error(f"{given.name} has no figure {unknown[0]!r}; it has {', '.join(f.id for f in figures)}")
     chosen = [figure for figure in figures if not given.only or figure.id in given.only]

@@ -23,7 +23,10 @@ CHUNK_BYTES = 8 << 20
 """How much one thread reads at a time."""
 
 BUFFER_BYTES = 1 << 20
-"""What goes through a buffer at a time: it stays in a core's cache between reading and copying."""
+"""What goes through a buffer at a time on the host: it stays in a core's cache between reading and copying."""
+
+DEVICE_BUFFER_BYTES = 8 << 20
+"""The same on the way to a device, where each copy is waited for."""
 
 RUN_BYTES = 128 << 10
 """From this length on, a run of bytes of a cut up tensor is read by itself; shorter ones with what is between."""
@@ -94,7 +97,8 @@ def _jobs(part: Part) -> Iterator[Callable[[], int]]:
     except RuntimeError:
         aside = torch.empty(outer, length, inner, dtype=into.dtype, device=into.device)
         target = aside
-    blocks = _blocks(outer, cut, inner * size, start, length)
+    buffer_bytes = BUFFER_BYTES if into.device.type == "cpu" else DEVICE_BUFFER_BYTES
+    blocks = _blocks(outer, cut, inner * size, start, length, buffer_bytes)
     if aside is None:
         for index in range(0, len(blocks), 16):
             yield _Buffered(part, target, blocks[index : index + 16], cut, start, None)
@@ -123,13 +127,13 @@ class _Block:
     stop: int
 
 
-def _blocks(outer: int, cut: int, row_bytes: int, start: int, length: int) -> list[_Block]:
+def _blocks(outer: int, cut: int, row_bytes: int, start: int, length: int, buffer_bytes: int) -> list[_Block]:
     """The part in blocks whose bytes lie together in the file, each of about a buffer's size (or one row)."""
     whole = outer > 1 and length * row_bytes < RUN_BYTES
     if whole:
-        count = max(1, BUFFER_BYTES // max(1, cut * row_bytes))
+        count = max(1, buffer_bytes // max(1, cut * row_bytes))
         return [_Block(at, min(at + count, outer), 0, cut) for at in range(0, outer, count)]
-    count = max(1, BUFFER_BYTES // max(1, row_bytes))
+    count = max(1, buffer_bytes // max(1, row_bytes))
     return [
         _Block(at, at + 1, begin, min(begin + count, start + length))
         for at in range(outer)

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -115,3 +116,19 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
     done = bench(*arguments)
     assert done.returncode == 2
     assert "nothing" in done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
+def test_a_quick_run_of_the_gpus_benchmark() -> None:
+    done = bench("gpu", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = {figure["id"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures.keys() == {"ipc", "ipc_stall", "staged_pause", "verified", "gloo", "disk", "checksum"}
+    assert all(figure["value"] > 0 for figure in figures.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
+def test_without_a_gpu_its_benchmark_is_refused() -> None:
+    done = bench("gpu")
+    assert done.returncode == 2
+    assert "no GPU is visible" in done.stderr

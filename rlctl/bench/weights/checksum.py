@@ -18,15 +18,20 @@ from rlctl.weights.tensors import as_bytes
 
 
 def _measure(setting: Setting) -> Reading:
-    fleet = setting.shared(fleets.single)
-    tensors = sorted(map(as_bytes, fleet.source.weights.values()), key=torch.Tensor.numel, reverse=True)
+    return measured(setting.shared(fleets.single), setting.rounds)
+
+
+def measured(fleet: Running, rounds: int) -> Reading:
+    """CheckWeights of the fleet's one engine beside hashlib over the same tensors in host memory."""
+    held = (as_bytes(tensor).cpu() for tensor in fleet.source.weights.values())
+    tensors = sorted(held, key=torch.Tensor.numel, reverse=True)
     cores = len(os.sched_getaffinity(0))
     sides = {
         "product": lambda: _checksum(fleet),
         "all_cores": lambda: _hash(tensors, cores),
         "largest": lambda: _hash(tensors[:1], 1),
     }
-    seconds = interleaved(setting.rounds, sides)
+    seconds = interleaved(rounds, sides)
     nbytes = fleet.source.nbytes
     return Reading.of(
         ratios(seconds["all_cores"], seconds["product"]),

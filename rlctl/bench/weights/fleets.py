@@ -74,16 +74,20 @@ class Update:
 
 
 @contextlib.contextmanager
-def running(setting: Setting, shape: Shape, *, engines: int, tp_size: int = 1) -> Iterator[Running]:
-    """A fleet of torch engines on the CPU that hold a model of this shape; the only one while it is up."""
+def running(
+    setting: Setting, shape: Shape, *, engines: int, tp_size: int = 1, device: str = "cpu"
+) -> Iterator[Running]:
+    """A fleet of torch engines that hold a model of this shape, as their trainer does; the only one while it is up."""
     setting.close()
-    source = Synthetic(shape)
+    source = Synthetic(shape, device)
     root = setting.directory / f"fleet-{time.monotonic_ns()}"
     members = root / "members"
     members.mkdir(parents=True)
     checkpoint = str(save(shape, source.weights, root / "checkpoint"))
     environment = {member.DIRECTORY: str(members), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    specs = [EngineSpec(f"actor-{i}", checkpoint, tp_size=tp_size, options=OPTIONS) for i in range(engines)]
+    specs = [
+        EngineSpec(f"actor-{i}", checkpoint, tp_size=tp_size, device=device, options=OPTIONS) for i in range(engines)
+    ]
     with _environment(environment), contextlib.ExitStack() as stack:
         fleet = LaunchedFleet(specs, directory=root / "fleet", module=member.__name__)
         stack.enter_context(fleet)

@@ -82,6 +82,9 @@ class Shape:
 QWEN3_0_6B = Shape(28, 1024, 3072, 16, 8, 128, 151936)
 """Qwen3-0.6B: 311 tensors, 596 million parameters, 1.11 GiB."""
 
+QWEN3_4B = Shape(36, 2560, 9728, 32, 8, 128, 151936)
+"""Qwen3-4B: 398 tensors, 4.02 billion parameters, 7.49 GiB."""
+
 ONE_LAYER = Shape(1, 1024, 3072, 16, 8, 128, 4096)
 """A layer of it with a small vocabulary, 38 MiB: for smoke tests."""
 
@@ -90,12 +93,12 @@ SMALL_TENSORS = Shape(72, 128, 256, 4, 4, 64, 256)
 
 
 class Synthetic:
-    """A weight source of one shape. The tensors are in memory."""
+    """A weight source of one shape. The tensors are in the device's memory."""
 
     stable = True
 
-    def __init__(self, shape: Shape) -> None:
-        noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
+        noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16().to(device)
         self.weights = {meta.name: _filled(meta, noise) for meta in shape.metas()}
 
     @property
@@ -121,7 +124,7 @@ def save(shape: Shape, weights: Mapping[str, torch.Tensor], directory: Path) -> 
 
 
 def _filled(meta: TensorMeta, noise: torch.Tensor) -> torch.Tensor:
-    flat = torch.empty(meta.numel, dtype=meta.dtype)
+    flat = torch.empty(meta.numel, dtype=meta.dtype, device=noise.device)
     for start in range(0, meta.numel, _NOISE):
         part = flat[start : start + _NOISE]
         part.copy_(noise[: part.numel()])
