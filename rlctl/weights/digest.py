@@ -182,5 +182,6 @@ def _host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     # Page-locked: into ordinary memory a GPU copies for one thread at a time, slower than two cores hash.
     room = torch.empty(min(data.numel(), _CHUNK_BYTES), dtype=torch.uint8, pin_memory=data.is_cuda)
-    for part in data.split(_CHUNK_BYTES):
+    for start in range(0, data.numel(), _CHUNK_BYTES):
+        part = data[start : start + _CHUNK_BYTES]
         yield room[: part.numel()].copy_(part)
