@@ -374,6 +374,10 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
         raise Reason.FIELD_CONFLICT.error(
             "an implicit update lands in place, and what comes when is its clients' choice", field="implicit"
         )
+    elif request.rollout.max_unavailable:
+        raise Reason.FIELD_CONFLICT.error(
+            "clients that name no update send the weights once, not batch by batch", field="rollout.max_unavailable"
+        )
     if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
         _adapter_name(request.adapter, "adapter")
         if not request.HasField("adapter_config"):

@@ -140,6 +140,8 @@ async def unload(
     """Unload an adapter at its holders. Once one of them may have, the model has it no more, and on return no stage
     serves it; who still holds it is told again (`orphans.py`).
     """
+    run.refuse_given_up()
+    run.cancel = lambda: fanout.cancel(targets, run.operation.operation_id, "1")
     results = await fanout.run(
         request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
     )

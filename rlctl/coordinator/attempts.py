@@ -149,6 +149,15 @@ class Attempts:
                 )
             if opened.broken:
                 raise Reason.GROUP_FAILED.error("another write of this attempt has failed")
+            group_names: list[str] = []
+            if isinstance(request, UpdateWeightsFromDistributedRequest):
+                group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
+            if run.given_up:
+                opened.broken = True
+                together = self._together(session.reached_by(request), run, group_names)
+                together.leave()  # or its source would wait in them for those that never come
+                await together.left()
+                run.refuse_given_up()
             try:
                 await session.ready()
             except RlctlError:
@@ -157,9 +166,6 @@ class Attempts:
                 for result in session.unprepared:
                     run.add(result)
                 raise
-            group_names: list[str] = []
-            if isinstance(request, UpdateWeightsFromDistributedRequest):
-                group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             try:
                 targets = session.reached_by(request)
                 await self._together(targets, run, group_names).run(request, timeout_s, aside=session.staged)
@@ -202,7 +208,7 @@ class Attempts:
                 f"nobody is left in the last batch; gone: {', '.join(names(lost))}",
                 next_step="What is gone is healed when it is back; stages of the batches before serve the version.",
             )
-        session.start_over(lost)
+        undo, broken = session.start_over(lost), opened.broken
         opened.broken = False
         received, opened.received = opened.received, []
         remaining = [target for target in plan.targets if target.slot not in names(lost)]
@@ -214,7 +220,12 @@ class Attempts:
         phase = session.record.phase if session.published else UPDATE_PHASE_WRITING
         async with self._roster.publishing:
             abandoned = self._planner.add_groups(plan, begin, session.targets)
-            await self._journal.write([model_put(session.model.record), session.put(phase)])
+            try:
+                await self._journal.write([model_put(session.model.record), session.put(phase)])
+            except BaseException:
+                undo()  # a repeat plans it again
+                opened.broken, opened.received = broken, received
+                raise
         answers = {slot: _what_is_known(slot, received) for slot in lost}
         for answer in answers.values():
             opened.run.add(answer)

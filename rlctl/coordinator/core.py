@@ -51,6 +51,7 @@ from rlctl.v1.update_pb2 import (
 )
 from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
+    DestroyWeightsUpdateGroupRequest,
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
     PauseGenerationRequest,
@@ -176,11 +177,11 @@ class Coordinator:
         if self.implicit.takes(request):
             joined = await self.implicit.run(request, timeout_s)
             return await self._joined(joined, wait=not getattr(request, "is_async", False))
-        if isinstance(request, UpdateWeightsFromDiskRequest) and not _header(request).validate_only:
+        if isinstance(request, UpdateWeightsFromDiskRequest):
             known = self.operations.known(_header(request).request_id, request) is not None
             run = await self._disk.update(request, timeout_s)
             return await self._answer(run, replayed=known, wait=not request.is_async)
-        if isinstance(request, LoadAdapterRequest) and not _header(request).validate_only:
+        if isinstance(request, LoadAdapterRequest):
             known = self.operations.known(_header(request).request_id, request) is not None
             return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=known)
         if not verb.mutates(request) or _header(request).validate_only:
@@ -228,6 +229,9 @@ class Coordinator:
         joined = "" if update_id else self.implicit.flushed_in(request, targets)
         if verb.waits and not joined:
             self.updates.refuse_outsider(targets, update_id)
+        if isinstance(request, DestroyWeightsUpdateGroupRequest):
+            for model in {slot.model for slot in targets}:
+                self.implicit.joining.forget(model)
         attempt = self.updates.attempt(update_id)  # another one may be planned before this is on record
         told = request
         if joined:
@@ -235,6 +239,8 @@ class Coordinator:
             _header(told).fence.update_id = joined
 
         async def work(run: Run) -> None:
+            if not isinstance(request, UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest):
+                run.refuse_given_up()  # of a write somebody has to tell the source
             deadline = self._clock.now() + timeout_s
             ends_serving = isinstance(request, PauseGenerationRequest) or spoils(request)
             async with self.roster.leaving(targets if ends_serving else ()):
@@ -329,7 +335,7 @@ class Coordinator:
         """Open an update."""
         check(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
-        begins = self.implicit if request.implicit and not request.header.validate_only else self.updates
+        begins = self.implicit if request.implicit else self.updates
         return await begins.begin(request, timeout_s)
 
     async def join_weight_update(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
@@ -403,7 +409,7 @@ class Coordinator:
         """Give up an operation where it has not started."""
         run = self.operations.get(request.operation_id)
         if run.operation.state == OPERATION_STATE_RUNNING:
-            run.cancel()
+            run.give_up()
             if run.operation.update_id == run.operation.operation_id:
                 await self.updates.abort(run.operation.update_id, 0, "cancelled by CancelOperation")
         return await self._answer(run)

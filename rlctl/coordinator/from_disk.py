@@ -59,7 +59,7 @@ class FromDisk:
         begin = BeginWeightUpdateRequest(
             header=request.header,
             model=model,
-            version=request.weight_version or f"disk-{self._clock.new_id()[:8]}",
+            version=request.weight_version or self._label(),
             path=DATA_PATH_DISK,
             kind=UPDATE_KIND_PARTIAL if request.target_modules else UPDATE_KIND_FULL,
             apply=request.apply,
@@ -76,6 +76,10 @@ class FromDisk:
         content = functools.partial(self._read, request=request)
         return await self._updates.begin_whole(begin, timeout_s, request, content, vet=vet)
 
+    def _label(self) -> str:
+        """Of a version that got none: of an id's two ends the first is its time, and the same for a minute."""
+        return f"disk-{self._clock.new_id()[-12:]}"
+
     def _nobody(self, name: str, model: str) -> Trainer:
         """Whoever has something read from disk is no trainer that another one could have taken over from."""
         return Trainer(name=name, incarnation=self._roster.model(model).record.trainer_incarnation)
@@ -83,7 +87,7 @@ class FromDisk:
     async def load_adapter(self, request: LoadAdapterRequest, timeout_s: float | None) -> Run:
         """A whole adapter update in one call: every stage of the model reads it from disk."""
         model = self._planner.only_model(request.header.target)
-        version = request.version or f"disk-{self._clock.new_id()[:8]}"
+        version = request.version or self._label()
         begin = BeginWeightUpdateRequest(
             header=request.header,
             model=model,

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.roster import ModelState, Roster, Slot, model_put
-from rlctl.coordinator.session import Session
+from rlctl.coordinator.session import Session, has_left
 from rlctl.coordinator.together import Together
 from rlctl.outcomes import acknowledged, blame
 from rlctl.ports import Clock, Journal
@@ -91,8 +91,14 @@ class FromPeer:
                 receiving.cancel()
                 await asyncio.gather(sending, receiving, return_exceptions=True)
         finally:
-            leave = DestroyWeightsUpdateGroupRequest(group_name=group)
-            await asyncio.shield(self.ask(leave, both, "leave", ANSWER_S))
+            await asyncio.shield(self._leave(group, both))
+
+    async def _leave(self, group: str, slots: Sequence[Slot]) -> None:
+        """One that a rank may still be in stays on record, to be left by the next update."""
+        results = await self.ask(DestroyWeightsUpdateGroupRequest(group_name=group), slots, "leave", ANSWER_S)
+        groups = self._session.model.record.groups
+        if group in groups and all(has_left(result) for result in results):
+            groups.remove(group)
 
     def _joining(self, group: str) -> InitWeightsUpdateGroupRequest:
         layout = self._peer.record.registration.layout
@@ -116,9 +122,11 @@ class FromPeer:
             record = ModelRecord()
             record.CopyFrom(model.record)
             record.group_generation += 1
+            name = f"{record.name}-{record.group_generation}-heal"
+            record.groups.append(name)
             await self._journal.write([model_put(record)])
             model.record = record
-        return f"{record.name}-{record.group_generation}-heal"
+        return name
 
     async def _buckets(self) -> list[TensorBucket]:
         """Every tensor of the model or the adapter, each in a broadcast of its own."""

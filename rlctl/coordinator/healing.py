@@ -78,13 +78,18 @@ class _Heal:
     session: Session | None = None
     """Of the stage that it is at."""
     work: asyncio.Task[None] | None = None
-    gives_way: bool = False
+    stopped: RlctlError | None = None
+    """Why it ends with the stage that it is at."""
 
-    async def makes_way(self) -> bool:
-        """End it with the stage that it is at, or before it begins. False when it does not in time."""
-        self.gives_way = True
+    def stop(self, cause: RlctlError) -> None:
+        """End it with the stage that it is at, or before it begins."""
+        self.stopped = self.stopped or cause
         if self.work is not None:
             self.work.cancel()
+
+    async def makes_way(self) -> bool:
+        """End it for an update. False when it does not end in time."""
+        self.stop(Reason.CANCELLED.error("an update of the trainer's goes first"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MAKE_WAY_S):
                 await self.over.wait()
@@ -145,6 +150,9 @@ class Healer:
         heal = _Heal({slot.name for slot in slots})
 
         async def work(run: Run) -> None:
+            run.cancel = lambda: heal.stop(Reason.CANCELLED.error("it was cancelled"))
+            if run.given_up:
+                run.cancel()
             try:
                 await one_after_the_other(run)
             finally:
@@ -163,15 +171,15 @@ class Healer:
                         await self._one(heal, run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
-                    # The update that a heal made way for waits for this operation, which holds all of its stages.
-                    gives_way = error.reason is Reason.CANCELLED
+                    # Who stopped it waits for this operation, which holds all of its stages.
+                    stopped = error.reason is Reason.CANCELLED
                     # That it has read, or was healed before it lacked an adapter still, is not that it was healed.
                     results = run.operation.stage_results
                     answered = {result.slot for result in results if not acknowledged(result, update=True)}
-                    for left in slots[index:] if gives_way else [slot]:
+                    for left in slots[index:] if stopped else [slot]:
                         if left.name not in answered:
                             run.add(_not_healed(left, error))
-                    if gives_way:
+                    if stopped:
                         break
             if failure is not None and len(slots) == 1:
                 raise failure
@@ -297,10 +305,9 @@ class Healer:
 
     async def _one(self, heal: _Heal, run: Run, slot: Slot, session: Session, steps: Coroutine[Any, Any, None]) -> None:
         model = self._roster.models[slot.model]
-        cancelled = Reason.CANCELLED.error("an update of the trainer's goes first")
-        if heal.gives_way or model.update_id:
+        if heal.stopped is not None or model.update_id:
             steps.close()
-            raise cancelled if heal.gives_way else in_progress(model)
+            raise heal.stopped or in_progress(model)
         model.update_id, model.update_owner = session.update_id, f"{OWNER} {slot.name}"
         heal.session, heal.work = session, asyncio.create_task(steps)
         self._roster.changed()
@@ -308,9 +315,9 @@ class Healer:
             await asyncio.gather(heal.work)
             slot.late = slot.late and session.adapter is not None
         except BaseException as error:  # noqa: BLE001 - the stage must not be left in an open update
-            typed = error if isinstance(error, RlctlError) else cancelled
-            await session.abort(run, typed)
-            raise typed from None
+            cause = error if isinstance(error, RlctlError) else heal.stopped or Reason.CANCELLED.error()
+            await session.abort(run, cause)
+            raise cause from None
         finally:
             heal.session = heal.work = None
             slot.restoring = False

@@ -27,7 +27,7 @@ from rlctl.coordinator.peers import Peers
 from rlctl.coordinator.planning import Planner, in_progress
 from rlctl.coordinator.relabelling import relabel
 from rlctl.coordinator.roster import Roster, Slot
-from rlctl.coordinator.updates import Updates
+from rlctl.coordinator.updates import Updates, vet_implicit
 from rlctl.errors import Reason, from_detail
 from rlctl.outcomes import acknowledged, blame, to_blame
 from rlctl.ports import Clock, Journal
@@ -99,6 +99,13 @@ class _Came:
             added |= {name for name in bucket.names if name not in self._groups}
             self._groups |= dict.fromkeys(bucket.names, group)
         return added
+
+    def take_back(self, request: Write, added: set[str]) -> None:
+        """A write that was numbered was not accepted: those that got later numbers meanwhile leave a gap and fail."""
+        for _, _, group in _buckets(request):
+            self._buckets[group] -= 1
+        for name in added:
+            self._groups.pop(name, None)
 
     def forget(self, request: Write, added: set[str]) -> None:
         """A write came over groups that nobody is in: those that get their names begin anew."""
@@ -222,11 +229,13 @@ class Implicit:
             if known is not None:
                 return self._updates.get(known.operation.update_id).session.record.plan
             opened = self._updates.implicit_of(begin.model)
-            if opened is not None and self._takes_writes(opened) and not opened.session.written:
+            if opened is None or not self._takes_writes(opened) or opened.session.written:
+                if request.header.validate_only:
+                    return (await self._updates.begin_validated(self._complete(begin), vet_implicit)).record.plan
+                opened = await self._open(begin, timeout_s, asked=request)
+            elif not request.header.validate_only:
                 opened.renew(self._clock.now())
                 await self._operations.join(opened.run, request)
-            else:
-                opened = await self._open(begin, timeout_s, asked=request)
         return opened.session.record.plan
 
     async def _open(
@@ -238,8 +247,8 @@ class Implicit:
         self._came[opened.session.update_id] = _Came()
         return opened
 
-    def _complete(self, begin: BeginWeightUpdateRequest) -> None:
-        """What such a client does not say."""
+    def _complete(self, begin: BeginWeightUpdateRequest) -> BeginWeightUpdateRequest:
+        """What such a client does not say; returns the request."""
         model = self._roster.model(begin.model)
         begin.implicit = True
         begin.path = begin.path or DATA_PATH_BROADCAST
@@ -248,6 +257,7 @@ class Implicit:
         if not begin.HasField("lease_ttl"):
             begin.lease_ttl.CopyFrom(duration(LEASE_S))
         begin.trainer.MergeFrom(Trainer(name=begin.trainer.name or OWNER, incarnation=model.record.trainer_incarnation))
+        return begin
 
     # Write.
 
@@ -335,13 +345,13 @@ class Implicit:
         body.header.fence.update_id = session.update_id
         came.refuse_other_source(body)
         added = came.number(body)
-        if request.weight_version:
-            session.record.plan.version.label = request.weight_version
-        options = session.record.request.options
-        options.flush_cache = _flushes(options) or _flushes(request.options)
         opened.renew(self._clock.now())
 
         async def work(run: Run) -> None:
+            if request.weight_version:
+                session.record.plan.version.label = request.weight_version
+            options = session.record.request.options
+            options.flush_cache = _flushes(options) or _flushes(request.options)
             try:
                 await self._attempts.receive(opened, body, run, timeout_s)
             finally:
@@ -354,16 +364,20 @@ class Implicit:
                 elif failed:
                     came.forget(body, added)
 
-        return await self._operations.start(
-            request,
-            verb=of_request(request).name,
-            targets=session.reached_by(request),
-            excluded=[],
-            work=work,
-            exclusive=False,
-            model=session.model.record.name,
-            update_id=session.update_id,
-        )
+        try:
+            return await self._operations.start(
+                request,
+                verb=of_request(request).name,
+                targets=self._updates.targets(session.update_id, request),
+                excluded=[],
+                work=work,
+                exclusive=False,
+                model=session.model.record.name,
+                update_id=session.update_id,
+            )
+        except BaseException:
+            came.take_back(body, added)
+            raise
 
     # End.
 

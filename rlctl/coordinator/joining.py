@@ -3,8 +3,8 @@
 A client that knows engines only calls each of them; the weights are the model's all the same. The first call starts the
 operation, those for the other engines get its answer, each once. A request_id of the client's own makes a repeat exact.
 Without one, the same body for the same engine is a repeat while the operation runs, and until somebody has got its
-answer; after that it is a new operation. So is a call that comes :data:`JOINED_S` after another one got the answer:
-by then it is no part of what that asked for.
+answer; after that it is a new operation. So is a call that comes :data:`JOINED_S` after another one got the answer, or
+after the end where all who asked have left: by then it is no part of what they asked for.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Joining:
         shared.called.add(header.for_slot)
         try:
             await _started(shared.run)
+            run = shared.run.result()
+            await self._operations.join(run, body)
         except BaseException:
             shared.called.discard(header.for_slot)
             raise
-        run = shared.run.result()
-        await self._operations.join(run, body)
         return Joined(run, joined, body)
 
     def known(self, body: Message) -> Run | None:
@@ -127,15 +127,21 @@ class Joining:
             del self._shared[key]
 
     def forget(self, model: str) -> None:
-        """A new update of a model begins: what has ended is joined by nobody any more."""
+        """A new update of a model begins, or groups of it are left: what has ended is joined by nobody any more."""
         for key, shared in list(self._shared.items()):
-            accepted = shared.run.done() and not shared.run.cancelled() and shared.run.exception() is None
-            if shared.model == model and accepted and shared.run.result().ended.is_set():
+            if shared.model == model and _ended_at(shared.run) < float("inf"):
                 del self._shared[key]
 
     def _drop_old(self) -> None:
         old = self._clock.now() - JOINED_S
-        self._shared = {key: shared for key, shared in self._shared.items() if shared.answered_at > old}
+        self._shared = {
+            key: shared for key, shared in self._shared.items() if min(shared.answered_at, _ended_at(shared.run)) > old
+        }
+
+
+def _ended_at(run: asyncio.Task[Run]) -> float:
+    accepted = run.done() and not run.cancelled() and run.exception() is None
+    return run.result().ended_at if accepted else float("inf")
 
 
 async def _started(run: asyncio.Task[Run]) -> None:

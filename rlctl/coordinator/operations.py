@@ -14,9 +14,10 @@ from rlctl.coordinator.roster import Roster, Slot, names
 from rlctl.errors import Reason, RlctlError, typed
 from rlctl.outcomes import explain_operation, of_targets
 from rlctl.ports import Clock, Delete, Journal, Put
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, OperationRecord, UpdateRecord
 from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_CANCELLED,
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
     OPERATION_STATE_RUNNING,
@@ -48,8 +49,13 @@ class Run:
     def __init__(self, record: OperationRecord) -> None:
         self.record = record
         self.ended = asyncio.Event()
+        self.ended_at = float("inf")
+        """When it ended, on the clock's ``now``."""
         self.task: asyncio.Task[None] | None = None
         self.cancel: Callable[[], None] = _nothing
+        """Gives up what is under way; see :meth:`give_up`."""
+        self.given_up = False
+        """Somebody has: what has not begun does not begin any more."""
         self.refused: RlctlError | None = None
         """Why it was not accepted after all: the journal did not take it."""
         self._changed = asyncio.Condition()
@@ -59,6 +65,16 @@ class Run:
         """Places of those that are filed."""
         if self.operation.state != OPERATION_STATE_RUNNING:
             self.ended.set()
+
+    def give_up(self) -> None:
+        """Give it up where it has not started."""
+        self.given_up = True
+        self.cancel()
+
+    def refuse_given_up(self) -> None:
+        """Raise CANCELLED, before the first byte is sent, when it was."""
+        if self.given_up:
+            raise Reason.CANCELLED.error("cancelled before it began", outcome=OUTCOME_NOT_SENT)
 
     @property
     def operation(self) -> Operation:
@@ -249,7 +265,7 @@ class Operations:
         milliseconds = f"{int(self._forgotten.replace('-', '')[:12], 16) + 1:012x}"
         return f"{milliseconds[:8]}-{milliseconds[8:]}{made[13:]}"
 
-    def hypothetical(self, verb: str, targets: Sequence[Slot]) -> Run:
+    def hypothetical(self, verb: str, targets: Sequence[Slot], excluded: Sequence[ExcludedStage] = ()) -> Run:
         """A run that was only checked: it has ended, nothing was done, and nobody will hear of it again."""
         operation = Operation(
             header=self._roster.header(),
@@ -257,6 +273,7 @@ class Operations:
             verb=verb,
             state=OPERATION_STATE_OK,
             targets=names(targets),
+            excluded=excluded,
             validate_only=True,
         )
         return Run(OperationRecord(operation=operation))
@@ -267,7 +284,9 @@ class Operations:
             await work(run)
         except RlctlError as error:
             unknown = any(result.outcome == OUTCOME_UNKNOWN for result in operation.stage_results)
-            operation.state = OPERATION_STATE_UNKNOWN if unknown else OPERATION_STATE_FAILED
+            cancelled = run.given_up and error.reason is Reason.CANCELLED
+            ended = OPERATION_STATE_CANCELLED if cancelled else OPERATION_STATE_FAILED
+            operation.state = OPERATION_STATE_UNKNOWN if unknown else ended
             operation.error.CopyFrom(error.detail())
         except Exception as error:  # a defect must end the operation, not leave it running for ever
             log.exception("%s %s failed", operation.verb, operation.operation_id)
@@ -307,6 +326,7 @@ class Operations:
         finally:
             self._ended[run.operation.operation_id] = size
             self._ended_bytes += size
+            run.ended_at = self._clock.now()
             await run.end()
 
     def _forget(self, expired: Sequence[str]) -> None:
@@ -330,9 +350,15 @@ class Operations:
         request_id: str = request.header.request_id  # type: ignore[attr-defined]
         if request_id in ("", run.operation.operation_id) or request_id in self._joined:
             return
+        call = run.record.joined.add(request_id=request_id, request_sha256=body_hash(request, request_id))
         self._joined[request_id] = run.operation.operation_id
-        run.record.joined.add(request_id=request_id, request_sha256=body_hash(request, request_id))
-        await self._save(run)
+        try:
+            await self._save(run)
+        except BaseException:
+            # It was not answered, and a repeat of it may find another operation after a restart.
+            del self._joined[request_id]
+            run.record.joined.remove(call)
+            raise
 
     def get(self, operation_id: str) -> Run:
         """The run of this id. Raises OPERATION_NOT_FOUND."""

@@ -70,6 +70,34 @@ class Planner:
         self.refuse(request)
         if model.update_id:
             raise in_progress(model)
+        targets, excluded, transports = self.targets(request)
+        self._tokens += 1
+        plan = BeginWeightUpdateResponse(
+            header=self._roster.header(),
+            update_id=request.header.request_id or self._new_id(),
+            fencing_token=self._roster.epoch << 32 | self._tokens,
+            version=_version(request, model),
+            targets=[
+                UpdateTarget(
+                    slot=slot.name,
+                    incarnation=slot.record.incarnation,
+                    workers=slot.record.registration.layout.workers,
+                    transport=transports[slot.name],
+                )
+                for slot in targets
+            ],
+            excluded=excluded,
+            attempt=1,
+            lease_ttl=duration(seconds(request.lease_ttl) or LEASE_TTL_S),
+        )
+        return plan, targets
+
+    def targets(
+        self, request: BeginWeightUpdateRequest
+    ) -> tuple[list[Slot], list[ExcludedStage], dict[str, Transport.ValueType]]:
+        """The targets that an update has as the stages are, those that it leaves out, and how tensors reach each
+        target, by slot. Raises why it cannot be.
+        """
         selected, excluded = self._roster.select(Target(model=request.model))
         targets = []
         for slot in selected:
@@ -91,26 +119,7 @@ class Planner:
                 + (f"; left out: {without}" if without else ""),
                 field="options.quorum",
             )
-        self._tokens += 1
-        plan = BeginWeightUpdateResponse(
-            header=self._roster.header(),
-            update_id=request.header.request_id or self._new_id(),
-            fencing_token=self._roster.epoch << 32 | self._tokens,
-            version=_version(request, model),
-            targets=[
-                UpdateTarget(
-                    slot=slot.name,
-                    incarnation=slot.record.incarnation,
-                    workers=slot.record.registration.layout.workers,
-                    transport=transports[slot.name],
-                )
-                for slot in targets
-            ],
-            excluded=excluded,
-            attempt=1,
-            lease_ttl=duration(seconds(request.lease_ttl) or LEASE_TTL_S),
-        )
-        return plan, targets
+        return targets, excluded, transports
 
     def plan_path(
         self, plan: BeginWeightUpdateResponse, request: BeginWeightUpdateRequest, targets: Sequence[Slot]

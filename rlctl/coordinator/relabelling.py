@@ -58,6 +58,7 @@ async def relabel(
 
     async def work(run: Run) -> None:
         async with roster.publishing:
+            run.refuse_given_up()
             if state.update_id:
                 raise in_progress(state)
             before = state.record.latest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -43,6 +43,7 @@ from rlctl.v1.journal_pb2 import (
     UpdateRecord,
 )
 from rlctl.v1.results_pb2 import StageResult
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
     UPDATE_KIND_FULL,
@@ -233,7 +234,7 @@ class Session:
         """
         for name in names:
             results = await self.step(DestroyWeightsUpdateGroupRequest(group_name=name), self.frozen, cleanup=True)
-            if name in self.model.record.groups and all(_has_left(result) for result in results):
+            if name in self.model.record.groups and all(has_left(result) for result in results):
                 self.model.record.groups.remove(name)
 
     async def ready(self) -> None:
@@ -253,12 +254,23 @@ class Session:
         if self._ended:
             raise Reason.CANCELLED.error(f"update {self.update_id} has ended")
 
-    def start_over(self, lost: Sequence[Slot]) -> None:
-        """Another attempt, without the targets that are lost: the others are prepared anew before they are written."""
+    def start_over(self, lost: Sequence[Slot]) -> Callable[[], None]:
+        """Another attempt, without the targets that are lost: the others are prepared anew before they are written.
+        Returns what undoes that, and everything that has happened to the plan since.
+        """
+        plan = BeginWeightUpdateResponse()
+        plan.CopyFrom(self.record.plan)
+        before = self.targets, self.waiting, self._preparing, self.paused_at
+
+        def undo() -> None:
+            self.record.plan.CopyFrom(plan)
+            self.targets, self.waiting, self._preparing, self.paused_at = before
+
         self.targets = [slot for slot in self.targets if slot not in lost]
         self._preparing = None
         if not self.targets and self.waiting:
             self.turn()
+        return undo
 
     def turn(self) -> None:
         """The next batch of an update that rolls in place is the one that is written."""
@@ -519,7 +531,7 @@ def _group_names(request: Message) -> set[str]:
     return set()
 
 
-def _has_left(result: StageResult) -> bool:
+def has_left(result: StageResult) -> bool:
     """Whether no rank of a stage is in a group that it was told to leave."""
     gone = Reason.GROUP_NOT_FOUND.name
     ranks = result.rank_results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlctl.adapters import same
 from rlctl.coordinator import verification
 from rlctl.coordinator.abilities import adapter_travels, unsupported
 from rlctl.coordinator.from_peer import alike
@@ -102,4 +103,4 @@ def _receives(slot: Slot) -> bool:
 
 def _holds(slot: Slot, adapter: Adapter) -> bool:
     report = slot.report
-    return report is not None and any((a.name, a.version) == (adapter.name, adapter.version) for a in report.adapters)
+    return report is not None and any(same(held, adapter) for held in report.adapters)

@@ -47,6 +47,8 @@ class SqliteJournal:
         self._path = Path(path)
         self._name = os.fspath(self._path)
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if not self._path.exists():
@@ -127,7 +129,10 @@ class SqliteJournal:
         """Make the changes durable, all or none. Raises JOURNAL_FAILED."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._queue.put((changes, loop, done))
+        with self._closing:
+            if self._closed:
+                raise self._failed("it is closed")
+            self._queue.put((changes, loop, done))
         await asyncio.shield(done)
 
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
@@ -151,7 +156,9 @@ class SqliteJournal:
 
     def close(self) -> None:
         """Write what is queued, then close the file."""
-        self._queue.put(None)
+        with self._closing:
+            self._closed = True
+            self._queue.put(None)
         self._thread.join()
         self._connection.close()
 

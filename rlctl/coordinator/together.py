@@ -105,8 +105,7 @@ class Together:
             aside=aside,
             again=False,  # the others would wait for it meanwhile
         )
-        if self._leaving is not None:
-            await self._leaving
+        await self.left()
         return results
 
     def refuse_failed(self) -> None:
@@ -118,6 +117,11 @@ class Together:
         """Let all ranks leave the groups, and break what waits in them."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave())
+
+    async def left(self) -> None:
+        """Wait until they have, if they were told to."""
+        if self._leaving is not None:
+            await self._leaving
 
     async def _leave(self) -> None:
         for name in self._group_names:

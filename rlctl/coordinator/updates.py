@@ -113,9 +113,8 @@ class Updates:
                 await self._healer.make_way(request.model)
             adapter = Adapter(name=request.adapter, version=request.version, lora_rank=request.adapter_config.lora_rank)
             session = self._plan(request, timeout_s, adapter if request.adapter else None)
-            if request.header.validate_only:
-                return session.record.plan
-            await self._start(session, request, TRAINERS_UPDATE)
+            if not request.header.validate_only:
+                await self._start(session, request, TRAINERS_UPDATE)
         return session.record.plan
 
     async def begin_implicit(
@@ -128,13 +127,20 @@ class Updates:
         content: Content | None = None,
     ) -> OpenUpdate:
         """Open an update for clients that name none; with ``content`` it is the whole of a ``request``."""
-
-        def vet(session: Session) -> None:
-            if begin.options.verify != VERIFICATION_LEVEL_EXPECTED:
-                session.levels(NOTHING)  # such clients give no digest: better refused than found out after the writes
-
         async with self._roster.model(begin.model).opening:
-            return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet)
+            return await self._begin(begin, timeout_s, request or begin, verb, content, vet=vet_implicit)
+
+    async def begin_validated(
+        self,
+        begin: BeginWeightUpdateRequest,
+        vet: Callable[[Session], None],
+        adapter: Adapter | None = None,
+    ) -> Session:
+        """The update that a request would open, which nobody opens. Raises what it would be refused with."""
+        async with self._roster.model(begin.model).opening:
+            session = self._plan(begin, None, adapter)
+            vet(session)
+            return session
 
     async def begin_whole(
         self,
@@ -150,11 +156,14 @@ class Updates:
 
         ``vet`` may raise what keeps a session from being accepted.
         """
+        verb = of_request(request).name
+        if begin.header.validate_only:
+            session = await self.begin_validated(begin, vet, adapter)
+            return self._operations.hypothetical(verb, session.frozen, session.record.plan.excluded)
         async with self._roster.model(begin.model).opening:
             known = self._operations.known(begin.header.request_id, request)
             if known is not None:
                 return known
-            verb = of_request(request).name
             return (await self._begin(begin, timeout_s, request, verb, content, adapter=adapter, vet=vet)).run
 
     async def _begin(
@@ -181,14 +190,18 @@ class Updates:
 
     async def _end_predecessors(self, request: BeginWeightUpdateRequest) -> None:
         """A trainer of a newer incarnation does not wait for the lease of the one that it takes over from."""
-        for opened in list(self._open.values()):
+
+        def is_older(opened: OpenUpdate) -> bool:
             begun, verb = opened.session.record.request, opened.run.operation.verb
             older = begun.trainer.incarnation < request.trainer.incarnation
-            if begun.model == request.model and verb == TRAINERS_UPDATE and older:
-                opened.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(MAKE_WAY_S):
-                        await opened.run.ended.wait()
+            return begun.model == request.model and verb == TRAINERS_UPDATE and older
+
+        for opened in filter(is_older, list(self._open.values())):
+            self._planner.targets(request)  # one that is refused all the same ends nothing
+            opened.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAKE_WAY_S):
+                    await opened.run.ended.wait()
 
     def join(self, request: JoinWeightUpdateRequest) -> JoinWeightUpdateResponse:
         """What a further source needs to know of an open update."""
@@ -255,7 +268,7 @@ class Updates:
         """Raise UPDATE_IN_PROGRESS when an open update or a heal has this stage as a target."""
         sessions = [opened.session for opened in self._open.values()]
         for session in [*sessions, *self._healer.sessions()]:
-            if slot in session.targets:
+            if slot in (*session.targets, *session.waiting):
                 raise in_progress(session.model)
 
     async def join_group(
@@ -301,8 +314,14 @@ class Updates:
         return update_id in self._open or self._healer.is_open(update_id)
 
     def targets(self, update_id: str, request: Message) -> list[Slot]:
-        """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND."""
-        return self.get(update_id).session.reached_by(request)
+        """The targets of an open update that a request is for. Raises UPDATE_NOT_FOUND, NO_TARGETS."""
+        session = self.get(update_id).session
+        reached = session.reached_by(request)
+        if not reached and session.targets:
+            raise Reason.NO_TARGETS.error(
+                "no target of the update takes weights in this way; its plan says for each how they reach it"
+            )
+        return reached
 
     async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
         """Bring stages to the published version from a known source."""
@@ -352,6 +371,8 @@ class Updates:
         except RlctlError:
             self._look_after(request.model)  # a heal has made way for it
             raise
+        if adapter is not None:
+            adapter.load_id = plan.update_id
         return Session(
             UpdateRecord(request=request, plan=plan),
             self._roster.models[request.model],
@@ -388,19 +409,25 @@ class Updates:
             await started.wait()
             await self._see_through(self._open[plan.update_id], content)
 
-        run = await self._operations.start(
-            request,
-            verb=verb,
-            targets=session.frozen,
-            excluded=list(plan.excluded),
-            work=work,
-            exclusive=True,
-            model=begin.model,
-            update_id=plan.update_id,
-        )
+        try:
+            run = await self._operations.start(
+                request,
+                verb=verb,
+                targets=session.frozen,
+                excluded=list(plan.excluded),
+                work=work,
+                exclusive=True,
+                model=begin.model,
+                update_id=plan.update_id,
+            )
+        except BaseException:
+            await session.forget()
+            raise
         ttl = seconds(plan.lease_ttl)
         lease_until = self._clock.now() + ttl if content is None else session.deadline
         opened = self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
+        if run.given_up:
+            opened.decide(verdict=Reason.CANCELLED.error("cancelled while it was begun"))
         model.update_id = plan.update_id
         model.update_owner = begin.trainer.name or "unnamed"
         self._roster.changed()
@@ -492,3 +519,11 @@ class Updates:
         if token != opened.session.record.plan.fencing_token and not (override and token == 0):
             raise Reason.UPDATE_FENCED.error("the fencing token is not the owner's", field="fencing_token")
         return opened
+
+
+def vet_implicit(session: Session) -> None:
+    """Raise what keeps clients that name no update from one: they give no digest, and are better refused than told
+    after their writes.
+    """
+    if session.record.request.options.verify != VERIFICATION_LEVEL_EXPECTED:
+        session.levels(NOTHING)

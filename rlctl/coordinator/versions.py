@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rlctl.adapters import same
 from rlctl.coordinator import verification
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
@@ -179,12 +180,12 @@ def without_adapter(model: ModelState, name: str) -> ModelRecord:
 
 
 def lacking(roster: Roster, slot: Slot) -> list[Adapter]:
-    """Adapters of the model that a stage does not hold at their version."""
+    """Adapters of the model that a stage does not hold, or holds another load of."""
     if slot.report is None:
         return []
-    held = {adapter.name: adapter.version for adapter in slot.report.adapters}
+    held = {adapter.name: adapter for adapter in slot.report.adapters}
     adapters = roster.models[slot.model].record.adapters
-    return [adapter for adapter in adapters if held.get(adapter.name) != adapter.version]
+    return [each for each in adapters if each.name not in held or not same(held[each.name], each)]
 
 
 def surplus(roster: Roster, slot: Slot) -> list[Adapter]:

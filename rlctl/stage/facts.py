@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from rlctl.adapters import same
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
@@ -98,7 +99,7 @@ class Facts:
     admitted: tuple[WeightVersion, ...] = ()
     fleet_epoch: int = 0
     adapters: dict[str, Adapter] = field(default_factory=dict)
-    admitted_adapters: dict[str, str] = field(default_factory=dict)
+    admitted_adapters: dict[str, Adapter] = field(default_factory=dict)
 
     @property
     def state(self) -> StageState.ValueType:
@@ -285,7 +286,10 @@ class Facts:
                 self.update.prepared = True
             case verbs_pb2.LoadAdapterRequest() if applied and self.update is not None:
                 told = (adapter for result in results for adapter in result.adapters.adapters)
+                load_id = self.update.adapter.load_id if self.update.adapter is not None else ""
                 self.update.adapter = next(told, self.update.adapter)
+                if self.update.adapter is not None:
+                    self.update.adapter.load_id = load_id  # which an engine does not know of
             case verbs_pb2.UnloadAdapterRequest() if possible:
                 self.adapters.pop(request.name, None)
             case verbs_pb2.CommitUpdateRequest() if self.update is not None and self.update.adapter is not None:
@@ -332,16 +336,20 @@ class Facts:
 
     @property
     def servable_adapters(self) -> dict[str, str]:
-        """Version by name of the adapters that may be generated with: held, at the version that is admitted."""
-        held = {name: adapter.version for name, adapter in self.adapters.items()}
-        return {name: version for name, version in held.items() if self.admitted_adapters.get(name) == version}
+        """Version by name of the adapters that may be generated with: held, and the ones that are admitted."""
+        admitted = self.admitted_adapters
+        return {
+            name: held.version
+            for name, held in self.adapters.items()
+            if name in admitted and same(held, admitted[name])
+        }
 
     def admit(
         self, admitted: Iterable[WeightVersion], adopt: WeightVersion | None, adapters: Iterable[Adapter] = ()
     ) -> None:
         """Take in which versions may be served, and optionally which one the weights at hand are."""
         self.admitted = tuple(admitted)
-        self.admitted_adapters = {adapter.name: adapter.version for adapter in adapters}
+        self.admitted_adapters = {adapter.name: adapter for adapter in adapters}
         if adopt is not None and self.update is None and self.weights is Weights.WHOLE:
             self.version = adopt
         if self.update is not None and self.update.committed and self.at_admitted_version:

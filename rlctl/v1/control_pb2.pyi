@@ -380,7 +380,7 @@ class ServingGrant(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
-        """Adapters of the stage's model that may be served. Name and version are compared."""
+        """Adapters of the stage's model that may be served. Name, version and load_id are compared."""
 
     def __init__(
         self,

@@ -1873,6 +1873,7 @@ class Adapter(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
+    LOAD_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     version: _builtins.str
@@ -1885,6 +1886,8 @@ class Adapter(_message.Message):
     """Never evicted."""
     digest: _builtins.str
     """Digest of its full tensors under their names, hex: what a stage that loads it again must hold. Empty: not known."""
+    load_id: _builtins.str
+    """Id of the update that brought it first. Two of one name and label are not the same if it differs."""
     @_builtins.property
     def config(self) -> Global___AdapterConfig:
         """What its tensors are, when they came from a trainer: a stage that lacks it gets them from another one."""
@@ -1899,10 +1902,11 @@ class Adapter(_message.Message):
         pinned: _builtins.bool = ...,
         digest: _builtins.str = ...,
         config: Global___AdapterConfig | None = ...,
+        load_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "digest", b"digest", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "digest", b"digest", "load_id", b"load_id", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 _SHARED = [
     *("v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "sglang_api", "times", "version"),
-    *("fingerprints", "vllm_transfer", "http_callers"),
+    *("adapters", "fingerprints", "vllm_transfer", "http_callers"),
 ]
 BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.calls", "rlctl.engine", "rlctl.ports"}
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Folder → what it may import of the project, beside itself."""
 
 CORES = [
+    "rlctl/adapters.py",
     "rlctl/control",
     "rlctl/worker/core.py",
     "rlctl/worker/follower.py",

@@ -224,3 +224,12 @@ async def test_nobody_waits_for_a_write_whose_loop_has_ended(path: Path) -> None
     await journal.write([Put("a", "2", b"")])
     await eventually(lambda: [key for key, _ in journal.read("a")] == ["1", "2"])
     journal.close()
+
+
+async def test_what_comes_after_the_end_is_refused(path: Path) -> None:
+    journal = SqliteJournal(path)
+    journal.close()
+    with pytest.raises(RlctlError, match="closed") as caught:
+        async with asyncio.timeout(5):
+            await journal.write([Put("a", "1", b"one")])
+    assert caught.value.reason is Reason.JOURNAL_FAILED

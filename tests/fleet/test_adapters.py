@@ -218,6 +218,34 @@ async def test_a_restarted_stage_has_them_again_from_disk(fleet: InProcessFleet,
     assert {span.adapter_version for span in (await generate(fleet, "a")).versions} == {"a-1"}
 
 
+@pytest.mark.parametrize("label", ["", "a-1"])
+async def test_a_stage_that_was_away_serves_no_other_adapter_of_the_same_label(
+    make_fleet: Callable, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    monkeypatch.setattr(peers, "DRIFT_S", 0.1)
+    monkeypatch.setattr(commander, "PING_EVERY_S", 0.02)
+    async with make_fleet(a=1, b=1, lease_s=0.3) as fleet:
+        assert (await load(fleet, checkpoint("old"), label)).state == OPERATION_STATE_OK
+        async with unreachable(fleet, "b"):
+            loaded = await load(fleet, checkpoint("new"), label)
+            assert [result.slot for result in loaded.stage_results] == ["a"]
+        await eventually(lambda: held(fleet)[1]["math"][1] == "new")  # it is healed
+        await eventually(lambda: fleet.stage("b").routable)
+        assert (await generate(fleet, "b")).versions
+        labels = {held_by["math"][0] for held_by in held(fleet)}
+        assert {version for _, version in recorded(fleet)} == labels
+
+
+async def test_labels_that_are_made_up_tell_apart_what_was_loaded_at_once(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    labels = []
+    for text in ("one", "two"):
+        await load(fleet, checkpoint(text), "")
+        labels += [version for _, version in recorded(fleet)]
+    assert len(set(labels)) == 2
+
+
 async def test_what_is_read_again_must_be_what_was_loaded(make_fleet: Callable, checkpoint: Checkpoint) -> None:
     async with make_fleet(a=1, b=2) as fleet:
         path = checkpoint("lora")

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from test_adversity import full_disk
 from updating import (
     begin,
     commit,
@@ -160,3 +161,22 @@ async def test_another_attempt_is_planned_once_as_often_as_was_asked_for_and_wit
         error = await refusal(retry(fleet, plan))
         assert error.reason is Reason.QUORUM_NOT_MET
         assert "gone: b" in error.message
+
+
+async def test_an_attempt_that_could_not_be_recorded_is_planned_by_a_repeat(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1, b=1, c=1, heal=False) as fleet:
+        options = v.UpdateOptions(quorum=2, pause=common.PAUSE_MODE_RETRACT)
+        plan = await begin(fleet, retries=1, options=options)
+        await join(fleet, plan)
+        async with unreachable(fleet, "c"):
+            async with full_disk(fleet, "model"):
+                assert (await refusal(retry(fleet, plan))).reason is Reason.JOURNAL_FAILED
+            again = await retry(fleet, plan)
+            assert (again.attempt, list(again.lost)) == (2, ["c"])
+            assert [target.slot for target in again.targets] == ["a", "b"]
+            assert fleet.server.coordinator.roster.slots["c"].record.HasField("quarantine")
+            await join(fleet, again)
+            await write(fleet, again, "w1")
+            operation = await commit(fleet, again, digest("w1"))
+        assert operation.state == OPERATION_STATE_PARTIAL
+        assert [result.slot for result in operation.stage_results] == ["a", "b", "c"]

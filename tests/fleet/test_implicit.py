@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_adversity import full_disk
 from test_records import MEANWHILE_S, at_write
 from updating import begin, digest, fault, refusal, version_of, weights
 
 from rlctl.coordinator import implicit, together
 from rlctl.coordinator.joining import Joined
+from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import Put, new_uuid7
 from rlctl.testing import fake_engine
@@ -26,7 +28,7 @@ from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, RequestHeader, Target
 from rlctl.v1.journal_pb2 import ModelRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
 
 DIRTY, PAUSED, READY = common.STAGE_STATE_DIRTY, common.STAGE_STATE_PAUSED, common.STAGE_STATE_READY
 
@@ -600,7 +602,7 @@ async def test_a_group_that_is_cancelled_while_its_store_is_waited_for_is_not_fo
         await fleet.stub.CancelOperation(rpc.CancelOperationRequest(operation_id=running.operation_id))
     for call in calls:
         ended = await call
-        assert (ended.state, ended.error.reason) == (OPERATION_STATE_FAILED, "CANCELLED")
+        assert (ended.state, ended.error.reason) == (OPERATION_STATE_CANCELLED, "CANCELLED")
 
 
 async def test_a_stage_that_missed_the_new_label_of_its_version_is_told(fleet: InProcessFleet) -> None:
@@ -646,3 +648,29 @@ async def test_an_engine_that_does_not_answer_keeps_no_update_of_another_model_f
         await fleet.stub.BeginWeightUpdate(u.BeginWeightUpdateRequest(header=header("a"), implicit=True))
     answered.set()
     assert (await waiting).state == OPERATION_STATE_FAILED, "it has no group"
+
+
+async def test_a_write_that_was_refused_counts_for_nothing(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, receive = list[int](), FakeEngine.update_weights_from_distributed
+
+    async def note(engine: FakeEngine, request: v.UpdateWeightsFromDistributedRequest, call: Call) -> object:
+        if engine.config.tp_size == 1:
+            numbers.extend(bucket.sequence for bucket in request.buckets)
+        return await receive(engine, request, call)
+
+    monkeypatch.setattr(FakeEngine, "update_weights_from_distributed", note)
+    await form(fleet)
+    await pause(fleet)
+    await write(fleet, "w1", weight_version="step-1")
+    async with full_disk(fleet, "operation"):
+        refused = write(fleet, "w2", weight_version="step-2", options=v.UpdateOptions(flush_cache=True))
+        assert (await refusal(refused)).reason is Reason.JOURNAL_FAILED
+    opened = fleet.server.coordinator.updates.implicit_of("actor")
+    assert opened is not None
+    assert not opened.session.record.request.options.flush_cache
+    assert (await write(fleet, "w2")).state == OPERATION_STATE_OK
+    assert numbers == [0, 1]
+    await go_on(fleet)
+    assert version_of(fleet)[0] == "step-1"

@@ -36,6 +36,7 @@ from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
@@ -487,3 +488,10 @@ async def test_a_defect_after_the_first_batch_leaves_nothing_of_the_version_befo
     assert "ZeroDivisionError" in ended.stage_results[1].error.message
     assert admitted(three) == ["step-1"]
     await eventually(lambda: states(three) == [STAGE_STATE_READY, STAGE_STATE_STALE, STAGE_STATE_STALE])
+
+
+async def test_who_waits_for_its_batch_does_not_leave(three: InProcessFleet) -> None:
+    plan = await begin(three, rollout=ONE)
+    for target in plan.targets:
+        error = await refusal(three.stub.DeregisterStage(rpc.DeregisterStageRequest(slot=target.slot)))
+        assert error.reason is Reason.UPDATE_IN_PROGRESS

@@ -585,3 +585,23 @@ async def test_what_may_hold_entries_of_the_old_weights_is_flushed(fleet: InProc
     await write(fleet, plan, "new")
     assert (await commit(fleet, plan, digest("new"))).state == OPERATION_STATE_OK
     assert flushed == ([] if released else [1])
+
+
+async def test_a_begin_that_is_refused_ends_no_older_trainers_update(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, trainer=u.Trainer(name="one", incarnation=1))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    second = begin(fleet, trainer=u.Trainer(name="two", incarnation=2), options=v.UpdateOptions(quorum=99))
+    assert (await refusal(second)).field == "options.quorum"
+    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+
+
+async def test_what_reaches_no_target_is_refused_before_anything_is_paused(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
+    segment = v.TensorSegment(node="n", device="cpu", size=1, generation=1, shared_memory="x")
+    segment.lease.seconds = 5
+    segment.tensors.add(name="w1")
+    header = RequestHeader(fence=common.Fence(update_id=plan.update_id))
+    request = v.UpdateWeightsFromTensorRequest(header=header, segments=[segment])
+    assert (await refusal(fleet.stub.UpdateWeightsFromTensor(request))).reason is Reason.NO_TARGETS
+    assert all(fleet.stage(slot).routable for slot in "ab")
