@@ -28,7 +28,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.coordinator_pb2 import HealStageRequest
-from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
+from rlctl.v1.journal_pb2 import ModelRecord, OperationRecord, SlotRecord
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_OK,
     OPERATION_STATE_PARTIAL,
@@ -455,6 +455,49 @@ async def test_what_a_peer_sends_may_take_as_long_as_the_heal(
         monkeypatch.setattr(FakeEngine, "init_weights_update_group", join_group)
         await fleet.stub.HealStage(HealStageRequest(slots=["a"]))
     assert min(limits) > HEAL_S / 2
+
+
+async def test_a_heals_group_is_on_record_until_everybody_has_left_it(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that is killed meanwhile has a successor that lets both ends leave it."""
+    recorded: list[list[str]] = []
+    deaf = True
+
+    async def start(engine: FakeEngine, setup: Any) -> Any:
+        info = await started(engine, setup)
+        info.layout.store_host, info.layout.store_port = "127.0.0.1", 1
+        return info
+
+    def heals() -> list[str]:
+        records = [ModelRecord.FromString(body) for _, body in fleet.server.coordinator._journal.read("model")]
+        return [name for record in records for name in record.groups if name.endswith("-heal")]
+
+    async def send(engine: FakeEngine, request: v.SendWeightsRequest, call: Call) -> None:
+        recorded.append(heals())
+        raise Reason.GROUP_FAILED.error("the group is gone")
+
+    async def leave(engine: FakeEngine, request: v.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        if deaf and request.group_name.endswith("-heal"):
+            raise Reason.ENGINE_FAILED.error("not now")
+        await left(engine, request, call)
+
+    started, left = FakeEngine.start, FakeEngine.destroy_weights_update_group
+    monkeypatch.setattr(FakeEngine, "start", start)
+    monkeypatch.setattr(FakeEngine, "send_weights", send, raising=False)
+    monkeypatch.setattr(FakeEngine, "destroy_weights_update_group", leave)
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        await update(fleet, "sent")
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        await fleet.stub.HealStage(HealStageRequest(slots=["a"]))
+        assert heals() == recorded[0] != []
+        deaf = False
+        await update(fleet, "next")
+        groups = [stage._engine._groups for stage in fleet.stages.values()]  # type: ignore[attr-defined]
+        assert not [name for held in groups for name in held if name.endswith("-heal")]
+        await update(fleet, "after")
+        assert heals() == []
 
 
 async def test_a_coordinator_stops_although_a_heal_does_not_give_way(
