@@ -19,8 +19,9 @@ from google.protobuf.message import Message
 
 from rlctl import fingerprints, vllm_transfer
 from rlctl.errors import Reason, RlctlError
+from rlctl.sampling import check_levels
 from rlctl.times import seconds
-from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
+from rlctl.v1 import coordinator_pb2, rollout_pb2, update_pb2, verbs_pb2
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PROMPTS = 256
@@ -153,6 +154,12 @@ def _unique(values: Sequence[object], field: str) -> None:
     repeated = [value for value, count in Counter(values).items() if count > 1]
     if repeated:
         raise _invalid(f"{field} names {repeated[0]!r} more than once", field)
+
+
+@_rule(rollout_pb2.GenerateRequest)
+def _generate(request: rollout_pb2.GenerateRequest) -> None:
+    if request.HasField("engine_fields"):
+        check_levels(request.engine_fields)
 
 
 @_rule(verbs_pb2.AbortRequestsRequest)

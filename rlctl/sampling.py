@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.struct_pb2 import Struct
 
 from rlctl.errors import Reason
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 MOST_SAMPLES = 4096
+MOST_LEVELS = 24
+"""Objects and lists within each other in ``engine_fields``. Each takes up to three of the hundred messages within each
+other that protobuf reads, and one that it does not read breaks the stream that many requests share.
+"""
+MOST_META_LEVELS = MOST_LEVELS + 4
+"""The same in ``engine_meta``, which may repeat what was asked for."""
 MOST_ROOM = (1 << 63) - 1
 """Largest bootstrap_room: SGLang keeps it in a signed number."""
 
@@ -43,6 +52,28 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             value = getattr(params, name)
             shown = list(value) if name.startswith("stop") else value
             raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")
+
+
+def check_levels(fields: Mapping[str, object] | Struct, where: str = "engine_fields.", *, within: int = 1) -> None:
+    """Raise FIELD_INVALID for the first of ``engine_fields`` that is nested deeper than they may be.
+
+    ``where``: what stands before its name; ``within``: how many objects these are in.
+    """
+    for name, value in fields.items():
+        if deeper(value, MOST_LEVELS - within):
+            raise Reason.FIELD_INVALID.error(
+                f"more than {MOST_LEVELS} objects and lists stand within each other", field=f"{where}{name}"
+            )
+
+
+def deeper(value: object, most: int) -> bool:
+    """Whether more than ``most`` objects and lists stand within each other."""
+    if value is None or isinstance(value, str | int | float):
+        return False
+    if not isinstance(value, Mapping | Sequence):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return most == 0 or any(deeper(each, most - 1) for each in inner)
 
 
 def check_pair(request: GenerateRequest, mode: str) -> None:

@@ -11,6 +11,7 @@ from rlctl.client.dispatch import Dispatch, Lines
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.policies import RoundRobin
 from rlctl.rollout.router import REFUSALS, Router, Wanted
+from rlctl.sampling import check_levels
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingParams
 
 GENERATE_S = 600.0
@@ -101,9 +102,10 @@ def build_request(
     sampling: Mapping[str, Any],
     **fields: Any,
 ) -> GenerateRequest:
-    """A request from Python values. Raises FIELD_INVALID for a sampling parameter that does not exist or fit, and for a
-    prompt that is none.
+    """A request from Python values. Raises FIELD_INVALID for a field or a sampling parameter that does not exist or
+    fit, and for a prompt that is none.
     """
+    check_levels(fields.get("engine_fields") or {})
     try:
         params = SamplingParams(**sampling)
         request = GenerateRequest(sampling_params=params, **{k: v for k, v in fields.items() if v is not None})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, Self
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from rlctl.client.connection import closed
-from rlctl.errors import Reason, RlctlError, from_detail
+from rlctl.errors import Reason, RlctlError, from_detail, typed
 from rlctl.loops import give_way
 from rlctl.times import duration
 from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, open_channel, refuse_large
@@ -25,6 +27,8 @@ from rlctl.v1.rollout_pb2 import (
     NumberedResponse,
 )
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+
+log = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -62,7 +66,9 @@ class Line:
         self._streams: dict[Metadata, _Stream] = {}
 
     def ask(self, request: GenerateRequest, deadline: float, metadata: Metadata) -> Answers:
-        """Send a request; what comes of it until ``deadline`` on the loop's clock. Raises MESSAGE_TOO_LARGE."""
+        """Send a request; what comes of it until ``deadline`` on the loop's clock. Raises MESSAGE_TOO_LARGE,
+        FIELD_INVALID.
+        """
         stream = self._streams.pop(metadata, None)
         if stream is None or stream.over:
             self._make_way()
@@ -186,7 +192,11 @@ class _Stream:
         refuse_large(request.DESCRIPTOR.name, size)
         number = next(self._numbers)
         message = self._next_message(size)
-        begun = message.begin.add(number=number, request=request)
+        try:
+            begun = message.begin.add(number=number, request=request)
+        except (ValueError, DecodeError) as error:
+            name = request.DESCRIPTOR.name
+            raise Reason.FIELD_INVALID.error(f"no {name} can be made of it: {error}", field=name) from None
         if deadline != float("inf"):
             left = max(deadline - asyncio.get_running_loop().time(), 0.0)
             begun.timeout.CopyFrom(duration(left))
@@ -228,6 +238,8 @@ class _Stream:
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             pass  # the reader learns why
+        except Exception as error:  # noqa: BLE001 those that wait are told
+            self._break(error)
 
     async def _read(self) -> None:
         failure = Reason.UNREACHABLE.error("the stage has ended", outcome=OUTCOME_UNKNOWN)
@@ -244,6 +256,18 @@ class _Stream:
             failure = from_grpc(error)
         except asyncio.CancelledError:
             failure = closed()
+        except Exception as error:  # noqa: BLE001 those that wait are told
+            self._break(error)
+            return
+        self._fail(failure)
+
+    def _break(self, error: Exception) -> None:
+        """A defect here: nobody may go on waiting, and the stage has to hear of it."""
+        log.error("a stream of requests has failed", exc_info=error)
+        self._call.cancel()
+        self._fail(typed(error))
+
+    def _fail(self, failure: RlctlError) -> None:
         self.over = True
         self._writing.cancel()  # a write to nobody may wait for ever
         for answers in list(self._answers.values()):

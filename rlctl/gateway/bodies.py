@@ -22,6 +22,14 @@ def parse(data: bytes) -> Any:
         raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}", field="body") from None
 
 
+def dump(value: Any, field: str = "body") -> bytes:
+    """What was read, as JSON. Raises FIELD_INVALID: less may be nested in it than can be read."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise Reason.FIELD_INVALID.error(f"it cannot be passed on: {error}", field=field) from None
+
+
 class Fields:
     """The fields of a JSON object, taken one by one; what nobody takes is unknown.
 

@@ -12,8 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
-
+from rlctl.gateway import bodies
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply
 from rlctl.gateway.generation.running import ANY, PREFILL
@@ -106,4 +105,4 @@ async def _taken(call: Call) -> tuple[int | None, bytes]:
         room = room[0] if room else None
     if not isinstance(room, int):
         return None, b""
-    return room, orjson.dumps({name: value for name, value in body.items() if name not in _FIELDS})
+    return room, bodies.dump({name: value for name, value in body.items() if name not in _FIELDS})

@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from rlctl.gateway import bodies
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Answer, Handler, Reply
 from rlctl.gateway.generation.running import PREFERRED
@@ -65,7 +64,7 @@ class RadixMiddleware:
         pieces = await _known(kept, tokenizer, prompt)
         rest = {name: value for name, value in body.items() if name not in _PROMPTS}
         ids = [token for piece in pieces for token in piece.tokens]
-        call.replace_body(orjson.dumps({**rest, "input_ids": ids, "return_logprob": True}))
+        call.replace_body(bodies.dump({**rest, "input_ids": ids, "return_logprob": True}))
         answer = await handler(call)
         if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
             # The answer does not wait for it, and whatever is asked next finds it.

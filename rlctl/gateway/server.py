@@ -165,9 +165,8 @@ class GatewayServer:
             answer = self.dialect.fail(error)
         except (asyncio.CancelledError, ConnectionError):
             raise
-        except Exception:
-            log.exception("%s %s", request.method, request.path)
-            answer = self.dialect.fail(Reason.INTERNAL.error("the gateway failed; its log says more"))
+        except Exception as error:  # noqa: BLE001 it is logged
+            answer = self.dialect.fail(_defect(request, error))
         # Not all fields of a request that failed were looked at: none is called unknown.
         return _response(answer)
 
@@ -201,12 +200,22 @@ class GatewayServer:
                     await response.write(chunk)
             except RlctlError as error:
                 await response.write(answer.fail(error))
+            except ConnectionError:
+                raise
+            except Exception as error:  # noqa: BLE001 it is logged
+                await response.write(answer.fail(_defect(request, error)))
             await response.write_eof()
             return response
         finally:
             close = getattr(chunks, "aclose", None)
             if close is not None:
                 await close()
+
+
+def _defect(request: web.Request, error: Exception) -> RlctlError:
+    """What is said of an error that nobody here foresaw."""
+    log.error("%s %s", request.method, request.path, exc_info=error)
+    return Reason.INTERNAL.error("the gateway failed; its log says more")
 
 
 def _unknown(call: Call) -> dict[str, str]:

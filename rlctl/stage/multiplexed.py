@@ -16,8 +16,9 @@ from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError, typed
 from rlctl.loops import give_way
+from rlctl.sampling import MOST_META_LEVELS, deeper
 from rlctl.times import seconds
-from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, refuse_large
+from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, MAX_MESSAGE_BYTES, refuse_large
 from rlctl.v1.rollout_pb2 import (
     GenerateManyRequest,
     GenerateManyResponse,
@@ -32,6 +33,9 @@ UNSENT = 4
 """Messages that may wait for a caller that does not read; then its requests wait with what more they have to say, no
 longer than they may take, and no more are taken in.
 """
+
+LARGEST_PART = MAX_MESSAGE_BYTES - 4 * BATCH_BYTES
+"""Bytes of what one request has to say at a time: with it a message has room for what others say."""
 
 Stream = Callable[[GenerateRequest, float | None], AsyncGenerator[GenerateResponse, None]]
 """(request, seconds that the caller waits) → what is new; raises RlctlError."""
@@ -62,8 +66,8 @@ class Multiplexed:
                 while self._unsent:
                     yield self._unsent.popleft()
                     self._room.set()
-            if taking.done():
-                taking.result()
+                if taking.done():
+                    taking.result()  # what cannot be read breaks the stream: its caller has to know at once
         finally:
             tasks = [taking, *self._running.values()]
             for task in tasks:
@@ -132,9 +136,9 @@ class Multiplexed:
             error = typed(failure)
         try:
             await self._room_until(deadline)
-        except RlctlError as late:
-            last, error = None, late
-        self._say(number, last, ended=True, error=error)
+            self._say(number, last, ended=True, error=error)
+        except Exception as failure:  # noqa: BLE001 the caller is told
+            self._say(number, ended=True, error=typed(failure))
 
     @property
     def _is_full(self) -> bool:
@@ -160,14 +164,33 @@ class Multiplexed:
         ended: bool = False,
         error: RlctlError | None = None,
     ) -> None:
+        """Tell it. Raises as :func:`_size`."""
+        size = 0 if part is None else _size(part)
         if not self._unsent or self._bytes_of_last > BATCH_BYTES:
             self._unsent.append(GenerateManyResponse())
             self._bytes_of_last = 0
         said = self._unsent[-1].parts.add(
             number=number, ended=ended, response=part, error=None if error is None else error.detail()
         )
-        self._bytes_of_last += said.ByteSize()
+        self._bytes_of_last += size or said.ByteSize()
         self._news.set()
+
+
+def _size(part: GenerateResponse) -> int:
+    """Its bytes. Raises MESSAGE_TOO_LARGE, ANSWER_INVALID for what the stream would break at, and all that share it."""
+    size = part.ByteSize()
+    if size > LARGEST_PART:
+        raise Reason.MESSAGE_TOO_LARGE.error(
+            f"the answer has {size} bytes in one piece; at most {LARGEST_PART} are sent",
+            next_step="Ask for fewer log probabilities.",
+        )
+    for sample in part.samples:
+        if sample.HasField("engine_meta") and deeper(sample.engine_meta, MOST_META_LEVELS):
+            raise Reason.ANSWER_INVALID.error(
+                f"the engine tells more than {MOST_META_LEVELS} objects and lists within each other",
+                field="engine_meta",
+            )
+    return size
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

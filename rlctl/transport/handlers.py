@@ -91,25 +91,28 @@ def _streaming(
 def _bidirectional(
     method: MethodDescriptor, request_type: type[Message], implementation: Any
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    async def stream(requests: AsyncIterator[Message], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
             if implementation is None:
                 raise _unimplemented(method)
-            async with contextlib.aclosing(implementation(requests)) as answers:
+            read = (_message(request_type, data) async for data in requests)
+            async with contextlib.aclosing(implementation(read)) as answers:
                 async for answer in answers:
                     await context.write(answer)
         except RlctlError as error:
             await abort(context, error)
 
-    return grpc.stream_stream_rpc_method_handler(
-        stream, request_deserializer=request_type.FromString, response_serializer=_serialise
-    )
+    return grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialise)
 
 
 def _parse(method: MethodDescriptor, request_type: type[Message], data: bytes, implementation: Any) -> Message:
     if implementation is None:
         raise _unimplemented(method)
     refuse_large(request_type.DESCRIPTOR.name, len(data))
+    return _message(request_type, data)
+
+
+def _message(request_type: type[Message], data: bytes) -> Message:
     try:
         return request_type.FromString(data)
     except DecodeError as error:

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from google.protobuf.message import DecodeError
+from http_calls import nested
 
 from rlctl.client.line import KEPT, Answers, Line, _Stream
 from rlctl.errors import Reason, RlctlError
@@ -254,6 +256,35 @@ async def test_numbers_that_do_not_grow_end_the_stream(fleet: InProcessFleet) ->
         assert (error.reason, error.field) == (Reason.FIELD_INVALID, "begin.number")
 
 
+async def test_what_cannot_be_read_ends_the_stream_at_once(fleet: InProcessFleet) -> None:
+    deep = asked(1)
+    deep.engine_fields.update(nested(33))
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        call = RolloutServiceStub(channel).GenerateMany()
+        await call.write(r.GenerateManyRequest(begin=[r.NumberedRequest(number=1, request=asked(FOREVER))]))
+        await call.read()
+        await call.write(r.GenerateManyRequest(begin=[r.NumberedRequest(number=2, request=deep)]))
+
+        async def read_on() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(read_on(), 5)
+        error = from_grpc(caught.value)
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "GenerateManyRequest")
+    await eventually(lambda: not fleet.stages["a"]._engine._running)  # type: ignore[attr-defined]
+
+
+async def test_one_of_which_no_message_can_be_made_is_not_sent(line: Line) -> None:
+    going = asyncio.ensure_future(all_of(line, asked(20)))
+    deep = asked(1)
+    deep.engine_fields.update(nested(40))
+    error = await why(line, deep)
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "GenerateRequest")
+    assert len(await going) == 21
+
+
 async def test_the_caller_ends_the_stream_and_what_runs_is_answered(fleet: InProcessFleet) -> None:
     async with open_channel(fleet.stages["a"].rollout_address) as channel:
         call = RolloutServiceStub(channel).GenerateMany()
@@ -379,4 +410,37 @@ async def test_a_caller_goes_on_after_the_first_answers_while_it_takes_in_the_re
     assert len(call.written[0].begin) == 4 * AT_ONCE
     assert len(call.written[1].begin) < 4 * AT_ONCE
     stream.finish()
+    await stream.closed()
+
+
+@pytest.mark.parametrize("broken", ["read", "write"])
+async def test_a_callers_own_defect_is_told_to_all_that_wait(broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Call:
+        """Fails at what it is told to."""
+
+        def __init__(self) -> None:
+            self.cancelled = False
+
+        async def write(self, _: r.GenerateManyRequest) -> None:
+            if broken == "write":
+                raise DecodeError("a defect")
+
+        async def read(self) -> Any:
+            if broken == "write":
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            raise DecodeError("a defect")
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    call = Call()
+    stream = _Stream(call)
+    for answers in [stream.begin(asked(), float("inf")) for _ in range(3)]:
+        with pytest.raises(RlctlError, match="a defect"):
+            async with asyncio.timeout(5):
+                await anext(answers)
+    assert stream.over
+    assert call.cancelled, "so that the stage hears of it"
+    assert "a stream of requests has failed" in caplog.text
     await stream.closed()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 import pytest
+from http_calls import events, nested, post
 
 from rlctl.gateway.call import UNKNOWN_FIELDS
+from rlctl.sampling import MOST_LEVELS
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
+from rlctl.transport.channel import MAX_MESSAGE_BYTES
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
@@ -32,17 +35,6 @@ async def begun(fleet: InProcessFleet, count: int = 1) -> None:
 
 async def idle(fleet: InProcessFleet) -> None:
     await eventually(lambda: not sum(running(fleet).values()))
-
-
-async def post(http: aiohttp.ClientSession, body: Any, path: str = "/generate", **headers: str) -> tuple[int, Any]:
-    async with http.post(path, json=body, headers=headers) as response:
-        return response.status, await response.json()
-
-
-def events(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 async def new_weights(fleet: InProcessFleet, path: str, pause: common.PauseMode.ValueType) -> None:
@@ -108,6 +100,8 @@ async def test_a_stream_has_all_so_far_in_each_event(http: aiohttp.ClientSession
         ({"text": ["x", "y"], "rid": ["one"]}, 400, "rid"),
         ({"text": "x", "session_id": 5}, 400, "session_id"),
         ({"text": "x", "lora_path": "none"}, 404, "adapter"),
+        ({"text": "x", "sampling_params": {"custom_params": nested(31)}}, 400, "sampling_params.custom_params"),
+        ({"text": "x", "token_ids_logprob": nested(300)}, 400, "token_ids_logprob"),
         ([], 400, "body"),
     ],
 )
@@ -120,6 +114,59 @@ async def test_bad_input_names_its_field(
         got, reply = await post(http, {"stream": True, **body})
         assert (got, reply["error"]["field"]) == (status, field), "also before a stream has begun"
     assert not sum(running(fleet).values())
+
+
+async def test_what_is_nested_as_deep_as_it_may_be_comes_back(http: aiohttp.ClientSession) -> None:
+    deep = nested(MOST_LEVELS - 2)
+    status, reply = await post(http, {"text": "x", "sampling_params": {"max_new_tokens": 1, "custom_params": deep}})
+    assert status == 200, reply
+    assert reply["meta_info"]["fields"] == {"sampling_params": {"custom_params": deep}}
+
+
+async def test_a_defect_ends_a_stream(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_gateway(fleet) as (server, http):
+
+        async def broken(*_: Any, **__: Any) -> Any:
+            raise ZeroDivisionError("a defect")
+
+        monkeypatch.setattr(server.generation, "complete", broken)
+        async with asyncio.timeout(5):
+            status, reply = await post(http, {"text": "x", "stream": True})
+        assert (status, reply["error"]["reason"]) == (500, "INTERNAL")
+
+
+async def test_an_answer_that_cannot_be_sent_fails_alone(
+    http: aiohttp.ClientSession, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unsendable(request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        tried.append(request)
+        told = r.GenerateResponse(samples=[r.Sample(finish_reason=r.FinishReason(type=r.FINISH_TYPE_LENGTH))])
+        if request.text == "large":
+            told.samples[0].text = "x" * MAX_MESSAGE_BYTES
+        else:
+            told.samples[0].engine_meta.update(nested(31))
+        yield told
+
+    def also(generate: Any) -> Any:
+        return lambda request: unsendable(request) if request.text else generate(request)
+
+    tried: list[r.GenerateRequest] = []
+    for stage in fleet.stages.values():
+        monkeypatch.setattr(stage._engine, "generate", also(stage._engine.generate))
+    long = {"input_ids": [1], "sampling_params": {"max_new_tokens": 100_000}}
+    others = [asyncio.create_task(post(http, long)) for _ in range(4)]
+    await begun(fleet, 4)
+    status, reply = await post(http, {"text": "large"})
+    assert (status, reply["error"]["reason"]) == (413, "MESSAGE_TOO_LARGE")
+    status, reply = await post(http, {"text": "deep"})
+    assert (status, reply["error"]["field"]) == (500, "engine_meta")
+    assert len(tried) == 2, "nobody else is asked"
+    assert sum(running(fleet).values()) == 4
+    for other in others:
+        other.cancel()
+    await idle(fleet)
 
 
 async def test_what_sglang_ignores_is_ignored_and_told(http: aiohttp.ClientSession) -> None:

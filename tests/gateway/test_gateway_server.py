@@ -47,6 +47,8 @@ async def stream(call: Call) -> Stream:
         yield b"data: 1\n\n"
         if call.query.get("fail") == "later":
             raise Reason.ENGINE_FAILED.error("broken")
+        if call.query.get("fail") == "defect":
+            raise RuntimeError("a defect")
         yield b"data: 2\n\n"
 
     return Stream(chunks(), lambda error: f"data: {error.reason.name}\n\n".encode())
@@ -178,6 +180,8 @@ async def test_failures_of_streams(http: aiohttp.ClientSession) -> None:
         assert (await refusal(response))["field"] == "fail"
     async with http.get("/stream?fail=later") as response:
         assert await response.text() == "data: 1\n\ndata: ENGINE_FAILED\n\n"
+    async with http.get("/stream?fail=defect") as response:
+        assert await response.text() == "data: 1\n\ndata: INTERNAL\n\n"
 
 
 async def test_what_changes_something_goes_on_when_the_caller_leaves(http: aiohttp.ClientSession) -> None:

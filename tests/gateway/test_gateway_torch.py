@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from http_calls import events, post
 
 from rlctl.demo import tiny
 from rlctl.testing.fleet import InProcessFleet, StageSpec
@@ -36,27 +37,20 @@ async def http(model: str, tmp_path: Path, make_gateway: Callable[..., Any]) -> 
         yield http
 
 
-async def post(http: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, Any]:
-    async with http.post(path, json=body) as response:
-        return response.status, await response.json()
-
-
 async def chunks(http: aiohttp.ClientSession, path: str, body: Any) -> list[Any]:
     async with http.post(path, json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
-        lines = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+        return events(await response.text())
 
 
 async def test_openai_and_native_say_the_same(http: aiohttp.ClientSession) -> None:
     greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     ids = [tiny.VOCABULARY.index(c) for c in "3+5="]
-    _, native = await post(http, "/generate", {"input_ids": ids, "sampling_params": greedy, "return_logprob": True})
+    _, native = await post(http, {"input_ids": ids, "sampling_params": greedy, "return_logprob": True}, "/generate")
     text, values = native["text"], [value for value, _, _ in native["meta_info"]["output_token_logprobs"]]
     openai = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "model": "actor"}
 
-    status, reply = await post(http, "/v1/completions", {**openai, "prompt": ids, "logprobs": 2})
+    status, reply = await post(http, {**openai, "prompt": ids, "logprobs": 2}, "/v1/completions")
     assert status == 200, reply
     (choice,) = reply["choices"]
     assert (choice["text"], choice["finish_reason"], reply["object"]) == (text, "length", "text_completion")
@@ -68,7 +62,7 @@ async def test_openai_and_native_say_the_same(http: aiohttp.ClientSession) -> No
     assert reply["weight_version_seq"] == 1
 
     asked = {**openai, "messages": [{"role": "user", "content": "3+"}, {"role": "user", "content": "5"}]}
-    status, reply = await post(http, "/v1/chat/completions", {**asked, "logprobs": True, "top_logprobs": 1})
+    status, reply = await post(http, {**asked, "logprobs": True, "top_logprobs": 1}, "/v1/chat/completions")
     assert status == 200, reply
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": text}
@@ -85,8 +79,8 @@ async def test_openai_and_native_say_the_same(http: aiohttp.ClientSession) -> No
 
 async def test_groups_and_seeds(http: aiohttp.ClientSession) -> None:
     body = {"model": "actor", "prompt": ["1+1=", "2+2="], "n": 3, "seed": 5, "max_tokens": 8, "ignore_eos": True}
-    _, first = await post(http, "/v1/completions", body)
-    _, again = await post(http, "/v1/completions", body)
+    _, first = await post(http, body, "/v1/completions")
+    _, again = await post(http, body, "/v1/completions")
     texts = [choice["text"] for choice in first["choices"]]
     assert [choice["index"] for choice in first["choices"]] == list(range(6))
     assert texts == [choice["text"] for choice in again["choices"]]
@@ -96,7 +90,7 @@ async def test_groups_and_seeds(http: aiohttp.ClientSession) -> None:
 
 async def test_prompts_are_scored(http: aiohttp.ClientSession) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
-    status, reply = await post(http, "/generate", {**body, "logprob_start_len": 0})
+    status, reply = await post(http, {**body, "logprob_start_len": 0}, "/generate")
     assert status == 200, reply
     entries = reply["meta_info"]["input_token_logprobs"]
     assert [token for _, token, _ in entries] == [5, 6, 7]
@@ -126,7 +120,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
 
 async def test_bad_input_names_its_field(http: aiohttp.ClientSession) -> None:
     for path, wrong, status, field in BAD:
-        got, reply = await post(http, path, wrong)
+        got, reply = await post(http, wrong, path)
         assert got == status, reply
         assert field in reply["error"]["param"]
     for path, body in (
@@ -134,7 +128,7 @@ async def test_bad_input_names_its_field(http: aiohttp.ClientSession) -> None:
         ("/generate", {"input_ids": [5] * 600, "stream": True}),
         ("/v1/completions", {"prompt": [5] * 600, "model": "actor"}),
     ):
-        got, reply = await post(http, path, body)
+        got, reply = await post(http, body, path)
         assert (got, reply["error"]["reason"]) == (400, "PROMPT_TOO_LONG"), reply
         assert reply["error"]["param"] in ("input_ids", "text"), reply
 

@@ -15,6 +15,7 @@ from rlctl.gateway.dialect import Answer, Reply, Stream
 from rlctl.gateway.generation import running, sessions
 from rlctl.rollout import progress
 from rlctl.rollout.sample import RolloutSample
+from rlctl.sampling import check_levels
 from rlctl.sglang_api import telling
 from rlctl.sglang_api.asking import Asked, Words, read
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason, Sample, TokenLogprob
@@ -177,7 +178,9 @@ def _complete(asked: Asked, call: Call, model: str, body: Mapping[str, Any]) -> 
     request.adapter = _text(body, "lora_path")
     request.min_version_seq = sessions.min_version(call)
     engine = {name: value for name, value in asked.fields.items() if name in _ENGINE and value is not False}
+    check_levels(engine, "")
     if asked.sampling:
+        check_levels(asked.sampling, "sampling_params.", within=2)
         engine["sampling_params"] = asked.sampling
     if engine:
         request.return_engine_meta = True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.errors import Reason
+from rlctl.gateway import bodies
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Answer, Reply, Stream
@@ -20,6 +21,7 @@ from rlctl.gateway.generation.native import DONE, event, failed
 from rlctl.gateway.generation.tokenizers import Tokenizer
 from rlctl.rollout import progress
 from rlctl.rollout.sample import RolloutSample
+from rlctl.sampling import check_levels
 from rlctl.sglang_api.asking import assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
@@ -174,6 +176,7 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
     if stop is not None:
         assign(request.sampling_params, "stop", [stop] if isinstance(stop, str) else stop, "stop")
     engine = _engine_fields(fields)
+    check_levels(engine, "", within=2)
     if engine:
         request.engine_fields.update({"sampling_params": engine})
     return request
@@ -190,9 +193,8 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
     if kind == "json_object":
         engine["json_schema"] = '{"type": "object"}'
     elif kind == "json_schema":
-        from orjson import dumps
-
-        engine["json_schema"] = dumps(form.take_fields("json_schema").take("schema", dict)).decode()
+        schema = form.take_fields("json_schema").take("schema", dict)
+        engine["json_schema"] = bodies.dump(schema, "response_format.json_schema.schema").decode()
     elif kind != "text":
         raise Reason.UNSUPPORTED.error(f"there is no form {kind!r}", field="response_format.type")
     return engine

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.client.rollout import Place
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.gateway.call import Call
 from rlctl.rollout.progress import Progress
 from rlctl.rollout.sample import RolloutSample
 from rlctl.v1.rollout_pb2 import Sample
+
+log = logging.getLogger(__name__)
 
 SLOT, PREFERRED, PREFILL = "slot", "preferred", "prefill"
 """Placeholders of routes that ask one engine, and of those that ask it if they can, also to compute the prompt."""
@@ -75,8 +78,10 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
         try:
             ended[index] = await call.generation.complete(samples[index], token=call.token, place=place, told=tell)
             changed.put_nowait(index)
-        except RlctlError as error:
-            changed.put_nowait(error)
+        except Exception as error:
+            if not isinstance(error, RlctlError):
+                log.exception("sample %s failed", samples[index].request.rid)
+            changed.put_nowait(typed(error))
 
     tasks = [asyncio.create_task(run(index)) for index in range(len(samples))]
     left = len(tasks)
