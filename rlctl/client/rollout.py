@@ -60,7 +60,7 @@ class Place:
 
     Attributes:
         slot: at this stage, "": at any.
-        only: and nowhere else; otherwise it is preferred as long as it can be routed to.
+        only: and nowhere else; otherwise it is preferred as long as it may be asked.
         prefill: of a pair, the stage that is to compute the prompt, if it can.
     """
 
@@ -384,16 +384,15 @@ class AsyncRollout:
     def _wanted(self, job: _Job) -> Wanted:
         request = job.sample.request
         floor = self.admission.floor(self._lines.view.model(self.model), request.min_version_seq)
-        slot = job.place.slot
-        if slot and not job.place.only and not self._lines.view.routable(slot):
-            slot = ""
+        place = job.place
         return Wanted(
             self.model,
             adapter=request.adapter,
-            slot=slot,
+            slot=place.slot if place.only else "",
+            preferred="" if place.only else place.slot,
             floor=floor,
             session=job.sample.session_id,
-            prefill=job.place.prefill,
+            prefill=place.prefill,
         )
 
     async def _stream(

@@ -46,10 +46,6 @@ class FleetView:
         """A model, if it is known."""
         return (self._models or {}).get(name)
 
-    def routable(self, slot: str) -> bool:
-        """Whether a stage was routable when the coordinator last told of it."""
-        return slot in self._stages and self._stages[slot].routable
-
     @property
     def is_known(self) -> bool:
         """Whether the coordinator has told of the fleet."""

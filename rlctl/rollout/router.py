@@ -38,6 +38,7 @@ class Wanted(NamedTuple):
         model: "": any.
         adapter: stages that hold it are preferred.
         slot: this stage only; of a pair's, those pairs that it is one of.
+        preferred: the same where one of those may be asked now; else any.
         floor: least version, as a sequence number.
         session: what it belongs to.
         prefill: of a pair, the stage that computes the prompt, where it fits one that generates.
@@ -46,6 +47,7 @@ class Wanted(NamedTuple):
     model: str = ""
     adapter: str = ""
     slot: str = ""
+    preferred: str = ""
     floor: int = 0
     session: str = ""
     prefill: str = ""
@@ -101,10 +103,12 @@ class Router:
         able = [each for each in ours.all if self._may_take(each, wanted.floor, now)]
         givers: Sequence[Candidate] = ()
         if ours.paired:
-            ways = _ways(able, wanted.slot)
+            ways = _ways(able, wanted.slot or wanted.preferred) or _ways(able, wanted.slot)
             able = [each for each, _ in ways]
         elif wanted.slot:
             able = [each for each in able if each.slot == wanted.slot]
+        elif wanted.preferred:
+            able = [each for each in able if each.slot == wanted.preferred] or able
         if not able:
             return None
         chosen = self._choose(self._policy, able, ours.members, wanted, now)

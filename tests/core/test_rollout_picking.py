@@ -96,6 +96,24 @@ def test_who_may_be_picked_is_of_the_model_enabled_there_and_of_its_kind() -> No
     assert not Candidates(stages, "ref").paired
 
 
+def test_one_that_is_preferred_is_picked_as_long_as_it_may_be_asked() -> None:
+    router = Router(policy("round_robin", session_idle_s=1.0))
+    stages = [stage("a"), stage("b")]
+    wanted = Wanted("actor", preferred="a")
+    for _ in range(3):
+        picked = router.pick(stages, wanted, 0.0)
+        assert picked is not None
+        assert picked.slot == "a"
+    router.failed(picked, Reason.ENGINE_FAILED.error(), 0.0)
+    elsewhere = router.pick(stages, wanted, 0.0)
+    assert elsewhere is not None
+    assert elsewhere.slot == "b", "the first is left alone for a while"
+    for others in ([stage("a", state=STAGE_STATE_PAUSED), stage("b")], [stage("b")]):
+        other = router.pick(others, wanted, 0.0)
+        assert other is not None
+        assert other.slot == "b"
+
+
 # Admission.
 
 

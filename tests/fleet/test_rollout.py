@@ -17,6 +17,7 @@ from updating import restart, unreachable
 import rlctl
 from rlctl.client import aio, dispatch
 from rlctl.client.aio import AsyncFleet
+from rlctl.client.rollout import Place
 from rlctl.errors import Reason, RlctlError
 from rlctl.rollout.progress import begin
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
@@ -212,6 +213,20 @@ async def test_a_sample_that_fails_everywhere_ends_with_what_it_has(
     (kept,) = await client.rollout("actor", retries=0, resume="return").generate([0], max_new_tokens=9)
     assert kept.error is not None
     assert (kept.output_ids, kept.error.reason) == ([1], Reason.ENGINE_FAILED)
+
+
+async def test_a_sample_that_fails_where_it_was_preferred_goes_elsewhere(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        raise Reason.ENGINE_FAILED.error("it is broken")
+        yield
+
+    monkeypatch.setattr(engine(fleet, "a"), "generate", broken)
+    request = r.GenerateRequest(text="x", sampling_params=r.SamplingParams(max_new_tokens=2))
+    sample = await client.rollout("actor").complete(begin(request), place=Place("a", only=False))
+    assert sample.finished
+    assert [part.slot for part in sample.parts] == ["b"]
 
 
 async def test_requests_wait_out_a_pause_within_their_deadline_and_make_no_storm(
