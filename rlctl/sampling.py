@@ -54,6 +54,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")
 
 
+def seed_of(params: SamplingParams, index: int) -> int | None:
+    """The seed of a request's sample, of those that a request asks for; None: it asks for none."""
+    return (params.seed + index) % (1 << 63) if params.HasField("seed") else None
+
+
 def check_levels(fields: Mapping[str, object] | Struct, where: str = "engine_fields.", *, within: int = 1) -> None:
     """Raise FIELD_INVALID for the first of ``engine_fields`` that is nested deeper than they may be.
 

@@ -126,11 +126,6 @@ def engine_fields(
     return fields, sampling
 
 
-def seed_of(params: SamplingParams, index: int) -> int | None:
-    """The seed of a request's sample, of those that a request asks for; None: it asks for none."""
-    return (params.seed + index) % (1 << 63) if params.HasField("seed") else None
-
-
 def refused(product: str, message: str, status: int, too_long: Collection[str]) -> RlctlError:
     """What a server has refused a request for; ``too_long``: words of its message where the prompt is."""
     if status == 400 and any(words in message for words in too_long):

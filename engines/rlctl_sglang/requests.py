@@ -12,7 +12,7 @@ from typing import Any
 from rlctl_servers import requests
 
 from rlctl.errors import Reason
-from rlctl.sampling import check_pair
+from rlctl.sampling import check_pair, seed_of
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
 _FIELDS = frozenset(
@@ -83,7 +83,7 @@ def bodies(request: GenerateRequest, rids: Sequence[str], limits: Limits) -> lis
                 "bootstrap_port": request.bootstrap_port,
                 "bootstrap_room": request.bootstrap_room + index,
             }
-        if (seed := requests.seed_of(request.sampling_params, index)) is not None:
+        if (seed := seed_of(request.sampling_params, index)) is not None:
             one["sampling_params"] = {**body["sampling_params"], "sampling_seed": seed}
         made.append(one)
     return made

@@ -12,7 +12,7 @@ from typing import Any
 from rlctl_servers import requests
 
 from rlctl.errors import Reason
-from rlctl.sampling import check_pair
+from rlctl.sampling import check_pair, seed_of
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
 
 PROCESSED = "processed_logprobs"
@@ -70,7 +70,7 @@ def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], li
     made = []
     for index, rid in enumerate(rids):
         one = {**body, "request_id": rid}
-        if (seed := requests.seed_of(request.sampling_params, index)) is not None:
+        if (seed := seed_of(request.sampling_params, index)) is not None:
             one["sampling_params"] = {**body["sampling_params"], "seed": seed}
         made.append(one)
     return made

@@ -12,7 +12,7 @@ import pytest
 from http_calls import events, nested, post
 
 from rlctl.gateway.call import UNKNOWN_FIELDS
-from rlctl.sampling import MOST_LEVELS
+from rlctl.sampling import MOST_LEVELS, MOST_SAMPLES
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.transport.channel import MAX_MESSAGE_BYTES
@@ -67,6 +67,11 @@ async def test_batches_and_groups_come_in_order(http: aiohttp.ClientSession) -> 
     assert (status, len(reply)) == (200, 1)
 
 
+async def test_the_largest_seed_has_one_after_it(http: aiohttp.ClientSession) -> None:
+    status, reply = await post(http, {"text": "x", "sampling_params": {"n": 2, "sampling_seed": 2**64 - 1}})
+    assert status == 200, reply
+
+
 async def test_a_stream_has_all_so_far_in_each_event(http: aiohttp.ClientSession) -> None:
     body = {"text": "x", "sampling_params": {"max_new_tokens": 20}, "stream": True, "return_logprob": True}
     async with http.post("/generate", json=body) as response:
@@ -102,6 +107,9 @@ async def test_a_stream_has_all_so_far_in_each_event(http: aiohttp.ClientSession
         ({"text": "x", "lora_path": "none"}, 404, "adapter"),
         ({"text": "x", "sampling_params": {"custom_params": nested(31)}}, 400, "sampling_params.custom_params"),
         ({"text": "x", "token_ids_logprob": nested(300)}, 400, "token_ids_logprob"),
+        ({"text": "x", "sampling_params": {"n": MOST_SAMPLES + 1}}, 400, "sampling_params.n"),
+        ({"text": ["x"] * 5, "sampling_params": {"n": 2000}}, 400, "sampling_params.n"),
+        ({"text": ["x"] * 10_000}, 400, "text"),
         ([], 400, "body"),
     ],
 )

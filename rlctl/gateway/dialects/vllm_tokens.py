@@ -155,6 +155,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
     if prompt_tops is not None:
         request.logprob_start_len = 0
     n = _sampling(request, given)
+    call.generation.check_samples([n], "sampling_params.n", "token_ids")
     return _Asked(
         rid=fields.take("request_id", str, "") or uuid.uuid4().hex,
         model=name,
@@ -187,8 +188,6 @@ def _sampling(request: GenerateRequest, given: Fields) -> int:
     if stop is not None:
         assign(params, "stop", [stop] if isinstance(stop, str) else stop, "sampling_params.stop")
     n = given.take("n", int, 1)
-    if not 1 <= n <= 4096:
-        raise Reason.FIELD_INVALID.error(f"n is {n}; it must be from 1 to 4096", field="sampling_params.n")
     given.accept("detokenize", "output_kind", "spaces_between_special_tokens", "flat_logprobs", "extra_args")
     return n
 

@@ -15,7 +15,7 @@ from rlctl.gateway.dialect import Answer, Reply, Stream
 from rlctl.gateway.generation import running, sessions
 from rlctl.rollout import progress
 from rlctl.rollout.sample import RolloutSample
-from rlctl.sampling import check_levels
+from rlctl.sampling import check_levels, seed_of
 from rlctl.sglang_api import telling
 from rlctl.sglang_api.asking import Asked, Words, read
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason, Sample, TokenLogprob
@@ -58,6 +58,8 @@ async def generate(call: Call) -> Answer:
     call.note_unknown(asking.unknown)
     began = time.perf_counter()
     model = await call.generation.model(_text(body, "model"))
+    prompts = str(asking.prompts[0].request.WhichOneof("prompt"))
+    call.generation.check_samples([asked.samples for asked in asking.prompts], "sampling_params.n", prompts)
     samples: list[RolloutSample] = []
     tellers: list[Teller] = []
     for number, asked in enumerate(asking.prompts):
@@ -68,8 +70,8 @@ async def generate(call: Call) -> Answer:
             )
             if asked.samples > 1:
                 sample.request.rid = f"{asked.rid}_{index}"
-            if asked.request.sampling_params.HasField("seed"):  # as engines count them
-                sample.request.sampling_params.seed = asked.request.sampling_params.seed + index
+            if (seed := seed_of(asked.request.sampling_params, index)) is not None:  # as engines count them
+                sample.request.sampling_params.seed = seed
             samples.append(sample)
             tellers.append(Teller(sample.request.rid, asked, began))
     if asking.stream:

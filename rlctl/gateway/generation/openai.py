@@ -21,7 +21,7 @@ from rlctl.gateway.generation.native import DONE, event, failed
 from rlctl.gateway.generation.tokenizers import Tokenizer
 from rlctl.rollout import progress
 from rlctl.rollout.sample import RolloutSample
-from rlctl.sampling import check_levels
+from rlctl.sampling import check_levels, seed_of
 from rlctl.sglang_api.asking import assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
@@ -127,8 +127,7 @@ async def _answer(
     call: Call, fields: Fields, requests: Sequence[GenerateRequest], model: str, *, chat: bool, with_logprobs: bool
 ) -> Answer:
     n = fields.take("n", int, 1)
-    if not 1 <= n <= 4096:
-        raise Reason.FIELD_INVALID.error(f"n is {n}; it must be from 1 to 4096", field="n")
+    call.generation.check_samples([n] * len(requests), "n", "prompt")
     if fields.take("best_of", int, n) != n:
         raise Reason.UNSUPPORTED.error("no more samples are made than are returned", field="best_of")
     rid = fields.take("rid", str, "") or f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -138,8 +137,8 @@ async def _answer(
         for index in range(n):
             sample = progress.begin(request, prompt=number, index=index, session_id=session)
             sample.request.rid = rid if len(requests) * n == 1 else f"{rid}_{number * n + index}"
-            if request.sampling_params.HasField("seed"):
-                sample.request.sampling_params.seed = request.sampling_params.seed + index
+            if (seed := seed_of(request.sampling_params, index)) is not None:
+                sample.request.sampling_params.seed = seed
             samples.append(sample)
     stream = fields.take("stream", bool, False)
     options = fields.take_fields("stream_options", {})

@@ -12,6 +12,7 @@ from rlctl.errors import Reason
 from rlctl.gateway.generation.tokenizers import Tokenizers
 from rlctl.rollout.admission import Admission
 from rlctl.rollout.sample import RolloutSample
+from rlctl.sampling import MOST_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,19 @@ class Generation:
         if len(holders) > 1 and self.settings.model in holders:
             return self.settings.model, name
         return (holders[0], name) if len(holders) == 1 else (await self.model(name), "")
+
+    def check_samples(self, wanted: Sequence[int], n: str, prompts: str) -> None:
+        """Raise FIELD_INVALID for a call with more samples of its prompts than can ever be under way together, before
+        they are made. ``n`` and ``prompts`` are the fields that say how many.
+        """
+        for count in wanted:
+            if not 1 <= count <= MOST_SAMPLES:
+                raise Reason.FIELD_INVALID.error(f"n is {count}; it must be from 1 to {MOST_SAMPLES}", field=n)
+        if sum(wanted) > self.settings.max_inflight:
+            raise Reason.FIELD_INVALID.error(
+                f"{sum(wanted)} samples are more than may be under way in this gateway, {self.settings.max_inflight}",
+                field=n if max(wanted) > 1 else prompts,
+            )
 
     def rollout(self, model: str) -> AsyncRollout:
         """What generates with a model."""
