@@ -27,9 +27,6 @@ from rlctl.rollout.trajectories import MAX_AGE, MAX_TOKENS, Piece, Trajectories,
 CUTS = 5
 """Cuts that a request goes on from; the next one is the caller's."""
 
-_LONG = 10_000
-"""Characters that are tokenised beside the event loop."""
-
 _PROMPTS = ("text", "input_ids", "input_tokens")
 
 
@@ -131,10 +128,7 @@ async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequenc
     text = prompt[len(found.text) if found else 0 :]
     if not text:
         return pieces
-    if len(text) > _LONG:
-        ids = await asyncio.to_thread(tokenizer.ids, text, special=found is None)
-    else:
-        ids = tokenizer.ids(text, special=found is None)
+    ids = await tokenizer.ids(text, special=found is None)
     return [*pieces, Piece(text, ids)] if ids else pieces
 
 

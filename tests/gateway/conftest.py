@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
+from rlctl.demo import tiny
 from rlctl.gateway.generation.service import Settings
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.testing.fleet import InProcessFleet
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a model whose tokenizer, of single characters, has a chat template."""
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.save(tiny.make(3), path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    return str(path)
 
 
 @pytest.fixture

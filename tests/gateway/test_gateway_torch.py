@@ -11,28 +11,17 @@ from typing import Any
 
 import aiohttp
 import pytest
-import torch
 from http_calls import events, post
 
 from rlctl.demo import tiny
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("tiny")
-    tiny.save(tiny.make(3), path)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return str(path)
-
 
 @pytest.fixture
-async def http(model: str, tmp_path: Path, make_gateway: Callable[..., Any]) -> AsyncIterator[aiohttp.ClientSession]:
-    specs = [StageSpec(slot, model, engine="torch") for slot in ("a", "b")]
+async def http(
+    chat_model: str, tmp_path: Path, make_gateway: Callable[..., Any]
+) -> AsyncIterator[aiohttp.ClientSession]:
+    specs = [StageSpec(slot, chat_model, engine="torch") for slot in ("a", "b")]
     async with InProcessFleet(tmp_path / "journal.db", specs) as fleet, make_gateway(fleet) as (_, http):
         yield http
 

@@ -8,7 +8,7 @@ from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.dialects.vllm_tokens import generate
 from rlctl.gateway.generation import sessions
-from rlctl.gateway.generation.tokenizers import Tokenizer
+from rlctl.gateway.generation.tokenizers import Tokenizer, beside
 
 
 async def tokenize(call: Call) -> Reply:
@@ -16,7 +16,7 @@ async def tokenize(call: Call) -> Reply:
     fields = await call.fields()
     tokenizer = await _tokenizer(call, fields)
     special = fields.take("add_special_tokens", bool, True)
-    tokens = tokenizer.ids(fields.take("prompt", str), special=special)
+    tokens = await tokenizer.ids(fields.take("prompt", str), special=special)
     return Reply({"tokens": tokens, "count": len(tokens)})
 
 
@@ -24,7 +24,8 @@ async def detokenize(call: Call) -> Reply:
     """The text of token ids, by the model's tokenizer."""
     fields = await call.fields()
     tokenizer = await _tokenizer(call, fields)
-    return Reply({"prompt": tokenizer.join(fields.take_list("tokens", int))})
+    tokens = fields.take_list("tokens", int)
+    return Reply({"prompt": await beside(len(tokens), lambda: tokenizer.join(tokens))})
 
 
 async def _tokenizer(call: Call, fields: Fields) -> Tokenizer:

@@ -119,7 +119,8 @@ async def chat(call: Call) -> Answer:
         if value is not None:
             settings[name] = value
     tokenizer = await call.generation.tokenizers.of(model)
-    request.input_ids.CopyFrom(TokenIds(ids=tokenizer.chat(messages, **settings)))
+    ids = await tokenizer.chat(messages, settings, len(await call.body()))
+    request.input_ids.CopyFrom(TokenIds(ids=ids))
     return await _answer(call, fields, [request], model, chat=True, with_logprobs=wanted)
 
 

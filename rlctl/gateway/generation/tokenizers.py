@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
+
+T = TypeVar("T")
+
+LONG = 10_000
+"""Characters or tokens from which on work with them is done beside the event loop, where it keeps nobody waiting."""
+
+_RESERVED = ("conversation", "chat_template", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length")
+"""Settings of a template that callers do not make, as everything that begins with "return_": a template is a program,
+and the others decide what becomes of its text.
+"""
+
+
+async def beside(size: int, work: Callable[[], T]) -> T:
+    """What comes of the work, which is done on a thread where ``size`` says that it is long."""
+    return await asyncio.to_thread(work) if size >= LONG else work()
 
 
 class Tokenizer:
@@ -31,8 +46,17 @@ class Tokenizer:
                 next_step="Start the gateway with --tokenizer DIRECTORY.",
             ) from error
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
-        """Token ids of a conversation. Raises UNSUPPORTED without a template, FIELD_INVALID for what it refuses."""
+    async def chat(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], size: int) -> list[int]:
+        """Token ids of a conversation of so many bytes. ``settings`` are the caller's for the template.
+
+        Raises UNSUPPORTED without a template, FIELD_INVALID for what it refuses, and for settings that are not theirs.
+        """
+        for name in settings:
+            if name in _RESERVED or name.startswith("return_"):
+                raise Reason.FIELD_INVALID.error("callers cannot set it", field=f"chat_template_kwargs.{name}")
+        return await beside(size, lambda: self._chat(messages, settings))
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[int]:
         if not self._tokenizer.chat_template:
             raise Reason.UNSUPPORTED.error(
                 "the model's tokenizer has no chat template",
@@ -58,9 +82,9 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise Reason.FIELD_INVALID.error(f"they hold what is no token id: {error}", field="tokens") from None
 
-    def ids(self, text: str, *, special: bool = True) -> list[int]:
+    async def ids(self, text: str, *, special: bool = True) -> list[int]:
         """A text's token ids; with those that stand around a text, if ``special``."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
+        return await beside(len(text), lambda: list(self._tokenizer.encode(text, add_special_tokens=special)))
 
 
 class Tokenizers:

@@ -1,0 +1,74 @@
+"""Chats: what of a template is the caller's, and that none keeps the others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from http_calls import post
+
+from rlctl.gateway.generation.tokenizers import LONG, Tokenizer
+from rlctl.testing.fleet import InProcessFleet
+
+CHATS = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def http(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], chat_model: str
+) -> AsyncIterator[aiohttp.ClientSession]:
+    async with make_gateway(fleet, tokenizer=chat_model) as (_, http):
+        yield http
+
+
+def chat(content: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template", "{% for i in range(9000) %}{% for j in range(20000) %}{% endfor %}{% endfor %}1"),
+        ("conversation", 1),
+        ("tokenize", False),
+        ("tokenizer_kwargs", {"truncation": True}),
+        ("padding", "max_length"),
+        ("max_length", 1 << 40),
+        ("truncation", True),
+        ("return_tensors", "np"),
+        ("return_dict", True),
+    ],
+)
+async def test_what_is_not_the_callers_to_set_is_refused_by_name(
+    http: aiohttp.ClientSession, name: str, value: Any
+) -> None:
+    status, reply = await post(http, chat("1", chat_template_kwargs={name: value}), CHATS)
+    assert (status, reply["error"]["field"]) == (400, f"chat_template_kwargs.{name}"), reply
+
+
+async def test_what_a_template_does_not_take_is_refused(http: aiohttp.ClientSession) -> None:
+    status, reply = await post(http, chat("1", chat_template_kwargs={"tools": 5}), CHATS)
+    assert (status, reply["error"]["field"]) == (400, "messages"), reply
+    status, reply = await post(http, chat("1", chat_template_kwargs={"enable_thinking": False}), CHATS)
+    assert status == 200, reply
+
+
+async def test_a_long_chat_keeps_nobody_waiting(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on, render = threading.Event(), Tokenizer._chat
+
+    def slow(*arguments: Any) -> list[int]:
+        assert going_on.wait(10.0)
+        return render(*arguments)
+
+    monkeypatch.setattr(Tokenizer, "_chat", slow)
+    long = asyncio.create_task(post(http, chat("1" * LONG), CHATS))
+    status, _ = await post(http, {"text": "x", "sampling_params": {"max_new_tokens": 1}})
+    assert status == 200
+    assert not long.done()
+    going_on.set()
+    status, reply = await long
+    assert (status, reply["usage"]["prompt_tokens"]) == (200, LONG + 1), reply
