@@ -31,7 +31,9 @@ _PROMPTS = ("text", "input_ids", "input_tokens")
 
 
 class RadixMiddleware:
-    """Keeps ``max_tokens`` tokens of each model, of ``max_age`` versions; a subclass may say otherwise."""
+    """Keeps ``max_tokens`` tokens of each model and each of its adapters, of ``max_age`` versions; a subclass may say
+    otherwise.
+    """
 
     max_tokens = MAX_TOKENS
     max_age = MAX_AGE
@@ -40,7 +42,7 @@ class RadixMiddleware:
         self._generation = generation.with_settings(
             dataclasses.replace(generation.settings, resume="continue", max_cuts=CUTS)
         )
-        self._kept: dict[str, Trajectories] = {}
+        self._kept: dict[tuple[str, str], Trajectories] = {}
 
     async def __call__(self, call: Call, handler: Handler) -> Answer:
         """Around every request."""
@@ -57,7 +59,7 @@ class RadixMiddleware:
         prompt = _prompt(body)
         if prompt is None:
             return await handler(call)
-        kept, tokenizer = await self._of(str(body.get("model") or ""))
+        kept, tokenizer = await self._of(str(body.get("model") or ""), str(body.get("lora_path") or ""))
         pieces = await _known(kept, tokenizer, prompt)
         rest = {name: value for name, value in body.items() if name not in _PROMPTS}
         ids = [token for piece in pieces for token in piece.tokens]
@@ -65,14 +67,15 @@ class RadixMiddleware:
         answer = await handler(call)
         if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
             # The answer does not wait for it, and whatever is asked next finds it.
-            asyncio.get_running_loop().call_soon(kept.put, [*pieces, _response(answer.body)])
+            told = answer.body
+            asyncio.get_running_loop().call_soon(lambda: kept.put([*pieces, *_response(told, tokenizer)]))
         return answer
 
     async def _retrieve(self, call: Call) -> Reply:
         fields = await call.fields()
         fields.accept("return_logp", "return_logprob")
         text = fields.take("text", str)
-        kept, tokenizer = await self._of(fields.take("model", str, ""))
+        kept, tokenizer = await self._of(fields.take("model", str, ""), fields.take("lora_path", str, ""))
         pieces = await _known(kept, tokenizer, text)
         tokens = [token for piece in pieces for token in piece.tokens]
         mask = [int(trained) for piece in pieces for trained in piece.loss_mask or [0] * len(piece.tokens)]
@@ -89,11 +92,11 @@ class RadixMiddleware:
             }
         )
 
-    async def _of(self, named: str) -> tuple[Trajectories, Tokenizer]:
-        """What is kept of a model, as old as it is now."""
+    async def _of(self, named: str, adapter: str) -> tuple[Trajectories, Tokenizer]:
+        """What is kept of a model with an adapter ("": none), as old as the model is now."""
         model = await self._generation.model(named)
         tokenizer = await self._generation.tokenizers.of(model)
-        kept = self._kept.setdefault(model, Trajectories(self.max_tokens, self.max_age))
+        kept = self._kept.setdefault((model, adapter), Trajectories(self.max_tokens, self.max_age))
         kept.advance(self._generation.rollout(model).latest)
         return kept, tokenizer
 
@@ -132,11 +135,36 @@ async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequenc
     return [*pieces, Piece(text, ids)] if ids else pieces
 
 
-def _response(body: Mapping[str, Any]) -> Piece:
-    """What a reply says of its tokens."""
+def _response(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Piece]:
+    """What a reply says of its tokens: those of its text, and those of a stop that was left out of it."""
     ids, meta = body["output_ids"], body["meta_info"]
     versions: list[Version | None] = [meta.get("weight_version")] * len(ids)
     for span in meta.get("weight_versions") or ():
         versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-    return Piece(body["text"] if ids else None, ids, logprobs, versions, [1] * len(ids))
+    pieces = []
+    for text, begin, end in _parts(body["text"], ids, meta["finish_reason"], tokenizer):
+        part = slice(begin, end)
+        pieces.append(Piece(text, ids[part], logprobs[part], versions[part], [1] * (end - begin)))
+    return pieces
+
+
+def _parts(
+    text: str, ids: Sequence[int], finish: Mapping[str, Any], tokenizer: Tokenizer
+) -> list[tuple[str | None, int, int]]:
+    """The text and what was left out of it at its end, each with its stretch of the tokens."""
+    whole = tokenizer.join(ids) if finish["type"] == "stop" else text
+    # A tokenizer that is given a text's beginning may leave out the space before it, which an engine tells.
+    whole, stripped = whole.lstrip(" "), text.lstrip(" ")
+    if whole == stripped:
+        return [(text, 0, len(ids))]
+    if not whole.startswith(stripped):
+        return [(None, 0, len(ids))]
+    left_out = whole[len(stripped) :]
+    for end in range(len(ids) - 1, 0, -1):
+        begun = tokenizer.join(ids[:end]).lstrip(" ")
+        if begun == stripped:
+            return [(text, 0, end), (left_out, end, len(ids))]
+        if len(begun) < len(stripped):
+            break  # a token has something of both
+    return [(text + left_out, 0, len(ids))]
