@@ -107,7 +107,7 @@ class Progress:
             params.seed = derived_seed(params.seed, self._base)
 
     def take(self, response: GenerateResponse) -> None:
-        """Take in a message of the attempt under way."""
+        """Take in a message of the attempt under way. What is beyond a stop string is taken out of its text."""
         if not self._prompt_ids:
             self._prompt_ids = list(response.prompt_ids)
         if not self._base:
@@ -122,8 +122,11 @@ class Progress:
                 for span in sample.versions:
                     span.start += self._base
                     span.end += self._base
+            before = self._had.text_length
             self._had.add(sample)
             self._look_for_stop()
+            if self._had.text_length < before + len(sample.text):
+                sample.text = self._had.text[before:]
 
     def _begin_part(self, response: GenerateResponse, sample: Sample) -> None:
         last = self._parts[-1] if self._parts else None

@@ -162,7 +162,9 @@ def test_a_stop_string_that_lies_across_a_cut_ends_the_sample(trim: bool, text: 
     progress.attempt(0)
     progress.take(said(3, text="O"))
     assert not progress.finished
-    progress.take(said(4, start=1, text="P more"))
+    last = said(4, start=1, text="P more")
+    progress.take(last)
+    assert last.samples[0].text == ("" if trim else "P"), "what is told as it comes ends there, too"
     sample = progress.result(latest=1)
     assert (sample.finish, sample.text, sample.output_ids) == ("stop", text, [1, 2, 3, 4])
     assert sample.whole.finish_reason.matched_string == "STOP"

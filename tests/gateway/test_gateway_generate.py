@@ -79,6 +79,7 @@ async def test_a_stream_has_all_so_far_in_each_event(http: aiohttp.ClientSession
         told = events(await response.text())
     assert told[-1]["output_ids"] == list(range(20))
     assert told[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+    assert {event["meta_info"]["prompt_tokens"] for event in told} == {1}
     for before, after in itertools.pairwise(told):
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
         assert len(after["meta_info"]["output_token_logprobs"]) == len(after["output_ids"])

@@ -9,11 +9,10 @@ from rlctl.gateway.generation.tokenizers import Tokenizer
 from rlctl.v1.rollout_pb2 import TokenLogprob
 
 
-def completion(entries: Sequence[TokenLogprob], texts: Tokenizer | None) -> dict[str, Any]:
-    """As /v1/completions has them: parallel lists."""
+def completion(entries: Sequence[TokenLogprob], texts: Tokenizer | None, at: int = 0) -> dict[str, Any]:
+    """As /v1/completions has them: parallel lists. ``at``: characters of the tokens before them."""
     tokens = [_text(entry.token_id, texts) for entry in entries]
     offsets = []
-    at = 0
     for token in tokens:
         offsets.append(at)
         at += len(token)

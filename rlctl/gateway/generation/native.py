@@ -99,8 +99,7 @@ async def _events(
     try:
         async for new in news:
             teller = tellers[new.index]
-            for part in new.parts:
-                teller.take(part)
+            teller.take(new.part, new.prompt_ids)
             reply = teller.reply() if new.ended is None else teller.end(new.ended)
             yield event({**reply, "index": new.index} if listed else reply)
         yield DONE
@@ -117,13 +116,14 @@ class Teller(telling.Reply):
         super().__init__(
             rid, logprob=request.return_logprob, tops=bool(request.top_logprobs_num), show_prompt=asked.show_prompt
         )
-        self._prompt: Sequence[int] = list(request.input_ids.ids)
+        self._prompt: Sequence[int] = ()
         self._text = ""
         self._began = began
         self._whole = Sample()
 
-    def take(self, part: Sample) -> None:
-        """Add what is new."""
+    def take(self, part: Sample, prompt_ids: Sequence[int]) -> None:
+        """Add what is new, of a prompt of these tokens."""
+        self._prompt = prompt_ids
         self._text += part.text
         self._ids.extend(part.output_ids)
         for entry in part.output_logprobs:
@@ -169,7 +169,7 @@ class Teller(telling.Reply):
 
     def all_of(self, sample: RolloutSample) -> dict[str, Any]:
         """All of one of which nothing was taken before."""
-        self.take(sample.whole)
+        self.take(sample.whole, sample.prompt_ids)
         return self.end(sample)
 
 

@@ -238,18 +238,20 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
     """What is new of a sample in each event."""
     head = _head(asked, (), chunk=True)
     ended: list[RolloutSample] = []
+    characters = [0] * len(samples)  # of the tokens whose log probabilities were told
     news = running.streamed(call, samples)
     try:
         if asked.chat:
             for index in range(len(samples)):
                 delta = {"role": "assistant", "content": ""}
-                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield event({**head, "choices": [choice]})
+                first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield event({**head, "choices": [first]})
         async for new in news:
-            part = new.part
             if new.ended is not None:
                 ended.append(new.ended)
-            yield event({**head, "choices": [_choice(asked, new.index, part, new.ended, chunk=True)]})
+            choice = _choice(asked, new.index, new.part, new.ended, chunk=True, at=characters[new.index])
+            characters[new.index] += sum(len(token) for token in (choice["logprobs"] or {}).get("tokens", ()))
+            yield event({**head, "choices": [choice]})
         if asked.usage:
             yield event({**head, "choices": [], "usage": _usage(ended)})
         yield DONE
@@ -267,7 +269,7 @@ def _head(asked: _Asked, ended: Sequence[RolloutSample], *, chunk: bool) -> dict
 
 
 def _choice(
-    asked: _Asked, index: int, part: Sample, ended: RolloutSample | None, *, chunk: bool = False
+    asked: _Asked, index: int, part: Sample, ended: RolloutSample | None, *, chunk: bool = False, at: int = 0
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": ended.finish if ended else None}
     if not asked.chat:
@@ -276,9 +278,10 @@ def _choice(
         choice["delta"] = {"content": part.text}
     else:
         choice["message"] = {"role": "assistant", "content": part.text}
-    if asked.logprobs:
-        tell = logprobs.chat if asked.chat else logprobs.completion
-        choice["logprobs"] = tell(part.output_logprobs, asked.texts)
+    if asked.logprobs and asked.chat:
+        choice["logprobs"] = logprobs.chat(part.output_logprobs, asked.texts)
+    elif asked.logprobs:
+        choice["logprobs"] = logprobs.completion(part.output_logprobs, asked.texts, at)
     if asked.ids:
         choice["token_ids"] = list(part.output_ids)
         if ended is not None:

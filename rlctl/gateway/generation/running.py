@@ -29,22 +29,55 @@ class News:
 
     Attributes:
         index: its number in the call.
-        parts: what has come since the last time.
+        part: what has come since the last time, as one: text, tokens, log probabilities, versions and counts.
+        prompt_ids: the prompt's tokens, as far as they are known.
         ended: all of it, once it has ended.
     """
 
     index: int
-    parts: Sequence[Sample]
+    part: Sample
+    prompt_ids: Sequence[int]
     ended: RolloutSample | None = None
 
-    @property
-    def part(self) -> Sample:
-        """What has come, as one: its text, tokens and log probabilities."""
-        joined = Sample(text="".join(each.text for each in self.parts))
-        for each in self.parts:
-            joined.output_ids.extend(each.output_ids)
-            joined.output_logprobs.extend(each.output_logprobs)
-        return joined
+
+class _Text:
+    """What is told of a sample's text: not what may turn out to begin a stop string, which engines hold back too, but
+    tell when they are cut.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._told = 0
+
+    def more(self, text: str) -> str:
+        """What can be told of it now."""
+        text = self._held + text
+        begun = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - begun :]
+        text = text[: len(text) - begun]
+        self._told += len(text)
+        return text
+
+    def rest(self, whole: str) -> str:
+        """What is left to be told of all of it."""
+        return whole[self._told :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text that the stop string begins with; not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
+
+
+def _joined(parts: Sequence[Sample]) -> Sample:
+    joined = Sample()
+    for each in parts:
+        joined.output_ids.extend(each.output_ids)
+        joined.output_logprobs.extend(each.output_logprobs)
+        joined.versions.extend(each.versions)
+        joined.cached_tokens, joined.retractions = each.cached_tokens, each.retractions
+    return joined
 
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
@@ -63,12 +96,15 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
     A caller that reads slowly gets more at a time: what waits for it is bounded by the samples' length.
     """
     waiting: dict[int, list[Sample]] = {}
+    texts = [_Text(sample.request.sampling_params.stop) for sample in samples]
+    prompts = [sample.prompt_ids for sample in samples]
     changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
     ended: dict[int, RolloutSample] = {}
     place = await _place(call)
 
     async def run(index: int) -> None:
-        def tell(_progress: Progress, part: Sample) -> None:
+        def tell(progress: Progress, part: Sample) -> None:
+            prompts[index] = progress.prompt_ids
             if index not in waiting and not part.HasField(
                 "finish_reason"
             ):  # an end is told with all that belongs to it
@@ -94,7 +130,10 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
             over = ended.pop(told, None)
             left -= over is not None
             if parts or over is not None:
-                yield News(told, parts, over)
+                part = _joined(parts)
+                text = texts[told].more("".join(each.text for each in parts))
+                part.text = text if over is None else text + texts[told].rest(over.whole.text)
+                yield News(told, part, prompts[told], over)
     finally:
         await _end(tasks)
 
