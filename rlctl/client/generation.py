@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypedDict
 
@@ -111,7 +111,8 @@ def build_request(
         request = GenerateRequest(sampling_params=params, **{k: v for k, v in fields.items() if v is not None})
     except (TypeError, ValueError) as error:
         _refuse_unknown(sampling)
-        raise Reason.FIELD_INVALID.error(str(error), field="sampling_params") from None
+        field = _misfit(SamplingParams, sampling, "sampling_params.") or _misfit(GenerateRequest, fields, "")
+        raise Reason.FIELD_INVALID.error(str(error), field=field) from None
     if isinstance(prompt, str):
         request.text = prompt
         return request
@@ -131,3 +132,13 @@ def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
                 f"there is no sampling parameter {name!r}; there are: {', '.join(known)}",
                 field=f"sampling_params.{name}",
             )
+
+
+def _misfit(kind: Callable[..., object], values: Mapping[str, Any], where: str) -> str:
+    """The first of the values that its field of a message cannot hold; "": none."""
+    for name, value in values.items():
+        try:
+            kind(**{name: value})
+        except (TypeError, ValueError):
+            return where + name
+    return ""

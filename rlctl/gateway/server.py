@@ -145,7 +145,8 @@ class GatewayServer:
                 raise
             failure = Reason.VERB_UNKNOWN.error(f"there is no {request.method} {request.path} here")
             failure.http_status = said.status
-            return _response(self.dialect.fail(failure))
+            allowed = {name: value for name, value in said.headers.items() if name == "Allow"}
+            return _response(self.dialect.fail(failure), allowed)
 
     async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         try:

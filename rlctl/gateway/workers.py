@@ -25,6 +25,8 @@ STEADY_S = 60.0
 
 LOOK_S = 0.1
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 def hold(host: str, port: int) -> tuple[socket.socket, int]:
     """A port for several listeners, kept by a socket that does not listen. Raises OSError."""
@@ -54,10 +56,9 @@ class Workers:
 
         Returns the exit status: that of the first worker to end, if one does before all have listened.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ENDING:
             signal.signal(number, self._stop)
-        for _ in range(self._count):
-            self._fork()
+        self._fork_missing()
         starting, failures, code, again = self._count, 0, 0, math.inf
         watched = [self._ready[0], *([0] if end_with_parent else [])]
         while self._began or not self._stopping:
@@ -77,17 +78,23 @@ class Workers:
                 again = time.monotonic() + PAUSES_S[min(failures, len(PAUSES_S) - 1)]
             if not self._stopping and time.monotonic() >= again:
                 again = math.inf
-                while len(self._began) < self._count:
-                    self._fork()
+                self._fork_missing()
         return code
 
+    def _fork_missing(self) -> None:
+        while len(self._began) < self._count and not self._stopping:
+            self._fork()
+
     def _fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until it is known whom to tell
         pid = os.fork()
         if pid:
             self._began[pid] = time.monotonic()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         os.close(self._alive[1])
         os.dup2(self._alive[0], 0)
         code = 1

@@ -315,6 +315,15 @@ async def test_the_sdk_refuses_parameters_that_do_not_exist(client: AsyncFleet) 
     with pytest.raises(RlctlError, match="within each other") as caught:
         await client.generate("x", engine_fields={"fine": 1, "deep": nested(30)})
     assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "engine_fields.deep")
+    for field, given in (
+        ("min_version_seq", {"min_version_seq": -1}),
+        ("top_logprobs_num", {"top_logprobs_num": -1}),
+        ("sampling_params.temperature", {"temperature": "hot"}),
+        ("sampling_params.max_new_tokens", {"max_new_tokens": -1}),
+    ):
+        with pytest.raises(RlctlError) as caught:
+            await client.generate("x", **given)  # type: ignore[arg-type]
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, field)
     with pytest.raises(RlctlError, match="must be one of abort, retract, in_place, drain"):
         await client.pause_generation("stop")
 

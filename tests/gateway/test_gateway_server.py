@@ -125,7 +125,7 @@ async def test_what_is_not_there_is_said_in_the_dialects_words(http: aiohttp.Cli
         assert (await refusal(response))["reason"] == "VERB_UNKNOWN"
         assert response.status == 404
     async with http.get("/echo") as response:
-        assert response.status == 405
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
     async with http.post("/broken") as response:
         assert (await refusal(response))["reason"] == "INTERNAL"
         assert response.status == 500
