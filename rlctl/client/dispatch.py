@@ -167,7 +167,7 @@ class Dispatch:
         view, now = self.lines.view, asyncio.get_running_loop().time()
         view.check()
         view.refuse_any(wanted.model)
-        picked = self.router.pick(view.stages, wanted, now) if now < deadline else None
+        picked = self.router.pick(view.stages, self._of_fleet(wanted), now) if now < deadline else None
         if picked is None:
             return None
         self._told = None
@@ -179,7 +179,7 @@ class Dispatch:
         :meth:`at_once`.
         """
         view, loop = self.lines.view, asyncio.get_running_loop()
-        wanted, begun = wanting(), loop.time()
+        wanted, begun = self._of_fleet(wanting()), loop.time()
         while (remaining := deadline - (now := loop.time())) > 0:
             view.check()
             if view.lacks(wanted.model):
@@ -193,13 +193,19 @@ class Dispatch:
             except TimeoutError:
                 if loop.time() - now >= TELL_S:
                     self._tell(obstacles(view.stages, wanted), loop.time() - begun)
-            wanted = wanting()
+            wanted = self._of_fleet(wanting())
         whose = f"of {wanted.model} " if wanted.model else ""
         named = obstacles(view.stages, wanted)
         why = f": {named}" if named else ""
         raise Reason.NO_ROUTABLE_STAGE.error(
             f"no stage {whose}took the request within {timeout_s:g} s{why}", next_step=next_step(view.stages, wanted)
         )
+
+    def _of_fleet(self, wanted: Wanted) -> Wanted:
+        """A stage may lack for a while what its fleet serves: those that do not are waited for."""
+        if not wanted.adapter:
+            return wanted
+        return wanted._replace(serves=self.lines.view.serves(wanted.model, wanted.adapter))
 
     def _tell(self, named: str, waited_s: float) -> None:
         """Log what is waited for, once however many requests wait for it, and once more when it takes long."""

@@ -55,6 +55,11 @@ class FleetView:
         """Whether the coordinator has told of its models, and this was not among them."""
         return bool(model) and self._models is not None and model not in self._models
 
+    def serves(self, model: str, adapter: str) -> bool:
+        """Whether the model ("": any) has the adapter, by the coordinator's last word."""
+        ours = [known for known in self.models if model in ("", known.name)]
+        return any(adapter == held.name for known in ours for held in known.adapters)
+
     def refuse_any(self, model: str) -> None:
         """Raise FIELD_REQUIRED where no model is named and there are several: their weights are not the same."""
         if not model and len(self._models or ()) > 1:

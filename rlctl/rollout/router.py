@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         model: "": any.
-        adapter: stages that hold it are preferred.
+        adapter: stages that hold it are preferred, or, if the fleet ``serves`` it, are the only ones.
         slot: this stage only; of a pair's, those pairs that it is one of.
         preferred: the same where one of those may be asked now; else any.
         floor: least version, as a sequence number.
@@ -46,6 +46,7 @@ class Wanted(NamedTuple):
 
     model: str = ""
     adapter: str = ""
+    serves: bool = False
     slot: str = ""
     preferred: str = ""
     floor: int = 0
@@ -100,7 +101,7 @@ class Router:
         ours = self._models.get(wanted.model)
         if ours is None:
             ours = self._models[wanted.model] = Candidates(stages, wanted.model)
-        able = [each for each in ours.all if self._may_take(each, wanted.floor, now)]
+        able = [each for each in ours.all if self._may_take(each, wanted, now)]
         givers: Sequence[Candidate] = ()
         if ours.paired:
             ways = _ways(able, wanted.slot or wanted.preferred) or _ways(able, wanted.slot)
@@ -132,10 +133,11 @@ class Router:
         slots = [each.slot for each in able]
         return able[slots.index(policy.pick(slots, members or slots, wanted.session, self.load, now))]
 
-    def _may_take(self, candidate: Candidate, floor: int, now: float) -> bool:
+    def _may_take(self, candidate: Candidate, wanted: Wanted, now: float) -> bool:
         return (
             candidate.routable
-            and candidate.sequence >= floor
+            and candidate.sequence >= wanted.floor
+            and (not wanted.serves or wanted.adapter in candidate.adapters)
             and self._health.usable(candidate.slot, candidate.incarnation, candidate.revision, now)
         )
 
@@ -177,11 +179,9 @@ def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
     """Why the request may go to none of the stages: "actor-0 PAUSED, actor-1 at version 3 of 4"."""
     ours = [stage for stage in stages if _is_wanted(stage, wanted)]
     found = [
-        f"{stage.registration.slot} {why}"
-        for stage in ours
-        if (why := stage.not_routable or _too_old(stage, wanted.floor))
+        f"{stage.registration.slot} {why}" for stage in ours if (why := stage.not_routable or _lacks(stage, wanted))
     ]
-    able = [stage for stage in ours if stage.routable and not _too_old(stage, wanted.floor)]
+    able = [stage for stage in ours if stage.routable and not _lacks(stage, wanted)]
     givers = [stage for stage in able if prefills(stage)]
     alone = [s.registration.slot for s in able if decodes(s) and not any(fit(giver, s) for giver in givers)]
     if alone:
@@ -222,6 +222,10 @@ def _ways(able: Sequence[Candidate], slot: str) -> list[tuple[Candidate, list[Ca
     return found
 
 
-def _too_old(stage: Stage, floor: int) -> str:
+def _lacks(stage: Stage, wanted: Wanted) -> str:
     sequence = stage.report.weight_version.sequence
-    return f"at version {sequence} of {floor}" if sequence < floor else ""
+    if sequence < wanted.floor:
+        return f"at version {sequence} of {wanted.floor}"
+    if wanted.serves and wanted.adapter not in [adapter.name for adapter in stage.report.adapters]:
+        return f"without adapter {wanted.adapter!r}"
+    return ""

@@ -12,10 +12,11 @@ import pytest
 from test_adversity import full_disk
 from updating import commit, digest, join, refusal, unreachable, version_of, write
 
+from rlctl.client import aio
 from rlctl.control import commander
 from rlctl.coordinator import peers
 from rlctl.engine import Call
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
@@ -268,6 +269,29 @@ async def test_what_is_read_again_must_be_what_was_loaded(make_fleet: Callable, 
         assert await not_generated(fleet, "a") is Reason.ADAPTER_NOT_FOUND
         await eventually(lambda: fleet.stage("a").routable)
         assert (await generate(fleet, "a", "")).output_ids
+
+
+async def test_a_request_waits_for_those_that_have_it(make_fleet: Callable, checkpoint: Checkpoint) -> None:
+    async with make_fleet(a=1, b=1) as fleet, await aio.connect(fleet.server.address) as client:
+        path = checkpoint("lora")
+        await load(fleet, path)
+        (Path(path) / "weights.txt").write_text("written over")
+        await restart(fleet, "a")
+        await eventually(lambda: fleet.stage("a").routable)
+        assert not fleet.stage("a").report.adapters
+        header = RequestHeader(target=Target(slots=["b"]))
+        await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header))
+        with pytest.raises(RlctlError, match="a without adapter 'math', b PAUSED") as caught:
+            await client.generate("x", adapter="math", max_new_tokens=2, timeout_s=0.3)
+        assert caught.value.reason is Reason.NO_ROUTABLE_STAGE
+        assert (await client.generate("x", max_new_tokens=2)).slot == "a"
+        waiting = asyncio.create_task(client.generate("x", adapter="math", max_new_tokens=2))
+        await asyncio.sleep(0.1)
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=header))
+        assert (await waiting).slot == "b"
+        with pytest.raises(RlctlError) as caught:
+            await client.generate("x", adapter="physics")
+        assert caught.value.reason is Reason.ADAPTER_NOT_FOUND
 
 
 def _operations(fleet: InProcessFleet) -> list[Operation]:
