@@ -13,10 +13,11 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from urllib.parse import quote
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.confirmed import ConfirmedView
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.generation.routes import routes
@@ -131,7 +132,7 @@ class Keeper:
 
     def _workers(self, stages: Sequence[Stage], prefix: str, kind: str) -> dict[str, str]:
         slots = [stage.registration.slot for stage in stages] or [ANY]
-        return {f"{self._url}{prefix}/{slot}": kind for slot in slots}
+        return {f"{self._url}{prefix}/{quote(slot, safe='')}": kind for slot in slots}
 
     async def _keep(self) -> None:
         await self._view.news()
@@ -148,7 +149,7 @@ class Keeper:
                 if known == wanted.keys() and not coming:
                     self._settled.set()
                     again_s = CHECK_S
-            except (OSError, RlctlError) as error:
-                log.warning("sglang-router does not take its workers: %s", error)
+            except Exception as error:  # noqa: BLE001 the list would stay as it is
+                log.warning("sglang-router does not take its workers: %s: %s", type(error).__name__, error)
                 again_s = AGAIN_S
             await self._view.news(again_s)

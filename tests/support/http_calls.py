@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 
-async def post(http: aiohttp.ClientSession, body: Any, path: str = "/generate", **headers: str) -> tuple[int, Any]:
+async def post(
+    http: aiohttp.ClientSession, body: Any, path: str | URL = "/generate", **headers: str
+) -> tuple[int, Any]:
     """Status and parsed answer."""
     async with http.post(path, json=body, headers=headers) as response:
         return response.status, await response.json()

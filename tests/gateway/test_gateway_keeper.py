@@ -1,0 +1,75 @@
+"""What keeps a router's list of workers, before a router that is made up."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from http_calls import post
+from yarl import URL
+
+from rlctl.gateway import routed
+from rlctl.gateway.server import GatewayConfig, GatewayServer
+from rlctl.testing.fleet import InProcessFleet
+
+
+class Router:
+    """Has at once what it is to have, but for the first time."""
+
+    pairs = False
+    ended = False
+
+    def __init__(self) -> None:
+        self.workers: Mapping[str, str] = {}
+        self.asked = 0
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def towards(self, wanted: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
+        self.asked += 1
+        if self.asked == 1:
+            raise http.client.IncompleteRead(b"")
+        self.workers = wanted
+        return frozenset(wanted), frozenset()
+
+
+@asynccontextmanager
+async def kept(fleet: InProcessFleet) -> AsyncIterator[Mapping[str, str]]:
+    """The workers of the router before a gateway, which is there as long."""
+    router: Any = Router()
+    server = GatewayServer(GatewayConfig(fleet.server.address, router=router))
+    try:
+        await server.start()
+        yield router.workers
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed, "START_S", 5.0)
+    monkeypatch.setattr(routed, "AGAIN_S", 0.01)
+
+
+async def test_an_answer_that_breaks_off_is_asked_for_again(
+    fleet: InProcessFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with kept(fleet) as workers:
+        assert sorted(url.rpartition("/routed/")[2] for url in workers) == ["a", "b"]
+    assert "IncompleteRead" in caplog.text
+
+
+async def test_a_slot_is_one_segment_of_an_address(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(**{"rack 1/a?": 1}) as fleet, kept(fleet) as workers, aiohttp.ClientSession() as http:
+        (url,) = workers
+        assert url.endswith("/routed/rack%201%2Fa%3F")
+        status, reply = await post(http, {"text": "x"}, URL(f"{url}/generate", encoded=True))
+        assert status == 200, reply
