@@ -82,12 +82,15 @@ class Line:
         for metadata in idle[: max(len(idle) - KEPT, 0)]:
             self._streams.pop(metadata).finish()
 
-    async def abort(self, rid: str, metadata: Metadata, timeout_s: float) -> None:
-        """End a request at the engine; it comes back with what it has. Raises RlctlError."""
+    async def abort(self, rid: str, metadata: Metadata, timeout_s: float) -> bool:
+        """End a request at the engine; it comes back with what it has. Returns whether the engine had it. Raises
+        RlctlError.
+        """
         try:
-            await self._stub.Abort(AbortRequest(rids=[rid]), timeout=timeout_s, metadata=metadata)
+            answer = await self._stub.Abort(AbortRequest(rids=[rid]), timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
+        return rid not in answer.unknown_rids
 
     async def close(self, grace_s: float | None = None) -> None:
         """End it; ``grace_s``: once the stage knows who has left, if that takes no longer."""

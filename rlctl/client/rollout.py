@@ -25,6 +25,9 @@ from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 STOP_S = 2.0
 """How long a sample that is stopped may take to end at its engine, which then says what else belongs to it."""
 
+OVERTAKEN_S = 0.02
+"""After so long an abort that has overtaken its request is repeated."""
+
 RETRIES = 4
 """Failures of stages that one sample survives: one that brings down whoever takes it meets no more of them."""
 
@@ -422,13 +425,20 @@ class AsyncRollout:
         for job in jobs:
             job.stopped = True
             if job.running is not None:
-                line, rid = job.running
-                calls.append(line.abort(rid, job.metadata, STOP_S))
+                calls.append(self._abort(job, *job.running))
             else:
                 job.stop_waiting()
         for ended in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(ended, BaseException) and not isinstance(ended, RlctlError):
                 raise ended  # otherwise its stage is gone: what is had is had
+
+    async def _abort(self, job: _Job, line: Line, rid: str) -> None:
+        """End the request of a sample at its engine, also where it comes there after its abort."""
+        until = _deadline(STOP_S)
+        while not await line.abort(rid, job.metadata, STOP_S):
+            await asyncio.sleep(OVERTAKEN_S)
+            if job.running != (line, rid) or asyncio.get_running_loop().time() >= until:
+                return
 
     def _refuse_failed(self, samples: Sequence[RolloutSample]) -> None:
         """Raise what is wrong with a request, and, unless they are to be returned, what cut samples."""

@@ -407,6 +407,29 @@ async def test_a_sample_that_waits_for_a_stage_is_stopped_too(client: AsyncFleet
     assert (await rollout.complete(named("for a stage"))).finished, "its place and its name are free again"
 
 
+async def test_a_stop_that_overtakes_its_request_ends_it_too(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = client.rollout("actor")
+    await rollout.generate("x", max_new_tokens=1)
+    for slot in fleet.stages:
+        generate = engine(fleet, slot).generate
+
+        async def late(request: r.GenerateRequest, generate: Any = generate) -> AsyncIterator[r.GenerateResponse]:
+            await asyncio.sleep(0.1)
+            async for part in generate(request):
+                yield part
+
+        monkeypatch.setattr(engine(fleet, slot), "generate", late)
+    sampling = r.SamplingParams(max_new_tokens=10**6)
+    sample = begin(r.GenerateRequest(rid="mine", text="x", sampling_params=sampling))
+    going = asyncio.create_task(rollout.complete(sample))
+    await eventually(lambda: "mine" in rollout._named and rollout._named["mine"].running is not None)
+    assert await rollout.stop(["mine"]) == ["mine"]
+    assert (await asyncio.wait_for(going, 5)).finish == "abort"
+    assert running(fleet) == 0
+
+
 async def test_a_caller_that_leaves_leaves_nothing_running(client: AsyncFleet, fleet: InProcessFleet) -> None:
     rollout = client.rollout("actor")
     generating = asyncio.create_task(rollout.generate([0], n=6, max_new_tokens=10**6))
