@@ -160,7 +160,7 @@ def publish_delta(
             for meta, tensor in zip(source.metas(), _given(source), strict=True):
                 entries[meta.name], payload = _difference(meta, tensor, old, encoding, compress)
                 if payload is not None:
-                    writer.add(meta.name, payload)
+                    writer.add(meta.name, payload, tensor)
             shards = writer.finish()
             found = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
             return _finish(new, place, Manifest(version, sequence, entries, base=found, shards=shards))
@@ -332,9 +332,10 @@ class _DeltaWriter:
         self._bytes = 0
         self._shards: dict[str, int] = {}
 
-    def add(self, name: str, payload: torch.Tensor) -> None:
-        """Take one tensor's bytes."""
-        self._held[name] = payload
+    def add(self, name: str, payload: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take what is stored of a tensor. Its memory may be the tensor's own, which the source uses again."""
+        lent = payload.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        self._held[name] = payload.clone() if lent else payload
         self._bytes += payload.nbytes
         if self._bytes >= DELTA_BYTES:
             self._write()

@@ -295,6 +295,32 @@ def test_what_is_not_what_was_announced_is_not_published(world: World, kind: str
     assert [path.name for path in world.source.iterdir()] == ["00000001-v1"]
 
 
+class Reusing(Otherwise):
+    """Has one piece of memory, which every tensor comes in."""
+
+    def __init__(self, weights: Model) -> None:
+        super().__init__(weights, list(weights.items()))
+        self._memory = torch.empty(max(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().tensors():
+            yield name, self._memory[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_source_may_use_its_memory_again_for_the_next_tensor(world: World, encoding: str, compress: bool) -> None:
+    before, after = ({name: torch.randn(64) + seed for name in "abc"} for seed in (0, 1))  # nothing to compress
+    publish_full(world.source, Reusing(before), version="v1", sequence=1, files_from=world.launch)
+    settings: dict[str, Any] = {"encoding": encoding, "compress": compress}
+    base = BaseVersion(world.source / "00000001-v1")
+    publish_delta(world.source, Reusing(after), version="v2", sequence=2, base=base, **settings)
+    world.models |= {"v1": before, "v2": after}
+    for version in world.models:
+        world.pull(version)
+        world.check(version)
+
+
 class Meanwhile(Otherwise):
     """Somebody else publishes while these weights are being written."""
 
