@@ -66,12 +66,13 @@ class RlctlError(Exception):
         metadata: Mapping[str, str] | None = None,
         outcome: common_pb2.Outcome.ValueType = common_pb2.OUTCOME_REJECTED,
     ) -> None:
+        message = _bounded(_text(message))
         super().__init__(message)
         self.reason = reason
         self.message = message
-        self.field = field
-        self.next_step = next_step or reason.next_step
-        self.metadata = dict(metadata or {})
+        self.field = _text(field)
+        self.next_step = _text(next_step or reason.next_step)
+        self.metadata = {_text(name): _text(value) for name, value in (metadata or {}).items()}
         self.outcome = outcome
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -434,12 +435,19 @@ class Reason(enum.Enum):
         """The exception for this reason, ready to raise."""
         return self.exception(
             self,
-            _bounded(message or self.meaning),
+            message or self.meaning,
             field=field,
             next_step=next_step,
             metadata=metadata,
             outcome=outcome,
         )
+
+
+def _text(value: str) -> str:
+    """What an error repeats, as messages can hold it: half a surrogate pair, from somebody's JSON or from a file's
+    name, is written out. An error that could not be sent would leave who waits for it without an answer.
+    """
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _bounded(message: str) -> str:

@@ -77,6 +77,12 @@ class Verb:
         """Whether this request changes anything."""
         return self.mutating and not (self.reads_if is not None and self.reads_if(request))
 
+    def after_defect(self, request: Message) -> common_pb2.Outcome.ValueType:
+        """What becomes of a request when code has failed in a way that nobody foresaw: what it did before is anybody's
+        guess.
+        """
+        return common_pb2.OUTCOME_UNKNOWN if self.mutates(request) else common_pb2.OUTCOME_REJECTED
+
     @functools.cached_property
     def _allowed(self) -> frozenset[common_pb2.StageState.ValueType]:
         return frozenset(common_pb2.StageState.Value(STATE_PREFIX + state) for state in self.states)

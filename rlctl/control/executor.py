@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from rlctl.v1.control_pb2 import (
 )
 from rlctl.verbs import VERBS, of_request
 
+log = logging.getLogger(__name__)
+
 REMEMBERED = 4096
 """Ended commands whose results are kept for repeats."""
 
@@ -54,7 +57,7 @@ class Commanded(Protocol):
         """Take a serving grant."""
 
     async def carry_out(self, request: Message, call: Call) -> CommandResult:
-        """Do it. Never raises: what went wrong stands in the result."""
+        """Do it. What went wrong stands in the result; what it raises is a defect."""
 
     def refuse(self, error: RlctlError) -> CommandResult:
         """A result for a command that was refused before it was looked at."""
@@ -209,11 +212,17 @@ class Executor:
         mutates = False
         try:
             request = unpack(packed)
+            verb = of_request(request)
         except RlctlError as error:
             result = self._commanded.refuse(error)
         else:
-            mutates = of_request(request).mutates(request)
-            result = await self._commanded.carry_out(request, call)
+            mutates = verb.mutates(request)
+            try:
+                result = await self._commanded.carry_out(request, call)
+            except Exception as defect:  # without an answer the commander would wait until the time is up
+                log.exception("%s could not be answered", verb.name)
+                cause = f"{type(defect).__name__}: {defect}"
+                result = self._commanded.refuse(Reason.INTERNAL.error(cause, outcome=verb.after_defect(request)))
         record.end(result.SerializeToString())
         if len(record.result) > REMEMBERED_BYTES and not mutates:
             self._records.pop(call.command_id, None)  # whoever asks again has it carried out again

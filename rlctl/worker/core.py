@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +12,21 @@ from google.protobuf.message import Message
 
 from rlctl.checks import check
 from rlctl.engine import Call, Engine
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.ports import Clock
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,
     EVIDENCE_RANK,
     OUTCOME_APPLIED,
-    OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import Verb, of_request
+
+log = logging.getLogger(__name__)
 
 REMEMBERED = 1024
 """Commands that were withdrawn and have not come, or had ended before."""
@@ -65,14 +67,22 @@ class Worker:
     async def carry_out(self, request: Message, call: Call) -> list[RankResult]:
         """Results of the rank, or of every rank that the engine speaks for. Never raises."""
         started = self._clock.now()
+        verb = of_request(request)
         try:
-            results = await self._carry_out(of_request(request), request, call)
-        except RlctlError as error:
-            results = self._for_all(self.result(error.outcome, error))
+            results = await self._answered(verb, request, call)
+        except Exception as defect:  # without an answer its caller would wait until the time is up
+            log.exception("%s could not be answered", verb.name)
+            results = self._for_all(self.result(verb.after_defect(request), typed(defect)))
         elapsed = self._clock.now() - started
         for result in results:
             result.elapsed.CopyFrom(duration(elapsed))
         return results
+
+    async def _answered(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:
+        try:
+            return await self._carry_out(verb, request, call)
+        except RlctlError as error:
+            return self._for_all(self.result(error.outcome, error))
 
     async def withdraw(self, command_id: str) -> None:
         """Give up an ordered command that will not be ordered: now, before it has its turn, or as soon as the engine
@@ -175,8 +185,8 @@ class Worker:
         except RlctlError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            # The engine broke its promise to raise typed errors: what it did before is anybody's guess.
-            outcome = OUTCOME_UNKNOWN if verb.mutates(request) else OUTCOME_REJECTED
+            # The engine broke its promise to raise typed errors.
+            outcome = verb.after_defect(request)
             raise Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=outcome) from error
 
     def _results(self, verb: Verb, call: Call, answer: Message | list[RankResult] | None) -> list[RankResult]:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED, WorkerCoordinates
+from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.control_pb2 import (
     Attach,
     Attached,
@@ -73,8 +73,8 @@ class Follower:
         return CommandResult(rank=(await self.worker.carry_out(request, call))[0])
 
     def refuse(self, error: RlctlError) -> CommandResult:
-        """A REJECTED result of this rank."""
-        return CommandResult(rank=self.worker.result(OUTCOME_REJECTED, error))
+        """This rank's result for a command that it does not carry out."""
+        return CommandResult(rank=self.worker.result(error.outcome, error))
 
     async def withdraw(self, command_id: str) -> None:
         """Give up an ordered command that rank 0 will not order."""

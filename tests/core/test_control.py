@@ -34,6 +34,7 @@ class Rank:
     def __init__(self) -> None:
         self.carried_out: list[str] = []
         self.says = ""
+        self.defects: set[str] = set()
         self.withdrawn: list[str] = []
         self.strangers: list[object] = []
         self.gate = asyncio.Event()
@@ -59,10 +60,12 @@ class Rank:
         call.accept()
         await self.gate.wait()
         self.carried_out.append(call.command_id)
+        if call.command_id in self.defects:
+            raise TypeError("no such thing")
         return CommandResult(rank=RankResult(outcome=OUTCOME_APPLIED, model_info=v.ModelInfo(model_path=self.says)))
 
     def refuse(self, error: RlctlError) -> CommandResult:
-        return CommandResult(rank=RankResult(outcome=OUTCOME_REJECTED, error=error.detail()))
+        return CommandResult(rank=RankResult(outcome=error.outcome, error=error.detail()))
 
     async def withdraw(self, command_id: str) -> None:
         self.withdrawn.append(command_id)
@@ -332,6 +335,20 @@ async def test_an_unknown_verb_and_garbage_are_refused(wire: Wire) -> None:
         issued = commander.issue(f"c{body.value!r}{body.type_url}", "o", body, soon())
         assert (await answer(issued)).rank.error.reason == reason
     assert wire.rank.carried_out == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "outcome"),
+    [(v.PauseGenerationRequest(), OUTCOME_UNKNOWN), (v.GetModelInfoRequest(), OUTCOME_REJECTED)],
+    ids=["it changes something", "it reads"],
+)
+async def test_a_defect_is_an_answer_and_not_a_silence(wire: Wire, request_: Message, outcome: int) -> None:
+    wire.rank.defects = {"c"}
+    for _ in ("carried out", "as it is remembered"):
+        result = await answer(wire.connect().issue("c", "o", packed(request_), soon()))
+        assert (result.rank.outcome, result.rank.error.reason) == (outcome, "INTERNAL")
+        assert result.rank.error.message == "TypeError: no such thing"
+    assert wire.rank.carried_out == ["c"]
 
 
 async def test_a_callers_leaving_does_not_stop_what_runs(wire: Wire) -> None:

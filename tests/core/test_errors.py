@@ -154,7 +154,21 @@ async def test_what_is_said_fits_into_trailers_however_large_the_request_was(sig
     assert len(told.message) > 300
 
 
+async def test_what_is_no_text_is_written_out_so_that_it_can_be_told() -> None:
+    """A name in somebody's JSON, or of a file: an error that could not be sent would be no answer at all."""
+    said = "\ud800"
+    error = Reason.FIELD_INVALID.error(
+        f"no such tensor: {said}", field=f"weights[{said}]", next_step=f"Remove {said}.", metadata={said: said}
+    )
+    told = from_detail(ErrorDetail.FromString(error.detail().SerializeToString()))
+    for back in (told, await over_the_wire(error)):
+        assert str(back) == str(error)
+        assert (back.message, back.metadata) == (error.message, error.metadata)
+        assert r"no such tensor: \ud800" in str(back)
+
+
 def test_a_message_is_no_larger_than_one_can_read() -> None:
+    assert len(Reason.FIELD_INVALID.error(100_000 * "\ud800").message) < 2100
     error = Reason.FIELD_INVALID.error(f"'{100_000 * 'x'}' must be one of a, b")
     assert len(error.message) < 2100
     assert error.message.endswith("must be one of a, b")

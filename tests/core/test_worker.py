@@ -194,6 +194,10 @@ class Faulty(Ordered):
             return v.Loads()
         if request.model_path == "not of results":
             return ["applied"]
+        if request.model_path == "an error that cannot be told":
+            error = Reason.CHECKPOINT_NOT_FOUND.error()
+            error.message = "\ud800"
+            raise error
         asyncio.current_task().cancel()
         await asyncio.sleep(1)
         return None
@@ -207,3 +211,17 @@ async def test_an_engine_that_breaks_its_promise_has_an_unknown_outcome(how: str
         (result,) = await worker.carry_out(v.UpdateWeightsFromDiskRequest(model_path=how), call)
         assert (result.coordinates.rank, result.outcome) == (1, OUTCOME_UNKNOWN)
         assert result.error.reason == "ENGINE_FAILED"
+
+
+async def test_an_error_that_cannot_be_told_is_an_answer_of_every_rank() -> None:
+    """Without one its caller would wait until the time is up."""
+    worker = Worker(cast(Any, Faulty()), WorkerCoordinates(rank=1), SystemClock(), others=[WorkerCoordinates(rank=2)])
+    for command_id in ("first", "the turn is free again"):
+        call = Call(command_id, asyncio.get_running_loop().time() + 5)
+        request = v.UpdateWeightsFromDiskRequest(model_path="an error that cannot be told")
+        results = await worker.carry_out(request, call)
+        assert [(result.coordinates.rank, result.outcome) for result in results] == [
+            (1, OUTCOME_UNKNOWN),
+            (2, OUTCOME_UNKNOWN),
+        ]
+        assert {result.error.reason for result in results} == {"INTERNAL"}

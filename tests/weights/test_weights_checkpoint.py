@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from weights_helpers import full_model, tp_map
 
-from rlctl.errors import InvalidRequest, NotFound, PreconditionFailed, Reason
+from rlctl.errors import InvalidRequest, NotFound, PreconditionFailed, Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.checkpoint import compare, open_checkpoint
 from rlctl.weights.shards import Shard, ShardMap, Slice
@@ -232,6 +232,15 @@ def test_an_index_that_disagrees_with_its_files_is_a_mismatch(
     with pytest.raises(PreconditionFailed, match=message) as caught:
         open_checkpoint(path)
     assert caught.value.reason is Reason.CHECKPOINT_MISMATCH
+
+
+@pytest.mark.parametrize(("name", "file"), [("\ud800", "model-00001-of-00002.safetensors"), ("a", "\ud800")])
+def test_what_is_said_of_an_index_that_holds_no_text_can_be_told(tmp_path: Path, name: str, file: str) -> None:
+    path = write(tmp_path, files=2)
+    edit_index(path, name, file)
+    with pytest.raises(RlctlError, match=r"\\ud800") as caught:
+        open_checkpoint(path)
+    assert common_pb2.ErrorDetail.FromString(caught.value.detail().SerializeToString()).message == caught.value.message
 
 
 def test_a_comparison_lists_what_is_missing_extra_and_of_another_shape() -> None:

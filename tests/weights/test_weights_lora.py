@@ -41,6 +41,7 @@ def test_what_a_config_says() -> None:
         ({"layers_to_transform": [1]}, Reason.UNSUPPORTED, "layers_to_transform"),
         ({"some_feature_of_the_future": True}, Reason.UNSUPPORTED, "some_feature_of_the_future"),
         ({"peft_type": "ADALORA"}, Reason.UNSUPPORTED, "ADALORA"),
+        ({"peft_type": "\ud800"}, Reason.UNSUPPORTED, r"a \ud800 adapter"),
         ({"bias": "lora_only"}, Reason.UNSUPPORTED, "bias"),
         ({"init_lora_weights": "pissa_niter_4"}, Reason.UNSUPPORTED, "pissa"),
         ({"target_modules": "all-linear"}, Reason.UNSUPPORTED, "all-linear"),

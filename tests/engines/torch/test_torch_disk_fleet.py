@@ -67,13 +67,17 @@ async def test_versions_are_pulled_loaded_and_verified(fleet: InProcessFleet, ch
         shutil.copytree(local, trainer)
 
 
-@pytest.mark.parametrize("fault", ["truncated", "elsewhere", "disk fails in the middle", "another digest"])
+@pytest.mark.parametrize("fault", ["truncated", "no text", "elsewhere", "disk fails in the middle", "another digest"])
 async def test_an_update_that_fails_on_the_disk_leaves_stages_that_serve(
     fleet: InProcessFleet, checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     path, fields, reason = shutil.copytree(checkpoints(seed=1), tmp_path / "new"), {}, "CHECKPOINT_NOT_FOUND"
     if fault == "truncated":
         os.truncate(path / "model.safetensors", 10_000)
+    elif fault == "no text":  # an error that could not be sent would be a silence until the time is up
+        (path / "model.safetensors").rename(path / "model-1.safetensors")
+        (path / "model.safetensors.index.json").write_text('{"weight_map": {"\\ud800": "model-1.safetensors"}}')
+        reason = "CHECKPOINT_MISMATCH"
     elif fault == "elsewhere":
         path, reason = Path("/etc"), "PATH_NOT_ALLOWED"
     elif fault == "another digest":
