@@ -7,7 +7,8 @@ manifest is no version: somebody is still writing it, or died doing so.
 The manifest (JSON, ``format`` 1) holds ``version``, ``sequence``, ``kind`` ("full" or "delta"), of a delta ``base``
 (version, sequence and digest of what it is a difference to), ``digest``, ``files`` (name → size and SHA-256 of the
 files that are not weights), ``shards`` (file → size), and per tensor ``dtype``, ``shape``, ``sha256``; in a delta also
-``base_sha256``, ``encoding`` and ``compression``.
+``base_sha256``, ``encoding`` and ``compression``. The manifest of a copy that was pulled says so (``pulled``, true): a
+pull replaces nothing else.
 
 ``sha256`` is a tensor's digest as everywhere in rlctl (:func:`rlctl.weights.digest.tensor_digest`), and ``digest`` the
 model digest over them: what was published, what was pulled and what the ranks hold are compared in the same terms.
@@ -91,6 +92,7 @@ class Manifest:
         base: None: the version is complete in itself.
         files: files beside the weights.
         shards: size of each file with weights, in bytes.
+        pulled: it is a copy of a published version. Those that were made before there was this mark lack it.
     """
 
     version: str
@@ -99,6 +101,7 @@ class Manifest:
     base: Base | None = None
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     shards: Mapping[str, int] = field(default_factory=dict)
+    pulled: bool = False
 
     @property
     def digest(self) -> str:
@@ -129,6 +132,8 @@ class Manifest:
         }
         if self.base is not None:
             body["base"] = vars(self.base)
+        if self.pulled:
+            body["pulled"] = True
         return json.dumps(body, indent=1).encode()
 
 
@@ -190,10 +195,10 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     if body["format"] != FORMAT:
         raise ValueError(f"format {body['format']!r} is not {FORMAT}")
-    version, sequence = body["version"], body["sequence"]
+    version, sequence, pulled = body["version"], body["sequence"], body.get("pulled", False)
     base = Base(**body["base"]) if "base" in body else None
-    if not isinstance(version, str) or not isinstance(sequence, int):
-        raise ValueError(f"version {version!r}, sequence {sequence!r}")
+    if not isinstance(version, str) or not isinstance(sequence, int) or not isinstance(pulled, bool):
+        raise ValueError(f"version {version!r}, sequence {sequence!r}, pulled {pulled!r}")
     if base is not None and not (isinstance(base.version, str) and isinstance(base.digest, str)):
         raise ValueError(f"its base is version {base.version!r} with digest {base.digest!r}")
     for label in (version, base.version if base is not None else ""):
@@ -215,7 +220,7 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     for name in (*files, *shards):
         if Path(name).name != name or name in ("", ".", "..", MANIFEST) or b"\0" in os.fsencode(name):
             raise ValueError(f"{name!r} is no file of the directory")
-    manifest = Manifest(version, sequence, tensors, base, files, shards)
+    manifest = Manifest(version, sequence, tensors, base, files, shards, pulled)
     if manifest.digest != body["digest"]:
         raise ValueError("its digest is not that of its tensors")
     return manifest

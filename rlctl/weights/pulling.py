@@ -25,7 +25,7 @@ from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
 from rlctl.weights import storage
 from rlctl.weights.checkpoint import INDEX, compare, open_files
 from rlctl.weights.digest import digest_of_bytes
-from rlctl.weights.manifest import MANIFEST, Entry, Manifest, read_manifest
+from rlctl.weights.manifest import MANIFEST, Entry, Manifest, is_named, read_manifest
 from rlctl.weights.publishing import Published, files_beside, look_up, published, write_files
 from rlctl.weights.regular import read_regular
 from rlctl.weights.roots import Roots
@@ -99,15 +99,16 @@ def pull(
     """
     patience = patience or Patience()
     place = Path(os.path.realpath(local_checkpoint_dir))
-    if place.parent == Path(os.path.realpath(source_dir)) and (place / MANIFEST).exists():
-        raise Reason.FIELD_INVALID.error(f"{place} is a published version, no copy of one", field=LOCAL)
     with storage.writing(place, LOCAL):
         place.parent.mkdir(parents=True, exist_ok=True)
+        # Only a pull locks; and what comes where nothing was comes by a pull.
+        ours = storage.was_locked(place) or not place.exists()
+        _local_version(place, ours=ours)  # what is refused is not locked: it would pass for a copy from then on
     with storage.locked(place, patience, LOCAL):
         with storage.writing(place, LOCAL):
             storage.recover(place)
+            here = _local_version(place, ours=ours)
         target = published(source_dir, target_version, roots)
-        here = _local_version(place)
         if here is not None and _is_at(here.manifest, target.manifest):
             return Pulled(here.manifest, changed=False)
         seed, deltas = _plan(Path(source_dir), target, here, base_dir, roots)
@@ -130,23 +131,32 @@ class _Seed:
     manifest: Manifest
 
 
-def _local_version(place: Path) -> Published | None:
-    """What is in the local directory. None: nothing, or something that a crash of the system has damaged."""
+def _local_version(place: Path, *, ours: bool) -> Published | None:
+    """What is in the local directory. None: nothing, or something that a crash of the system has damaged.
+
+    ``ours``: what does not say that it was pulled is a copy all the same, from before they said so, unless it has the
+    name of a published version. Raises FIELD_INVALID for what is no copy; OSError.
+    """
     if not place.exists() or not any(place.iterdir()):
         return None
     try:
         manifest = read_manifest(place, blame=LOCAL)
-    except RlctlError:
-        return None  # it was pulled once: another pull makes it whole
+    except RlctlError as error:
+        if ours:
+            return None  # it was pulled once: another pull makes it whole
+        raise _not_pulled(f"{place} holds something that cannot be told to have been pulled") from error
     if manifest is None:
-        raise Reason.FIELD_INVALID.error(
-            f"{place} holds something that was not pulled",
-            field=LOCAL,
-            next_step="Name an empty directory, or one that is not there yet.",
-        )
+        raise _not_pulled(f"{place} holds something that was not pulled")
+    if not manifest.pulled and (is_named(place, manifest) or not ours):
+        raise _not_pulled(f"{place} is a published version, no copy of one")
     sizes = {name: file.size for name, file in manifest.files.items()} | dict(manifest.shards)
     whole = all((place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items())
     return Published(place, manifest) if whole else None
+
+
+def _not_pulled(cause: str) -> RlctlError:
+    next_step = "Name an empty directory, or one that is not there yet."
+    return Reason.FIELD_INVALID.error(cause, field=LOCAL, next_step=next_step)
 
 
 def _is_at(here: Manifest, target: Manifest) -> bool:
@@ -301,6 +311,7 @@ class _Replay:
             entries,
             files=write_files(files, new),
             shards={output.file.path.name: output.file.size for output in outputs},
+            pulled=True,
         )
 
     def _files_beside(self, path: Path) -> dict[str, bytes]:

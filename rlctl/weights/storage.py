@@ -211,7 +211,7 @@ def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
     Raises DEADLINE_EXCEEDED and CANCELLED when somebody else holds it for too long, FIELD_INVALID or DISK_FULL when
     there can be no lock.
     """
-    path = place.parent / f".{place.name}.lock"
+    path = _lock_of(place)
     with writing(path, field):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -222,6 +222,11 @@ def locked(place: Path, patience: Patience, field: str) -> Iterator[None]:
             yield
     finally:
         os.close(fd)
+
+
+def was_locked(place: Path) -> bool:
+    """Whether somebody has, or once had, a directory :func:`locked`."""
+    return _lock_of(place).exists()
 
 
 @contextlib.contextmanager
@@ -282,6 +287,10 @@ def _lock(fd: int, path: Path, field: str) -> bool:
     except OSError as error:
         raise unwritable(error, path, field) from error
     return True
+
+
+def _lock_of(place: Path) -> Path:
+    return place.parent / f".{place.name}.lock"
 
 
 def _before(place: Path) -> Path:

@@ -556,6 +556,7 @@ def test_a_manifest_without_a_proper_version_is_damaged(world: World, field: str
         {"shards": ["delta-00001.safetensors"]},
         {"shards": {"\ud800": 3}},
         {"files": {"a\0b": {"size": 1, "sha256": ""}}},
+        {"pulled": "no"},
     ],
 )
 def test_a_manifest_whose_fields_are_of_other_types_is_damaged(world: World, fields: dict[str, Any]) -> None:
@@ -572,6 +573,48 @@ def test_a_published_version_is_no_place_to_pull_into(world: World) -> None:
         pull(str(world.source), str(first), "v2")
     world.pull("v1")
     world.check("v1")
+
+
+@pytest.mark.parametrize("as_it_is", [True, False])
+@pytest.mark.parametrize("name", ["00000007-v7", "renamed"])
+def test_what_was_published_elsewhere_is_no_place_to_pull_into_either(world: World, name: str, as_it_is: bool) -> None:
+    world.full(1, model())
+    other = World(world.path / "other")
+    place = other.full(7, model(7)).path.rename(other.source / name)
+    if not as_it_is:
+        truncate(place / MANIFEST)
+    before = snapshot(place)
+    for _ in range(2):
+        with refused(Reason.FIELD_INVALID, field="local_checkpoint_dir"):
+            pull(str(world.source), str(place), "v1")
+    assert snapshot(place) == before
+    assert list(other.source.iterdir()) == [place]
+    if (as_it_is, name) == (True, "00000007-v7"):  # an earlier version of rlctl has left this when it tried
+        (other.source / f".{name}.lock").touch()
+        with refused(Reason.FIELD_INVALID, "is a published version", "local_checkpoint_dir"):
+            pull(str(world.source), str(place), "v1")
+
+
+def test_a_copy_that_an_earlier_version_of_rlctl_made_is_one(world: World) -> None:
+    """Its manifest does not say so, but beside it lies the lock that was taken for it."""
+    world.chain(3)
+    for version in ("v2", "v3"):
+        pulled = world.pull(version)
+        assert pulled.changed
+        manifest = json.loads((world.local / MANIFEST).read_text())
+        assert manifest.pop("pulled") is True
+        (world.local / MANIFEST).write_text(json.dumps(manifest))
+    assert not world.pull("v3").changed
+    world.check("v3")
+    assert "pulled" not in json.loads((published(world.source, "v3").path / MANIFEST).read_text())
+
+
+def test_a_file_is_no_place_to_pull_into(world: World) -> None:
+    world.full(1, model())
+    world.local.parent.mkdir(parents=True)
+    world.local.touch()
+    with refused(Reason.FIELD_INVALID, "Not a directory", "local_checkpoint_dir"):
+        world.pull("v1")
 
 
 def test_a_directory_that_holds_another_version_than_its_name_says_is_not_taken_for_it(world: World) -> None:
