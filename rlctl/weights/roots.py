@@ -19,8 +19,10 @@ class Roots:
         directories: the directories, resolved.
     """
 
-    def __init__(self, directories: Iterable[str | Path]) -> None:
+    def __init__(self, directories: Iterable[str | Path], *, also: Iterable[Path] = ()) -> None:
+        """``also``: resolved paths that are allowed by themselves, without what is below or beside them."""
         self.directories = sorted({Path(os.path.realpath(directory)) for directory in directories})
+        self._also = frozenset(also)
 
     @classmethod
     def around(cls, checkpoint: str, given: Iterable[str] = ()) -> Roots:
@@ -28,23 +30,24 @@ class Roots:
 
         By default that is the directory which the checkpoint lies in: successive checkpoints of one run lie side by
         side, and whoever started the engine named that place. ``given`` replaces it. The checkpoint itself is always
-        allowed, and the directories that its files are linked from (the Hugging Face cache keeps the contents apart):
-        a stage must be able to go back to what it was started with.
+        allowed, and what its files are links to: a stage must be able to go back to what it was started with. What else
+        lies there is not, but for the Hugging Face cache, where the contents of all snapshots of a repository are.
         """
         start = Path(os.path.realpath(checkpoint))
-        roots = {start, *_linked(start)}
+        linked = _linked(start)
+        roots = {start, *_blobs(start, linked)}
         if given := [directory for directory in given if directory]:
             roots.update(Path(directory) for directory in given)
         elif start.parent != Path(start.anchor):
             roots.add(start.parent)
-        return cls(roots)
+        return cls(roots, also=linked)
 
     def resolve(self, path: str, *, field: str) -> str:
         """The path without links. Raises PATH_NOT_ALLOWED, with ``field``, when it leads out of the directories."""
         if "\0" in path:
             raise Reason.FIELD_INVALID.error(f"{field} holds a NUL character", field=field)
         real = Path(os.path.realpath(path))
-        if not any(real.is_relative_to(directory) for directory in self.directories):
+        if real not in self._also and not any(real.is_relative_to(directory) for directory in self.directories):
             raise self._outside(path, real, field)
         return str(real)
 
@@ -71,7 +74,18 @@ class Roots:
 
 
 def _linked(directory: Path) -> set[Path]:
-    """Directories that hold what links in this one stand for."""
+    """What links in a directory stand for; the root of the file system is no part of any checkpoint."""
     if not directory.is_dir():
         return set()
-    return {Path(os.path.realpath(entry)).parent for entry in directory.iterdir() if entry.is_symlink()}
+    targets = {Path(os.path.realpath(entry)) for entry in directory.iterdir() if entry.is_symlink()}
+    return targets - {Path(directory.anchor)}
+
+
+def _blobs(snapshot: Path, linked: set[Path]) -> set[Path]:
+    """The directory with the contents of a repository in the Hugging Face cache, if this is a snapshot of one.
+
+    A snapshot is ``<repository>/snapshots/<revision>``; its files are links to ``<repository>/blobs/<hash>``.
+    """
+    blobs = Path(os.path.realpath(snapshot.parent.parent / "blobs"))
+    inside = snapshot.parent.name == "snapshots" and any(target.parent == blobs for target in linked)
+    return {blobs} - {Path(blobs.anchor)} if inside else set()

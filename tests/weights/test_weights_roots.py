@@ -59,13 +59,54 @@ def test_links_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_files_are_links_can_be_loaded_again(tmp_path: Path) -> None:
-    """As in the Hugging Face cache: snapshots link to contents that lie beside them."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
-    snapshot.mkdir(parents=True)
-    (blobs / "1234").touch()
-    (snapshot / "model.safetensors").symlink_to(blobs / "1234")
-    assert allowed(Roots.around(str(snapshot), ["/elsewhere"]), snapshot)
+    elsewhere, checkpoint = tmp_path / "elsewhere", tmp_path / "models" / "base"
+    elsewhere.mkdir()
+    checkpoint.mkdir(parents=True)
+    (elsewhere / "weights").touch()
+    (elsewhere / "secret").touch()
+    (checkpoint / "model.safetensors").symlink_to(elsewhere / "weights")
+    (checkpoint / "more").symlink_to(elsewhere)
+    for roots in (Roots.around(str(checkpoint)), Roots.around(str(checkpoint), [str(tmp_path / "shared")])):
+        assert allowed(roots, checkpoint)
+        assert allowed(roots, checkpoint / "model.safetensors")
+        assert not allowed(roots, elsewhere / "secret")
+        assert not allowed(roots, checkpoint / "more" / "secret")
+
+
+def hugging_face_cache(path: Path, *revisions: str) -> list[Path]:
+    """Snapshots as huggingface_hub lays them out: what is in them are links to contents that lie beside them."""
+    repository = path / "models--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    snapshots = [repository / "snapshots" / revision for revision in revisions]
+    for snapshot in snapshots:
+        snapshot.mkdir(parents=True)
+        (repository / "blobs" / f"of-{snapshot.name}").touch()
+        (snapshot / "model.safetensors").symlink_to(f"../../blobs/of-{snapshot.name}")
+    return snapshots
+
+
+@pytest.mark.parametrize("blobs_are_linked", [False, True])
+def test_a_revision_in_the_hugging_face_cache_can_be_loaded_again_and_the_others_too(
+    tmp_path: Path, blobs_are_linked: bool
+) -> None:
+    first, second = hugging_face_cache(tmp_path, "abc", "def")
+    if blobs_are_linked:
+        blobs = first.parent.parent / "blobs"
+        blobs.symlink_to(blobs.rename(tmp_path / "contents"))
+    assert allowed(Roots.around(str(first), [str(tmp_path / "shared")]), first)
+    roots = Roots.around(str(first))
+    assert allowed(roots, second)
+    assert not allowed(roots, tmp_path)
+    assert not allowed(roots, tmp_path / "models--org--other" / "snapshots" / "abc")
+
+
+@pytest.mark.parametrize("target", ["/", "/tokenizer.json", "/etc/tokenizer.json"])
+def test_a_link_of_a_checkpoint_opens_no_directory(tmp_path: Path, target: str) -> None:
+    (tmp_path / "snapshots" / "m").mkdir(parents=True)
+    (tmp_path / "snapshots" / "m" / "tokenizer.json").symlink_to(target)
+    roots = Roots.around(str(tmp_path / "snapshots" / "m"))
+    for path in ("/", "/etc", "/etc/passwd"):
+        assert not allowed(roots, path)
 
 
 def test_a_checkpoint_at_the_root_does_not_open_the_whole_disk(tmp_path: Path) -> None:
