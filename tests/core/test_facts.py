@@ -247,7 +247,7 @@ def test_a_check_that_finds_other_weights_than_were_confirmed_leaves_the_stage_d
 
 def stage_adapter(facts: Facts, label: str) -> None:
     """An adapter update up to its commit."""
-    told = v.Adapter(name="math", version=label)
+    told = v.Adapter(name="math", version=label, load_id=f"by {label}")
     apply(facts, v.PrepareUpdateRequest(kind=v.UPDATE_KIND_ADAPTER, adapter=told), update_id="u")
     apply(facts, v.LoadAdapterRequest(name="math", path="p", version=label), update_id="u")
 
@@ -261,6 +261,9 @@ def test_an_adapter_is_served_at_the_version_that_is_admitted(ready: Facts, outc
     assert ready.servable_adapters == {}
     ready.admit([version(1)], None, [v.Adapter(name="math", version="a-1")])
     assert ready.servable_adapters == {"math": "a-1"}
+    ready.admit([version(1)], None, [v.Adapter(name="math", version="a-1", load_id="by another update")])
+    assert ready.servable_adapters == {}, "a label may come twice"
+    ready.admit([version(1)], None, [v.Adapter(name="math", version="a-1", load_id="by a-1")])
     stage_adapter(ready, "a-2")
     apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), outcome, update_id="u")
     apply(ready, v.AbortUpdateRequest(), update_id="u")

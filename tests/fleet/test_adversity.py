@@ -179,6 +179,13 @@ async def test_an_update_that_cannot_be_recorded_is_aborted_everywhere(fleet: In
     await assert_updatable(fleet)
 
 
+async def test_an_update_whose_operation_cannot_be_recorded_leaves_nothing_on_record(fleet: InProcessFleet) -> None:
+    async with full_disk(fleet, "operation"):
+        assert (await refusal(begin(fleet))).reason is Reason.JOURNAL_FAILED
+    assert list(fleet.server.coordinator._journal.read("update")) == []
+    await assert_updatable(fleet)
+
+
 async def test_an_abort_needs_no_journal(fleet: InProcessFleet) -> None:
     plan = await begin(fleet)
     await join(fleet, plan)

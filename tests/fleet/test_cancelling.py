@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_implicit as implicit
 from test_adapters import held, load
 from test_healing import dirty
 from test_records import at_write
@@ -22,7 +23,7 @@ from rlctl.testing.waiting import eventually
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, RequestHeader
-from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, OPERATION_STATE_RUNNING, Operation
 
 Checkpoint = Callable[[str], str]
 
@@ -66,7 +67,7 @@ async def test_a_write_that_waits_for_its_turn(fleet: InProcessFleet, monkeypatc
     assert third.error.reason == Reason.GROUP_FAILED.name
 
 
-@pytest.mark.parametrize("verb", ["begin", "pause", "unload", "heal"])
+@pytest.mark.parametrize("verb", ["begin", "pause", "unload", "unload for a slot", "relabel", "heal"])
 async def test_while_it_is_being_recorded(make_fleet: Callable[..., Any], checkpoint: Checkpoint, verb: str) -> None:
     key = new_uuid7()
     header = RequestHeader(request_id=key)
@@ -75,25 +76,32 @@ async def test_while_it_is_being_recorded(make_fleet: Callable[..., Any], checkp
             "begin": lambda: begin(fleet, header=header),
             "pause": lambda: fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header)),
             "unload": lambda: fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math", header=header)),
+            "unload for a slot": lambda: fleet.stub.UnloadAdapter(
+                v.UnloadAdapterRequest(name="math", header=implicit.header("a"))
+            ),
+            "relabel": lambda: implicit.end(fleet, version="other"),
             "heal": lambda: fleet.stub.HealStage(rpc.HealStageRequest(header=header)),
         }
         if verb == "heal":
             await from_disk(fleet, checkpoint("two"), "two")
             await dirty(fleet)
-        await load(fleet, checkpoint("lora")) if verb == "unload" else None
-        before = weights(fleet), held(fleet)
+        if "unload" in verb:
+            await load(fleet, checkpoint("lora"))
+        before = weights(fleet), held(fleet), fleet.server.coordinator.roster.models["actor"].record.latest.label
         answers: list[asyncio.Task[Operation]] = []
 
         async def cancel() -> None:
-            answers.append(await cancelling(fleet, key))
+            [run] = fleet.server.coordinator.operations.newest_first("", OPERATION_STATE_RUNNING)
+            answers.append(await cancelling(fleet, run.operation.operation_id))
 
         async with at_write(fleet, lambda change: change.kind == "operation", before=cancel):
             await calls[verb]()
         operation = await answers[0]
         assert operation.state == OPERATION_STATE_CANCELLED, operation
-        assert (weights(fleet), held(fleet)) == before
+        label = fleet.server.coordinator.roster.models["actor"].record.latest.label
+        assert (weights(fleet), held(fleet), label) == before
         assert not any(fleet.stage(slot).report.paused for slot in "ab") or verb == "heal"
-        assert not fleet.server.coordinator.updates.is_open(key)
+        assert not fleet.server.coordinator.updates.is_open(operation.operation_id)
 
 
 async def test_a_heal_comes_to_no_further_stage(make_fleet: Callable[..., Any], checkpoint: Checkpoint) -> None:

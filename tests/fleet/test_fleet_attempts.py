@@ -163,6 +163,22 @@ async def test_another_attempt_is_planned_once_as_often_as_was_asked_for_and_wit
         assert "gone: b" in error.message
 
 
+async def test_what_targets_answered_counts_for_the_repeat_of_an_attempt_that_was_not_recorded(
+    make_fleet: Callable[..., Any],
+) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        plan = await begin(fleet, retries=1, options=v.UpdateOptions(quorum=1, pause=common.PAUSE_MODE_RETRACT))
+        await join(fleet, plan)
+        unknown = Reason.ENGINE_FAILED.error("it says nothing", outcome=common.OUTCOME_UNKNOWN)
+        fault(fleet, 1, 2, "update_weights_from_distributed", unknown)
+        assert (await write(fleet, plan, "w1")).state != OPERATION_STATE_OK
+        fake_engine.FAULTS.clear()
+        async with full_disk(fleet, "model"):
+            assert (await refusal(retry(fleet, plan))).reason is Reason.JOURNAL_FAILED
+        assert (await write(fleet, plan, "w1")).error.reason == Reason.GROUP_FAILED.name
+        assert list((await retry(fleet, plan)).lost) == ["b"]
+
+
 async def test_an_attempt_that_could_not_be_recorded_is_planned_by_a_repeat(make_fleet: Callable[..., Any]) -> None:
     async with make_fleet(a=1, b=1, c=1, heal=False) as fleet:
         options = v.UpdateOptions(quorum=2, pause=common.PAUSE_MODE_RETRACT)

@@ -496,6 +496,12 @@ async def test_a_heals_group_is_on_record_until_everybody_has_left_it(
         await update(fleet, "next")
         groups = [stage._engine._groups for stage in fleet.stages.values()]  # type: ignore[attr-defined]
         assert not [name for held in groups for name in held if name.endswith("-heal")]
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 3 and stages[0].state == common.STAGE_STATE_STALE)
+        await fleet.stub.HealStage(HealStageRequest(slots=["a"]))
+        assert len(recorded) == 2
+        known = fleet.server.coordinator.roster.models["actor"].record.groups
+        assert not [name for name in known if name.endswith("-heal")]
         await update(fleet, "after")
         assert heals() == []
 
