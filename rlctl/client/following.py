@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from rlctl.client.part import Part, cut_off, describe, detail, explained, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Lead
-from rlctl.errors import Reason, from_detail
+from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import JoinResponse, Offer, Sent, Shipment
 from rlctl.v1.verbs_pb2 import TensorSegment
 from rlctl.weights.source import WeightSource
+
+_SAYS_LITTLE = (
+    Reason.CANCELLED,
+    Reason.DEADLINE_EXCEEDED,
+    Reason.UNREACHABLE,
+    Reason.LINK_LOST,
+    Reason.TRAINER_RANK_LOST,
+)
+"""With these the lead may have failed, or gone, while the update was being committed."""
 
 
 async def follow(
@@ -84,6 +94,10 @@ async def follow(
                 case "ended":
                     refuse_unpublished(said.ended)
                     return said.ended, sent
+    except RlctlError as error:
+        if progress.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
+            error.outcome = OUTCOME_UNKNOWN
+        raise
     finally:
         await stopped(attempt)
         hearing.cancel()

@@ -32,7 +32,7 @@ from rlctl.fingerprints import fingerprints
 from rlctl.ports import new_uuid7
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.trainer_pb2 import Attempt, JoinResponse, Sent, Shipped
 from rlctl.v1.update_pb2 import (
     DATA_PATH_BROADCAST,
@@ -190,11 +190,12 @@ class Leading:
             self._sent.refuse_as_base(request.base.label)
             request.base.CopyFrom(self._sent.version)
         plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
+        digests: dict[str, str] = {}
+        sent = [Sent()]
         try:
             async with self._renewing(plan):
                 reference = [] if request.adapter else await self._get_reference(plan)
                 wire = fit(self._model, offers, reference, partial)
-                digests: dict[str, str] = {}
                 if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
                     digests = await self._digest(
                         source, [meta for offered in wire for meta in offered.metas], last=False
@@ -227,6 +228,12 @@ class Leading:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline)))
+            self._progress.told = ended
+            if ended is not None and ended.state == OPERATION_STATE_OK:
+                # It was being committed: the coordinator has seen it to its end, and only its answer is missing.
+                self._sent = Published(ended.weight_version, {} if partial else digests)
+                if isinstance(error, Exception):
+                    return ended, sent[0]
             if ended is not None and _failed_at_the_fleet(error):
                 if ended.weight_version.sequence:
                     # It rolled in place, and the batches before serve the version.

@@ -11,6 +11,8 @@ import torch
 from rlctl.client.published import UpdateResult
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
+from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, OPERATION_STATE_FAILED, Operation
 from rlctl.weights.ordering import Ordering
 
 
@@ -22,6 +24,7 @@ class Progress:
         begun: its first step was made; it has its number among the trainer's updates.
         sent: the tensors of this rank may be overwritten: they were read for the last time, whatever follows.
         decided: it can no longer be cancelled from here.
+        told: how it has ended, by the coordinator, where it was given up.
         ended: it has ended, well or not.
         watched: whoever started it goes on, and may be told that the tensors were sent before it has ended.
     """
@@ -32,12 +35,19 @@ class Progress:
         self.begun = False
         self.sent = asyncio.Event()
         self.decided = False
+        self.told: Operation | None = None
         self.ended = False
         self.watched = watched
 
     def end(self) -> None:
         """It has ended."""
         self.ended = True
+
+    @property
+    def outcome(self) -> Outcome.ValueType:
+        """What its being given up means for the version, as far as this rank knows."""
+        ended = self.told is not None and self.told.state in (OPERATION_STATE_FAILED, OPERATION_STATE_CANCELLED)
+        return OUTCOME_UNKNOWN if self.decided and not ended else OUTCOME_REJECTED
 
 
 class AsyncPending:
@@ -95,7 +105,7 @@ class AsyncPending:
 
     def _outcome(self) -> UpdateResult:
         if self._task.cancelled():
-            raise Reason.CANCELLED.error("the update was cancelled")
+            raise Reason.CANCELLED.error("the update was cancelled", outcome=self._progress.outcome)
         return self._task.result()
 
 

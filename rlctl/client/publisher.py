@@ -36,6 +36,8 @@ from rlctl.loops import LoopThread
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader, WeightVersion
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import (
     DATA_PATH_BROADCAST,
     DATA_PATH_IPC,
@@ -194,8 +196,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         On return the source tensors may be overwritten. Raises OperationFailed (carrying the operation), or another
         RlctlError when the update was refused or a source failed, on every rank of the trainer; then nothing of the
         version is served, unless it rolled in place and a source failed after the first batch: that batch serves it,
-        and the operation ended PARTIAL. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not
-        ended. Settings count at rank 0; ``deadline_s`` and ``stream`` at every rank.
+        and the operation ended PARTIAL. An error whose outcome is UNKNOWN came while the update was committed: the
+        version may be served. Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
+        Settings count at rank 0; ``deadline_s`` and ``stream`` at every rank.
         """
         started = time.perf_counter()
         if progress is None:
@@ -214,7 +217,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 else:
                     assert self._leading is not None
                     assert self._members is not None
-                    with self._members.update(version):
+                    with self._members.update(version, progress):
                         source = as_source(weights)
                         request = BeginWeightUpdateRequest(
                             header=RequestHeader(timeout=duration(deadline_s)),
@@ -248,7 +251,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         except TimeoutError:
             if not limit.expired():
                 raise  # the source's own
-            raise Reason.DEADLINE_EXCEEDED.error(f"the update did not end within {deadline_s:g} s") from None
+            operation, sent = _in_the_end(progress, deadline_s), Sent()
         finally:
             try:
                 # The trainer's next collectives must not meet those of a pass that is still going on.
@@ -417,6 +420,17 @@ def model_digest(weights: Weights) -> str:
     for name, tensor in as_source(weights).tensors():
         digest.add(name, tensor)
     return digest.digest()
+
+
+def _in_the_end(progress: Progress, deadline_s: float) -> Operation:
+    """An update whose time was up, if its version is served all the same. Raises DEADLINE_EXCEEDED."""
+    if progress.told is not None and progress.told.weight_version.sequence:
+        return progress.told
+    why, next_step = f"the update did not end within {deadline_s:g} s", ""
+    if progress.outcome == common_pb2.OUTCOME_UNKNOWN:
+        why += "; it was being committed, and its version may be served"
+        next_step = "`rlctl get operations` tells how it ended."
+    raise Reason.DEADLINE_EXCEEDED.error(why, next_step=next_step, outcome=progress.outcome) from None
 
 
 def _kind(

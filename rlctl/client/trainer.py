@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlctl.client.part import detail
+from rlctl.client.pending import Progress
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.transport.addresses import join as join_address
 from rlctl.transport.handlers import generic_handler
@@ -97,13 +98,15 @@ class Members:
             await self._server.stop(0.5)
 
     @contextlib.contextmanager
-    def update(self, version: str) -> Iterator[None]:
-        """The lead's part in an update; what it raises every member is told."""
+    def update(self, version: str, progress: Progress) -> Iterator[None]:
+        """The lead's part in an update; what it raises every member is told, or that it ended well all the same."""
         self._version, self._present = version, {}
         try:
             yield
         except BaseException as error:
-            self.end(JoinResponse(failed=detail(error)))
+            told = progress.told if isinstance(error, asyncio.CancelledError) else None
+            served = told is not None and bool(told.weight_version.sequence)
+            self.end(JoinResponse(ended=told) if served else JoinResponse(failed=detail(error)))
             raise
 
     def tell(self, message: JoinResponse) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.client.pending import Progress
 from rlctl.client.trainer import Lead, Members
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.testing.links import MemoryLink
@@ -67,7 +68,7 @@ class Trainer:
 
     async def lead(self, version: str) -> dict[int, str]:
         """The lead's call of update, up to the offers: what each member has come to."""
-        with self.members.update(version):
+        with self.members.update(version, Progress()):
             return {rank: offer.version for rank, offer in (await self.members.offers()).items()}
 
     async def give_up(self, call: asyncio.Task[JoinResponse]) -> None:

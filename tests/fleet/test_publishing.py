@@ -10,15 +10,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from updating import unreachable
+from google.protobuf.message import Message
+from updating import join, unreachable, write
 
 from rlctl.client import aio
 from rlctl.client.connection import Connection
+from rlctl.client.leading import Leading
 from rlctl.client.pending import AsyncPending
 from rlctl.client.publisher import AsyncPublisher
 from rlctl.errors import Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.times import duration
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
 from rlctl.weights.tensors import TensorMeta
 
@@ -172,6 +176,58 @@ async def test_a_coordinator_that_is_gone_does_not_keep_a_trainer_beyond_its_dea
         assert caught.value.reason is Reason.DEADLINE_EXCEEDED
         assert time.monotonic() - started < 20
         await publisher.close()
+
+
+class Slow:
+    """A connection on which the answer to some calls is long on its way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, delay_s: float) -> None:
+        self.answered = asyncio.Event()
+        call = Connection.call
+
+        async def slow(connection: Connection, called: str, request: Message, timeout_s: float) -> Message:
+            answer: Message = await call(connection, called, request, timeout_s)
+            if called == method:
+                self.answered.set()
+                await asyncio.sleep(delay_s)
+            return answer
+
+        monkeypatch.setattr(Connection, "call", slow)
+
+
+async def served(client: aio.AsyncFleet) -> list[str]:
+    """Labels of the versions that the models serve."""
+    return [model.latest.label for model in (await client.status()).models]
+
+
+async def test_an_update_whose_time_is_up_while_it_is_committed_is_unknown(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.2)
+    Slow(monkeypatch, "UpdateWeightsFromDisk", 30)
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        with pytest.raises(RlctlError) as caught:
+            await publisher.update(
+                Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none", deadline_s=1.5
+            )
+        assert (caught.value.reason, caught.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_UNKNOWN)
+        assert await served(client) == ["two"]
+
+
+async def test_an_update_whose_answer_is_missing_is_what_the_coordinator_says_it_is(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(leading: Leading, source: Source, wire: object, plan: BeginWeightUpdateResponse, *_: object) -> list:
+        await join(fleet, plan)
+        await write(fleet, plan, "two")
+        return [Sent()]
+
+    monkeypatch.setattr(Leading, "_send", send)
+    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.2)
+    Slow(monkeypatch, "CommitWeightUpdate", 30)
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        result = await publisher.update(Source(lambda: None), version="two", verify="none", deadline_s=1.5)
+        assert (result.version.label, await served(client)) == ("two", ["two"])
 
 
 class Group:
