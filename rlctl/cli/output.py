@@ -7,10 +7,12 @@ numbers are strings, as protojson has them.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +87,26 @@ def plain_data(data: Any) -> Any:
     if isinstance(data, Message):
         from google.protobuf.json_format import MessageToDict
 
-        fields = MessageToDict(data, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        told = copy.deepcopy(data)
+        _spell(told)
+        fields = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         return _in_order(data.DESCRIPTOR, fields)
     if isinstance(data, dict):
         return data
     return [plain_data(item) for item in data]
+
+
+def _spell(message: Any) -> None:
+    """Write the numbers of a Struct that JSON has not as protojson writes those of other fields; there it refuses."""
+    for field, value in message.ListFields():
+        if field.full_name == "google.protobuf.Value.number_value" and not math.isfinite(value):
+            message.string_value = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        elif isinstance(value, Message):
+            _spell(value)
+        elif field.is_repeated:
+            for each in value.values() if isinstance(value, Mapping) else value:
+                if isinstance(each, Message):
+                    _spell(each)
 
 
 def _in_order(descriptor: Any, fields: Any) -> Any:

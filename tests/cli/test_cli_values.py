@@ -18,6 +18,7 @@ from rlctl.times import duration
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, ExcludedStage, Operation, StageResult
+from rlctl.v1.rollout_pb2 import GenerateResponse, Sample
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,15 @@ def test_maps_are_in_the_order_of_their_keys_however_they_were_filled() -> None:
     for order in (names, names[::-1]):
         made = StageRegistration(capabilities=Capabilities(unsupported=dict.fromkeys(order, "why")))
         assert list(plain_data(made)["capabilities"]["unsupported"]) == sorted(names)
+
+
+def test_numbers_of_an_engines_own_that_json_has_not_are_told_as_those_of_other_fields_are() -> None:
+    sample = Sample(output_logprobs=[{"logprob": float("-inf")}])
+    sample.engine_meta.update({"at": {"all": [1, float("-inf"), {"x": float("nan")}]}, "most": float("inf")})
+    (told,) = plain_data(GenerateResponse(samples=[sample]))["samples"]
+    assert told["output_logprobs"][0]["logprob"] == "-Infinity"
+    assert told["engine_meta"] == {"at": {"all": [1, "-Infinity", {"x": "NaN"}]}, "most": "Infinity"}
+    assert sample.engine_meta["most"] == float("inf"), "what is printed stays as it is"
 
 
 def test_any_field_of_any_message_can_be_shown() -> None:

@@ -146,6 +146,20 @@ async def test_a_defect_ends_a_stream(
         assert (status, reply["error"]["reason"]) == (500, "INTERNAL")
 
 
+async def test_numbers_of_an_engines_own_that_json_has_not_are_null(
+    http: aiohttp.ClientSession, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def infinite(request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        told = r.GenerateResponse(samples=[r.Sample(finish_reason=r.FinishReason(type=r.FINISH_TYPE_LENGTH))])
+        told.samples[0].engine_meta.update({"own": {"all": [1, float("-inf"), {"x": float("nan")}, None, "y"]}})
+        yield told
+
+    for stage in fleet.stages.values():
+        monkeypatch.setattr(stage._engine, "generate", infinite)
+    status, reply = await post(http, {"text": "x"})
+    assert (status, reply["meta_info"]["own"]) == (200, {"all": [1, None, {"x": None}, None, "y"]})
+
+
 async def test_an_answer_that_cannot_be_sent_fails_alone(
     http: aiohttp.ClientSession, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

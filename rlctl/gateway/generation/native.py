@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import orjson
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import ListValue, Struct
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import Call
@@ -164,7 +164,7 @@ class Teller(telling.Reply):
         self.finish = _finish(whole.finish_reason, len(self._ids), sample.error)
         answer = self.reply()
         if whole.HasField("engine_meta"):
-            answer["meta_info"] = {**MessageToDict(whole.engine_meta), **answer["meta_info"]}
+            answer["meta_info"] = {**_data(whole.engine_meta), **answer["meta_info"]}
         return answer
 
     def all_of(self, sample: RolloutSample) -> dict[str, Any]:
@@ -201,6 +201,13 @@ def _text(body: Mapping[str, Any], name: str) -> str:
 
 def _entry(entry: TokenLogprob) -> telling.Entry:
     return [entry.logprob if entry.HasField("logprob") else None, entry.token_id, None]
+
+
+def _data(value: object) -> Any:
+    """What a Struct holds. Numbers that JSON has not, which protobuf's own reading refuses, become null as SGLang's."""
+    if isinstance(value, Struct):
+        return {name: _data(each) for name, each in value.items()}
+    return [_data(each) for each in value] if isinstance(value, ListValue) else value
 
 
 def _finish(reason: FinishReason, tokens: int, error: RlctlError | None) -> dict[str, Any]:
