@@ -60,6 +60,7 @@ def up(
     from rlctl.cli.prepare import plan_view, prepare, token, warn
     from rlctl.cli.supervisor import supervise, taken
     from rlctl.launch.deployment import Deployment
+    from rlctl.transport.auth import token_variables
 
     if end_with_parent:
         from rlctl.process import end_with_parent as end
@@ -79,9 +80,8 @@ def up(
         settings.say("Nothing was done.")
         return
     prepared.refuse()
-    if (secret := token(settings, prepared.plan)) is not None:
-        os.environ["RLCTL_TOKEN"] = secret  # of the file; what is started here takes it from there
-        os.environ.pop("RLCTL_TOKEN_FILE", None)
+    # Of the file or the context; what is started here takes it from there.
+    os.environ.update(token_variables(token(settings, prepared.plan)))
     if prepared.running is not None:
         _change(settings, prepared, prepared.running)
         return
@@ -124,14 +124,12 @@ def _detach(settings: Settings, wanted: Deployment) -> None:
     deployment.write_text(json.dumps(wanted.data, indent=2))
     arguments = ["--timeout", f"{settings.timeout_s}s"] if settings.timeout_s else []
     arguments += ["up", "--deployment", str(deployment)]
-    environment = {**os.environ, **({"RLCTL_TOKEN": settings.token} if settings.token else {})}
     with log.open("w") as output, log.open() as lines:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "rlctl", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=output,
-            env=environment,
             start_new_session=True,
         )
 

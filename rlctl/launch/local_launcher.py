@@ -10,6 +10,7 @@ from rlctl.errors import Reason
 from rlctl.launch.launcher import Launched
 from rlctl.launch.processes import Process
 from rlctl.launch.spec import EngineSpec, Reservation, rank_arguments
+from rlctl.transport.auth import token_variables
 
 
 class LocalLauncher:
@@ -18,7 +19,7 @@ class LocalLauncher:
     def __init__(self, directory: Path, *, token: str | None = None, insecure: bool = False, module: str) -> None:
         """``directory``: of the logs. ``module``: what is run in place of ``rlctl``; it must do what that does."""
         self._directory = directory
-        self._common = {"RLCTL_TOKEN": token} if token else {}
+        self._common = token_variables(token)
         self._flags = ["--insecure"] if insecure else []
         self._module = module
         self._cores: dict[int, Launched] = {}

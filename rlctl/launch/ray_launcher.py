@@ -21,6 +21,7 @@ from typing import Any
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.launch.processes import STOP_S, last_line, log_end
 from rlctl.launch.spec import EngineSpec, Reservation
+from rlctl.transport.auth import token_variables
 from rlctl.v1.common_pb2 import ErrorDetail
 
 # Read by Ray when it is imported. It prints what it notices to the driver's standard output, which is the user's; what
@@ -228,7 +229,7 @@ class RayLauncher:
         """
         self._directory = directory
         self._interface = interface
-        self._environment = {"RLCTL_TOKEN": token} if token else {}
+        self._environment = token_variables(token)
         self._flags = ("--insecure",) if insecure else ()
         self._module = module
         _connect(address or os.environ.get("RAY_ADDRESS", ""))

@@ -34,6 +34,13 @@ def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -
     return environment.get("RLCTL_TOKEN") or None
 
 
+def token_variables(token: str | None) -> dict[str, str]:
+    """What gives a process that is started this token, "" for none, whatever its environment says; {} where it is to
+    go by that.
+    """
+    return {} if token is None else {"RLCTL_TOKEN": token, "RLCTL_TOKEN_FILE": ""}
+
+
 def check(metadata: Mapping[str, str | bytes], token: str) -> RlctlError | None:
     """Why a caller is refused, or None. The comparison takes the same time wherever tokens differ."""
     scheme, _, given = str(metadata.get(HEADER, "")).partition(" ")

@@ -19,12 +19,14 @@ from rlctl.launch.gateways import Gateways
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import Process
 from rlctl.launch.spec import GatewaySpec
+from rlctl.transport.auth import load_token
 from rlctl.weights.interfaces import address_on
 
 PROGRAM = """
 import json, os, sys
 print(json.dumps({"rlctl": "test", "cpus": sorted(os.sched_getaffinity(0)), "threads": os.environ["OMP_NUM_THREADS"],
-                  "token": os.environ.get("RLCTL_TOKEN", ""), "insecure": "--insecure" in sys.argv}), flush=True)
+                  "token": os.environ.get("RLCTL_TOKEN", ""), "file": os.environ.get("RLCTL_TOKEN_FILE", ""),
+                  "insecure": "--insecure" in sys.argv}), flush=True)
 sys.stdin.read()
 """
 
@@ -63,6 +65,24 @@ def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None
     again = launcher.start("d", [], {}, cpus=len(cores))
     again.kill()
     again.wait()
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize(("given", "counts"), [("mine", "mine"), ("", None), (None, "of the file")])
+def test_a_token_that_is_given_counts_above_those_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, counts: str | None
+) -> None:
+    """Else the processes would have another one than whoever started them, and nobody could talk to them."""
+    (tmp_path / "token").write_text("of the file")
+    monkeypatch.setenv("RLCTL_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("RLCTL_TOKEN", "of the environment")
+    process = LocalLauncher(tmp_path, token=given, module="says").start("a", [])
+    try:
+        facts = process.announced(20)
+    finally:
+        process.kill()
+        process.wait()
+    assert load_token({"RLCTL_TOKEN": facts["token"], "RLCTL_TOKEN_FILE": facts["file"]}) == counts
 
 
 def test_a_process_has_ended_though_one_of_its_children_goes_on(tmp_path: Path, launcher: LocalLauncher) -> None:
