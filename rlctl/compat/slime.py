@@ -61,7 +61,9 @@ def _flags(args: Any) -> Iterator[str]:
     known = known_options("sglang", {})
     for attribute, value in sorted(vars(args).items()):
         name = attribute.removeprefix("sglang_")
-        if name == attribute or name.startswith(_NOT_SGLANG) or value in (None, False, "", []):
+        if name == attribute or name.startswith(_NOT_SGLANG):
+            continue
+        if value is None or value is False or value in ("", []):  # a zero is one of its arguments' values
             continue
         if known is None or (name in known.names and name not in known.taken):
             text = "true" if value is True else value if isinstance(value, str) else json.dumps(value)

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 
+from rlctl.compat import slime
 from rlctl.compat.slime import get_model_url, set_model_routers
 from rlctl.errors import InvalidRequest, NotFound, Unavailable
 
@@ -23,6 +24,16 @@ def test_an_unknown_model_is_an_error_and_not_the_default_one() -> None:
         get_model_url(ARGS, "reward")
     with pytest.raises(NotFound, match="there are: none"):
         get_model_url(Namespace(sglang_model_routers={}), "actor")
+
+
+def test_a_zero_is_an_argument_and_what_is_not_given_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slime, "known_options", lambda *_: None)
+    args = Namespace(
+        sglang_random_seed=0, sglang_cpu_offload=0.0, sglang_dp_size=1, sglang_enable_x=True, sglang_disable_x=False,
+        sglang_chat_template=None, sglang_quantization="", sglang_buckets=[],
+    )  # fmt: skip
+    said = ["--sglang-cpu-offload=0.0", "--sglang-dp-size=1", "--sglang-enable-x=true", "--sglang-random-seed=0"]
+    assert list(slime._flags(args)) == said
 
 
 def test_what_fills_the_routers_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
