@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -27,6 +28,8 @@ LOOK_S = 0.05
 def down(settings: Settings, name: str) -> None:
     """Take down a fleet that `up` started, detached or in another terminal, and wait until it is gone."""
     running = state.read(name)
+    if running is None and (file := state.state_file(name)).exists():
+        raise click.ClickException(f"what {file} says of fleet {name!r} cannot be read; nothing was done")
     if running is None:
         there = ", ".join(state.names())
         raise click.BadParameter(
@@ -44,7 +47,9 @@ def down(settings: Settings, name: str) -> None:
         settings.say("Nothing was done.")
         return
     settings.confirm(f"Take down fleet {name!r} ({len(running.processes)} processes at {running.endpoint})?")
-    os.kill(running.pid, signal.SIGTERM)
+    if running.alive:
+        with contextlib.suppress(ProcessLookupError):  # it ends by itself
+            os.kill(running.pid, signal.SIGTERM)
     limit_s = settings.timeout_s or STOP_S
     deadline = time.monotonic() + limit_s
     while running.alive:

@@ -226,12 +226,13 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
         terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
         code = Exit.TERMINATED if terminated else Exit.INTERRUPTED
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        if error.errno not in _UNWRITABLE and error.filename is None:
             raise
         _give_up(sys.stdout)
         from rlctl.cli.failures import report_click
 
-        code = report_click(settings, click.ClickException(f"could not write: {error.strerror}"))
+        what = "could not write" if error.filename is None else error.filename
+        code = report_click(settings, click.ClickException(f"{what}: {error.strerror}"))
     except click.ClickException as error:
         from rlctl.cli.failures import report_click
 

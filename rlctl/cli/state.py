@@ -26,6 +26,11 @@ def state_directory(name: str = "default") -> Path:
     return Path(base) / "rlctl" / name
 
 
+def state_file(name: str) -> Path:
+    """What is known of the fleet, as JSON."""
+    return state_directory(name) / "fleet.json"
+
+
 @dataclass(frozen=True)
 class FleetState:
     """A supervised fleet.
@@ -62,13 +67,16 @@ class FleetState:
         return bool(self.started) and identity(self.pid) == self.started
 
 
+_KINDS = {field.name: {"str": str, "int": int}.get(str(field.type), dict) for field in dataclasses.fields(FleetState)}
+
+
 def read(name: str) -> FleetState | None:
     """What the state file says; None when there is none that can be read."""
     try:
-        found: dict[str, Any] = json.loads(_file(name).read_text())
-        return FleetState(**found)
-    except (OSError, ValueError, TypeError):
+        found = FleetState(**json.loads(state_file(name).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return found if all(type(getattr(found, name)) is kind for name, kind in _KINDS.items()) else None
 
 
 def names() -> list[str]:
@@ -80,7 +88,7 @@ def names() -> list[str]:
 
 def write(state: FleetState) -> None:
     """Replace the state file in one step."""
-    path = _file(state.name)
+    path = state_file(state.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(dataclasses.asdict(state), indent=2))
@@ -89,7 +97,7 @@ def write(state: FleetState) -> None:
 
 def remove(name: str) -> None:
     """Remove the state file."""
-    _file(name).unlink(missing_ok=True)
+    state_file(name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -109,6 +117,8 @@ def identity(pid: int) -> str:
         # ticks since the boot.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except ProcessLookupError:  # it ended between the opening of its file and the reading
+        return ""
     except FileNotFoundError:
         return "" if Path("/proc/self/stat").exists() else _started_by_ps(pid)
     return "" if fields[0] in "ZX" else f"{boot}:{fields[19]}"
@@ -120,7 +130,3 @@ def _started_by_ps(pid: int) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
     ).stdout.strip()
-
-
-def _file(name: str) -> Path:
-    return state_directory(name) / "fleet.json"

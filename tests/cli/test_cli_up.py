@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_helpers import Cli
 
+from rlctl.cli import state
+from rlctl.cli.settings import Settings
 from rlctl.cli.supervisor import set_journal_aside
 
 
@@ -56,6 +64,63 @@ def test_taking_down_what_is_not_up_fails_with_a_clear_message(cli: Cli) -> None
     assert ran.code == 2, "a name that does not exist"
     assert "no fleet 'lab' is up on this machine" in ran.err
     assert cli("down", "-o", "json").error["exit_code"] == 2
+
+
+FLEET = state.FleetState("lab", os.getpid(), state.identity(os.getpid()), state.READY, "127.0.0.1:1", "/x")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *(b"", b"\xff", b"[]", b'{"name": "lab"}', b"[" * 100_000),
+        *(json.dumps(dataclasses.asdict(FLEET) | wrong).encode() for wrong in (
+            {"pid": str(FLEET.pid)}, {"pid": 1.5}, {"started": None}, {"processes": None}, {"gateways": []}, {"more": 1}
+        )),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_of_a_fleet_is_told_and_nothing_is_done(cli: Cli, written: bytes) -> None:
+    state.write(FLEET)
+    file = state.state_directory("lab") / "fleet.json"
+    file.write_bytes(written)
+    ran = cli("down", "--name", "lab", "--dry-run")
+    assert ran.code == 1
+    assert f"what {file} says of fleet 'lab' cannot be read" in ran.err
+    assert file.read_bytes() == written
+    assert state.names() == []
+
+
+def test_a_fleet_that_ends_while_it_is_asked_about_is_down(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as supervisor:
+        state.write(dataclasses.replace(FLEET, pid=supervisor.pid, started=state.identity(supervisor.pid)))
+
+        def confirm(*_: object) -> None:
+            supervisor.communicate()
+
+        monkeypatch.setattr(Settings, "confirm", confirm)
+        ran = cli("down", "--name", "lab")
+    assert (ran.code, ran.err) == (0, "Fleet lab is down.\n")
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own answer to whoever opened its file before, and reads it after that."""
+
+    def read_text(file: Path) -> str:
+        raise ProcessLookupError(errno.ESRCH, "No such process", str(file))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert state.identity(os.getpid()) == ""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-d",)])
+def test_where_the_state_cannot_be_kept_is_told_by_name(
+    cli: Cli, up: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    ran = cli(*up, *arguments)
+    assert ran.code == 1
+    assert f"{tmp_path}/file/rlctl/default" in ran.err
+    assert "Not a directory" in ran.err
 
 
 def test_the_journal_of_an_earlier_fleet_is_kept_aside(tmp_path: Path) -> None:
