@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,11 +19,17 @@ from rlctl.verbs import VERBS
 
 
 def report(settings: Settings, error: RlctlError) -> Exit:
-    """Print an error on stderr; returns the exit code."""
+    """Print an error on stderr; returns the exit code, which holds also where nobody reads that."""
     code = of_error(error, mutating=settings.mutating)
+    with contextlib.suppress(OSError):
+        _print(settings, error, code)
+    return code
+
+
+def _print(settings: Settings, error: RlctlError, code: Exit) -> None:
     if machine_readable(settings):
         click.echo(json.dumps({"error": _as_data(settings, error, code)}, ensure_ascii=False), err=True)
-        return code
+        return
     where = f" [{error.field}]" if error.field else ""
     # Of several problems each has its own line and place: the reason is that of all, and stands above them.
     first, *others = error.message.split("\n")
@@ -31,18 +38,18 @@ def report(settings: Settings, error: RlctlError) -> Exit:
     for line in [error.next_step, *_advice(settings, error, code)]:
         if line:
             click.echo(f"  {line}", err=True)
-    return code
 
 
 def report_click(settings: Settings, error: click.ClickException) -> Exit:
     """Print what is wrong with the command line, or why a command failed on this machine."""
     usage = isinstance(error, click.UsageError)
     code = Exit.USAGE if usage else Exit.FAILED
-    if machine_readable(settings):
-        data = {"reason": "USAGE" if usage else "FAILED", "message": error.format_message(), "exit_code": int(code)}
-        click.echo(json.dumps({"error": data}, ensure_ascii=False), err=True)
-    else:
-        error.show()
+    with contextlib.suppress(OSError):
+        if machine_readable(settings):
+            data = {"reason": "USAGE" if usage else "FAILED", "message": error.format_message(), "exit_code": int(code)}
+            click.echo(json.dumps({"error": data}, ensure_ascii=False), err=True)
+        else:
+            error.show()
     return code
 
 

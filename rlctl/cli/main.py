@@ -277,8 +277,18 @@ def root() -> None:
     """
 
 
+def _open_streams() -> None:
+    """Have standard streams that whoever started this closed lead nowhere. Python leaves them out, and what is opened
+    next, a connection or the journal, would get their numbers: the lowest that are free.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
+
+
 def main() -> None:
     """Entry point."""
+    _open_streams()
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         del frame

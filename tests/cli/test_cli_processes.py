@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -179,6 +180,25 @@ def test_output_that_nobody_reads_any_more_ends_a_command_without_a_word(rlctl: 
     process.stdout = None
     code, _, err = finish(process)
     assert (code, err) == (1, "")
+
+
+@pytest.mark.parametrize(("words", "code"), [("nonsense", 2), ("status -o json", 5), ("status", 5)])
+def test_an_error_that_nobody_reads_has_its_exit_code(words: str, code: int) -> None:
+    process = start("--endpoint", "127.0.0.1:1", *words.split())
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    assert finish(process)[0] == code
+
+
+@pytest.mark.parametrize(("words", "code"), [("version", 0), ("version -o json", 0), ("--help", 0), ("status", 5)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_leads_nowhere(words: str, code: int, closed: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m rlctl --endpoint 127.0.0.1:1 {words} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (closed == "2>&-" and code == 0)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
