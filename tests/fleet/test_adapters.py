@@ -272,7 +272,7 @@ async def test_what_is_read_again_must_be_what_was_loaded(make_fleet: Callable, 
 
 
 async def test_a_request_waits_for_those_that_have_it(make_fleet: Callable, checkpoint: Checkpoint) -> None:
-    async with make_fleet(a=1, b=1) as fleet, await aio.connect(fleet.server.address) as client:
+    async with make_fleet(a=1, b=1, heal=False) as fleet, await aio.connect(fleet.server.address) as client:
         path = checkpoint("lora")
         await load(fleet, path)
         (Path(path) / "weights.txt").write_text("written over")
