@@ -163,7 +163,7 @@ class Receiver:
 
         ``source`` says in words where they lie. ``proceed`` is asked before the first tensor, after each one and when
         all device work is done, in any of the threads; it raises when the memory is no longer good to read. The
-        tensors are ``written`` only if it never did.
+        tensors are ``written`` only if it never did. ``threads``: at most so many copy at the same time.
 
         Raises ILLEGAL_STATE, OPERATION_CONFLICT, CANCELLED (it was interrupted) and what ``proceed`` raises; the
         outcome is DIRTY past the first tensor.
@@ -173,6 +173,8 @@ class Receiver:
             proceed()
             names = {name for name, _ in tensors}
             self.writing(names)
+            if self._on_gpu and self._received is None:
+                threads = 1  # a GPU copies by itself: threads that only tell it to stand in each other's way
             # The largest first, so that the threads end together.
             queue = deque(sorted(tensors, key=lambda entry: -entry[1].nbytes))
             try:
@@ -210,8 +212,12 @@ class Receiver:
             queue.clear()
             raise
 
+    @property
+    def _on_gpu(self) -> bool:
+        return any(shard.local.is_cuda for shard in self._shards.shards.values())
+
     def _synchronise(self) -> None:
-        if any(shard.local.is_cuda for shard in self._shards.shards.values()):
+        if self._on_gpu:
             # Copies into place are only enqueued; what generates may be on another stream.
             torch.cuda.synchronize()
 

@@ -516,3 +516,28 @@ def test_a_source_prepares_what_comes_next_while_something_is_on_its_way(
     together(lambda: send(Source(), buckets, groups[0]), receive)
     assert receiver.missing() == []
     assert all(torch.equal(held.shards[name].local, tensor) for name, tensor in full.items())
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "digest", "several"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_a_gpu_is_told_to_copy_by_one_thread(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, digest: bool, several: bool
+) -> None:
+    monkeypatch.setattr(Receiver, "_on_gpu", on_gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    full = full_model()
+    receiver = Receiver(tp_map(full, 0, 1))
+    receiver.begin("update", digest=digest)
+    asked: list[int] = []
+    another = threading.Event()
+
+    def proceed() -> None:
+        asked.append(threading.get_ident())
+        if len(set(asked)) > 1:
+            another.set()
+        elif several and len(asked) > 1:
+            another.wait(10.0)  # whoever else may copy takes the next tensor
+
+    receiver.copy("memory", list(full.items()), proceed, threads=4)
+    assert (len(set(asked)) > 1) == several
