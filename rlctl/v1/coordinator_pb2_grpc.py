@@ -581,9 +581,9 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightUpdate(self, request, context):
-        """Joins a further source to an open update.
+        """Gives a further source of an open update its plan: groups, buckets, version.
 
-        Effect: the source is counted; commit waits for all.
+        Effect: none. That every source has sent its part is seen at the commit, which refuses weights that are not complete.
         Idempotency: yes.
         States: the update is open.
         Partial failure: none.

@@ -279,9 +279,9 @@ class CoordinatorServiceStub:
     Deadline: 30 s; the request's timeout bounds the whole update.
     """
     JoinWeightUpdate: _grpc.UnaryUnaryMultiCallable[_update_pb2.JoinWeightUpdateRequest, _update_pb2.JoinWeightUpdateResponse]
-    """Joins a further source to an open update.
+    """Gives a further source of an open update its plan: groups, buckets, version.
 
-    Effect: the source is counted; commit waits for all.
+    Effect: none. That every source has sent its part is seen at the commit, which refuses weights that are not complete.
     Idempotency: yes.
     States: the update is open.
     Partial failure: none.
@@ -699,9 +699,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Deadline: 30 s; the request's timeout bounds the whole update.
     """
     JoinWeightUpdate: _aio.UnaryUnaryMultiCallable[_update_pb2.JoinWeightUpdateRequest, _update_pb2.JoinWeightUpdateResponse]  # type: ignore[assignment]
-    """Joins a further source to an open update.
+    """Gives a further source of an open update its plan: groups, buckets, version.
 
-    Effect: the source is counted; commit waits for all.
+    Effect: none. That every source has sent its part is seen at the commit, which refuses weights that are not complete.
     Idempotency: yes.
     States: the update is open.
     Partial failure: none.
@@ -1260,9 +1260,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _update_pb2.JoinWeightUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_update_pb2.JoinWeightUpdateResponse, _abc.Awaitable[_update_pb2.JoinWeightUpdateResponse]]:
-        """Joins a further source to an open update.
+        """Gives a further source of an open update its plan: groups, buckets, version.
 
-        Effect: the source is counted; commit waits for all.
+        Effect: none. That every source has sent its part is seen at the commit, which refuses weights that are not complete.
         Idempotency: yes.
         States: the update is open.
         Partial failure: none.
