@@ -188,7 +188,10 @@ class Coordinator:
             return await self._ask(verb, request, timeout_s)
         known_run = self.operations.known(_header(request).request_id, request)
         if known_run is None and not _header(request).fence.update_id:
-            await self.implicit.settle(request, self._targets(verb, request)[0])
+            targets = self._targets(verb, request)[0]
+            await self.implicit.settle(request, targets)
+            if verb.waits:
+                await self.updates.go_first(verb.name, targets, timeout_s)
             known_run = self.operations.known(_header(request).request_id, request)  # a repeat, of which one went ahead
         run = known_run or await self._submit(verb, request, timeout_s)
         return await self._answer(run, replayed=known_run is not None)

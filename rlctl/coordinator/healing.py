@@ -64,16 +64,21 @@ GRACE_S = 60.0
 """How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed."""
 
 MAKE_WAY_S = 5.0
-"""How long an update waits for a heal to end that it has cancelled."""
+"""How long whatever goes first waits for a heal to end that it has cancelled."""
 
 UNVERIFIED = "it is being brought to the published version, and not verified yet"
 
 
 @dataclass(eq=False)
 class _Heal:
-    """One operation, from before it is accepted until it holds its stages no more."""
+    """One operation, from before it is accepted until it holds its stages no more.
+
+    Attributes:
+        asked: somebody has asked for it; otherwise it is tried again.
+    """
 
     slots: set[str]
+    asked: bool
     over: asyncio.Event = field(default_factory=asyncio.Event)
     session: Session | None = None
     """Of the stage that it is at."""
@@ -87,17 +92,19 @@ class _Heal:
         if self.work is not None:
             self.work.cancel()
 
-    async def makes_way(self) -> bool:
-        """End it for an update. False when it does not end in time."""
-        self.stop(Reason.CANCELLED.error("an update of the trainer's goes first"))
+    async def makes_way(self, why: str, within_s: float = MAKE_WAY_S) -> bool:
+        """End it for something else. False when it does not end in time."""
+        self.stop(Reason.CANCELLED.error(why))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MAKE_WAY_S):
+            async with asyncio.timeout(min(within_s, MAKE_WAY_S)):
                 await self.over.wait()
         return self.over.is_set()
 
 
 class Healer:
-    """At most one heal per model at a time; an update ends it and reaches the stage by itself."""
+    """At most one heal per model at a time; an update ends it and reaches the stage by itself. What is done by name (a
+    pause, say) ends one that nobody has asked for: its trainer would be refused at random moments otherwise.
+    """
 
     def __init__(
         self,
@@ -132,8 +139,11 @@ class Healer:
             if slot.model == model:
                 self.look(slot)
 
-    async def heal(self, request: HealStageRequest, timeout_s: float | None) -> Run:
-        """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot."""
+    async def heal(self, request: HealStageRequest, timeout_s: float | None, *, asked: bool = True) -> Run:
+        """Heal stages, one after the other. Raises when none needs it or can be, or one that is named cannot.
+
+        ``asked``: by somebody, not by this coordinator itself.
+        """
         known = self._operations.known(request.header.request_id, request)
         if known is not None:
             return known
@@ -147,7 +157,7 @@ class Healer:
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
         deadline = self._clock.now() + (timeout_s or HEAL_S)
-        heal = _Heal({slot.name for slot in slots})
+        heal = _Heal({slot.name for slot in slots}, asked)
 
         async def work(run: Run) -> None:
             run.cancel = lambda: heal.stop(Reason.CANCELLED.error("it was cancelled"))
@@ -263,8 +273,16 @@ class Healer:
         """End a heal that holds stages of this model: an update is about to begin, and reaches them too. It is refused
         with the name of one that does not end.
         """
-        while (heal := self._holding(model)) is not None and await heal.makes_way():
+        while (heal := self._holding(model)) is not None and await heal.makes_way(
+            "an update of the trainer's goes first"
+        ):
             pass
+
+    async def make_way_by_itself(self, model: str, verb: str, within_s: float) -> None:
+        """End a heal of this model that nobody has asked for: what is done by name goes first. It is tried again."""
+        heal = self._holding(model)
+        if heal is not None and not heal.asked:
+            await heal.makes_way(f"{verb} goes first", within_s)
 
     def _holding(self, model: str) -> _Heal | None:
         """A heal whose operation has stages of this model, whichever it is at."""
@@ -278,12 +296,12 @@ class Healer:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
         for heal in list(self._heals):
-            await heal.makes_way()
+            await heal.makes_way("the coordinator stops")
 
     async def _heal_alone(self, slot: Slot) -> None:
         for pause in AGAIN_S:
             try:
-                run = await self.heal(HealStageRequest(slots=[slot.name]), None)
+                run = await self.heal(HealStageRequest(slots=[slot.name]), None, asked=False)
                 await run.ended.wait()
             except RlctlError as error:
                 log.info("%s cannot be healed now: %s", slot.name, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from google.protobuf.message import Message
 
@@ -256,6 +256,11 @@ class Updates:
         return RenewLeaseResponse(header=self._roster.header(), lease_ttl=duration(opened.lease_ttl_s))
 
     # What happens inside.
+
+    async def go_first(self, verb: str, slots: Sequence[Slot], within_s: float) -> None:
+        """End the heals of these stages' models that nobody has asked for, before something is done to them by name."""
+        for model in sorted({slot.model for slot in slots}):
+            await self._healer.make_way_by_itself(model, verb, within_s)
 
     def refuse_outsider(self, slots: list[Slot], update_id: str) -> None:
         """Raise UPDATE_IN_PROGRESS when one of these stages is in an open update other than the named one."""

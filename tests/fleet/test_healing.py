@@ -189,6 +189,46 @@ async def test_an_update_does_not_wait_for_a_heal(fleet: InProcessFleet, checkpo
     assert healed.error.reason == "CANCELLED"
 
 
+@pytest.mark.parametrize("slots", [[], ["b"]])
+async def test_what_somebody_asks_for_does_not_wait_for_a_heal_that_nobody_asked_for(
+    fleet: InProcessFleet, checkpoint: Checkpoint, slots: list[str]
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    reading, going_on = held_read(fleet)
+    await restart(fleet, "a")
+    await reading.wait()
+    pause = v.PauseGenerationRequest()
+    pause.header.target.slots.extend(slots)
+    pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(pause))
+    await asyncio.wait({pausing}, timeout=0.1)
+    going_on.set()
+    paused = await pausing
+    assert (paused.state, [result.slot for result in paused.stage_results]) == (OPERATION_STATE_OK, slots or ["a", "b"])
+    ended = fleet.server.coordinator.operations.newest_first("HealStage", 0)[-1].operation
+    assert (ended.error.reason, ended.error.message) == ("CANCELLED", "PauseGeneration goes first")
+    await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].report.weight_version.label == "two")
+    assert set(weights(fleet)) == {"two"}, "it is tried again"
+
+
+async def test_a_heal_that_somebody_asked_for_is_named_to_who_is_in_its_way(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        await from_disk(fleet, checkpoint("two"), "two")
+        reading, going_on = held_read(fleet)
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: (stages[0].incarnation, stages[0].state) == (2, common.STAGE_STATE_STALE))
+        healing = asyncio.ensure_future(fleet.stub.HealStage(HealStageRequest()))
+        await reading.wait()
+        for slots in ([], ["b"]):
+            flush = v.FlushCacheRequest()
+            flush.header.target.slots.extend(slots)
+            error = await refusal(fleet.stub.FlushCache(flush))
+            assert (error.reason, error.metadata["owner"]) == (Reason.UPDATE_IN_PROGRESS, "healing a")
+        going_on.set()
+        assert (await healing).state == OPERATION_STATE_OK
+
+
 async def test_a_stage_that_serves_needs_no_heal(fleet: InProcessFleet) -> None:
     error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"])))
     assert error.reason is Reason.ILLEGAL_STATE
