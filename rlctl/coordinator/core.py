@@ -494,7 +494,7 @@ class Coordinator:
                 # Else an update that is being planned could have it as a target.
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
-            await self.roster.change([slot], lambda record: setattr(record, "retired", True))
+            await self.roster.retire(slot)
             slot.gone = slot.gone or bool(request.boot_id)  # it says so itself
         if slot.commander is not None:
             await slot.commander.close()

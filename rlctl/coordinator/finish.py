@@ -465,9 +465,9 @@ class Finish:
         if self._paused_s:
             run.operation.pause_time.CopyFrom(duration(self._paused_s))
         for result in run.operation.stage_results:
-            report = self._roster.slots[result.slot].report
-            if result.outcome == OUTCOME_APPLIED and report is not None:
-                result.state = report.state
+            slot = self._roster.slots.get(result.slot)  # it may have left the fleet since
+            if result.outcome == OUTCOME_APPLIED and slot is not None and slot.report is not None:
+                result.state = slot.report.state
                 result.weight_version.CopyFrom(self._session.record.plan.version)
 
 

@@ -20,7 +20,7 @@ from rlctl.control.commander import Commander
 from rlctl.coordinator.followers import Followers
 from rlctl.coordinator.formers import Formers
 from rlctl.errors import Reason
-from rlctl.ports import Clock, Journal, Put
+from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
@@ -56,6 +56,11 @@ REST = 5
 """A watch rests so many times as long as it took to look at the fleet: of a thousand stages that all change, looking
 would otherwise take half of the coordinator's time."""
 
+
+RETIRED = 1024
+"""Slots that were left for good and are remembered, so that what comes back in one is a later incarnation. In a fleet
+whose slots are named after pods, those of every pod there ever was would add up.
+"""
 
 _MIXTURE = "its weights are a mixture; a full update or a heal clears it"
 """Of a DIRTY stage of which nobody knows the cause any more."""
@@ -272,6 +277,26 @@ class Roster:
             for slot in changed:
                 mutate(slot.record)
         self.changed()
+
+    async def retire(self, slot: Slot) -> None:
+        """A slot is left for good. The oldest of those that were are forgotten, once nothing can be serving in them."""
+        time = self._clock.wall()
+
+        def leave(record: SlotRecord) -> None:
+            if not record.retired:
+                record.retired = True
+                record.retire_time.CopyFrom(time)
+
+        async def write(puts: Sequence[Put]) -> None:
+            others = [other for other in self.slots.values() if other.record.retired and other is not slot]
+            others.sort(key=lambda other: other.record.retire_time.ToNanoseconds())
+            now = self._clock.now()
+            oldest = [other for other in others[: max(0, len(others) + 1 - RETIRED)] if now >= other.lease_until]
+            await self._journal.write([*puts, *(Delete("slot", other.name) for other in oldest)])
+            for other in oldest:
+                del self.slots[other.name]
+
+        await self.change([slot], leave, write)
 
     async def lift_quarantine(
         self, slots: Collection[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
@@ -502,6 +527,7 @@ class Roster:
 def _fill(record: SlotRecord, registration: StageRegistration) -> None:
     record.registration.CopyFrom(registration)
     record.retired = False
+    record.ClearField("retire_time")
 
 
 def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:

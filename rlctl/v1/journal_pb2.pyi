@@ -6,6 +6,7 @@ What the coordinator keeps in its journal. Not an API: here so that changes of t
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rlctl.v1 import common_pb2 as _common_pb2
@@ -95,6 +96,7 @@ class SlotRecord(_message.Message):
     QUARANTINE_FIELD_NUMBER: _builtins.int
     CONTINUE_WHEN_RESIDENT_FIELD_NUMBER: _builtins.int
     UNSEEN_FIELD_NUMBER: _builtins.int
+    RETIRE_TIME_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Present incarnation."""
     enabled: _builtins.bool
@@ -113,6 +115,10 @@ class SlotRecord(_message.Message):
     def quarantine(self) -> _common_pb2.ErrorDetail:
         """Quarantine in force."""
 
+    @_builtins.property
+    def retire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was deregistered, if it is: the oldest of those are forgotten."""
+
     def __init__(
         self,
         *,
@@ -123,10 +129,11 @@ class SlotRecord(_message.Message):
         quarantine: _common_pb2.ErrorDetail | None = ...,
         continue_when_resident: _builtins.bool = ...,
         unseen: _builtins.bool = ...,
+        retire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "registration", b"registration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "registration", b"registration", "retire_time", b"retire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retired", b"retired", "unseen", b"unseen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retire_time", b"retire_time", "retired", b"retired", "unseen", b"unseen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Operations that are forgotten: what of them is refused from then on, and operations that end at the same time."""
+"""Operations and slots that are forgotten: what is refused from then on; operations that end at the same time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from rlctl.coordinator import roster
 from rlctl.coordinator.operations import RETAINED_BYTES, Operations, Run
-from rlctl.coordinator.roster import Roster
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put, SystemClock
 from rlctl.testing.waiting import eventually
 from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.verbs_pb2 import FlushCacheRequest, LoadAdapterRequest
 
 
@@ -162,3 +164,35 @@ async def test_an_id_of_a_clock_that_goes_ahead_makes_nobody_elses_look_old() ->
     await ended(kept)
     assert [run.operation.operation_id[:8] for run in kept.newest_first("", 0)] == ["00000000"] * 2
     assert kept.known(mine, FlushCacheRequest(header=RequestHeader(request_id=mine))) is None
+
+
+async def test_the_oldest_slots_that_were_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "RETIRED", 4)
+    journal = Memory()
+    fleet = Roster(journal, CLOCK)
+
+    async def joined(name: str) -> Slot:
+        return await fleet.register(StageRegistration(slot=name, model="actor", boot_id=f"boot of {name}"))
+
+    def remembered() -> set[str]:
+        assert set(fleet.slots) == {name for name, _ in journal.read("slot")}
+        return set(fleet.slots)
+
+    staying = await joined("staying")
+    for name in ("z", "y", "b", "a"):
+        await fleet.retire(await joined(name))
+    assert remembered() == {"staying", "z", "y", "b", "a"}
+    await fleet.retire(fleet.slots["z"])  # again
+    assert remembered() == {"staying", "z", "y", "b", "a"}
+    # What may be serving still is waited for by who publishes a version.
+    fleet.slots["z"].lease_until = CLOCK.now() + 60.0
+    await fleet.retire(await joined("x"))
+    assert remembered() == {"staying", "z", "y", "b", "a", "x"}
+    fleet.slots["z"].lease_until = CLOCK.now()
+    fleet = Roster(journal, CLOCK)
+    fleet.load()
+    await fleet.retire(await joined("w"))
+    assert remembered() == {"staying", "b", "a", "x", "w"}, "in the order in which they left, also after a restart"
+    back = await fleet.register(StageRegistration(slot="x", model="actor", boot_id="another"))
+    assert (back.record.incarnation, back.record.HasField("retire_time")) == (2, False)
+    assert not staying.record.retired
