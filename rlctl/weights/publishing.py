@@ -41,6 +41,7 @@ from rlctl.weights.manifest import (
     is_named,
     read_manifest,
 )
+from rlctl.weights.regular import MOST_BYTES, read_regular
 from rlctl.weights.roots import Roots
 from rlctl.weights.source import WeightSource, as_source, unannounced, unfit
 from rlctl.weights.storage import Patience
@@ -105,8 +106,10 @@ def publish_full(
     tokenizer) go with them. ``sequence`` must be above that of every version published there; publishing the same
     again confirms.
 
-    Raises FIELD_INVALID (a label or sequence that cannot be, or is taken by other weights; no permission to write),
-    CHECKPOINT_NOT_FOUND (``files_from`` holds no config), DISK_FULL; nothing is then published.
+    Raises FIELD_INVALID (a label or sequence that cannot be, or is taken by other weights; more tensors than a manifest
+    has room for; no permission to write),
+    CHECKPOINT_NOT_FOUND (``files_from`` holds no config, or a file that is too large), DISK_FULL; nothing is then
+    published.
     """
     source = as_source(weights)
     beside = files_beside(Path(files_from), blame="files_from")
@@ -172,7 +175,7 @@ def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
     """What lies in a checkpoint's directory beside its weights: config, tokenizer. Raises CHECKPOINT_NOT_FOUND."""
     try:
         names = sorted(path.name for path in checkpoint.iterdir() if path.is_file())
-        files = {name: (checkpoint / name).read_bytes() for name in names if not _is_left_out(name)}
+        files = {name: read_regular(checkpoint / name) for name in names if not _is_left_out(name)}
     except OSError as error:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} cannot be read: {error}", field=blame) from error
     if CONFIG not in files:
@@ -216,7 +219,12 @@ def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
 
     Others may have published since this one was begun; those of this host take turns.
     """
-    storage.write_file(new / MANIFEST, manifest.to_json())
+    told = manifest.to_json()
+    if len(told) > MOST_BYTES:  # nobody could pull it
+        raise Reason.FIELD_INVALID.error(
+            f"its manifest would have {len(told)} bytes, more than the {MOST_BYTES} that are read", field="weights"
+        )
+    storage.write_file(new / MANIFEST, told)
     with storage.alone(place.parent, Patience(time.monotonic() + TURN_S)):
         _refuse_late(place, manifest.sequence)
         known = read_manifest(place)

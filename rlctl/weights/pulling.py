@@ -319,7 +319,7 @@ class _Replay:
         if not self._seed.files:
             found = files_beside(path, blame="base_dir")
             if len(self._files) > 1:
-                found[INDEX] = (path / INDEX).read_bytes()
+                found[INDEX] = read_regular(path / INDEX)
             return found
         try:
             found = {name: read_regular(path / name) for name in self._seed.files}

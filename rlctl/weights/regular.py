@@ -1,4 +1,6 @@
-"""Opening files that lie where others put them: what is no regular file is refused, and never waited for."""
+"""Opening files that lie where others put them: what is no regular file is refused, and never waited for; what is
+larger than any config, index or manifest is not read into memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ import errno
 import os
 import stat
 from pathlib import Path
+
+MOST_BYTES = 100_000_000
+"""Of a file that is read whole; the header of a safetensors file has the same limit."""
 
 
 def open_regular(path: Path) -> int:
@@ -16,11 +21,14 @@ def open_regular(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return fd
 
 
 def read_regular(path: Path) -> bytes:
-    """A small file's contents. Raises OSError as :func:`open_regular`."""
+    """A small file's contents. Raises OSError as :func:`open_regular`, and for one of more than MOST_BYTES."""
     with open(open_regular(path), "rb") as file:
-        return file.read()
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than the {MOST_BYTES} that are read", str(path))
+        return file.read(size)

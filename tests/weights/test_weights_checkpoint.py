@@ -192,6 +192,16 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
     assert f"{name}: it cannot be read: [Errno 22] it is no regular file" in refusal(path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_what_is_too_large_to_be_a_config_or_an_index_is_not_read(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model", files=2)
+    with (tmp_path / "model" / name).open("r+b") as file:
+        file.truncate(5 << 30)
+    cause = refusal(path)
+    assert name in cause
+    assert "it has 5368709120 bytes" in cause
+
+
 @pytest.mark.parametrize("files", [0, 2])
 @pytest.mark.parametrize("size", [0, 4, 60, -1])
 def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path: Path, files: int, size: int) -> None:

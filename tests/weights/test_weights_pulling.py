@@ -522,6 +522,44 @@ def test_what_engines_would_refuse_to_load_is_not_published(world: World) -> Non
     assert not list(world.source.glob("*"))
 
 
+@pytest.mark.parametrize("name", ["video.mp4", "config.json"])
+def test_what_is_too_large_to_lie_beside_weights_is_neither_read_nor_published(world: World, name: str) -> None:
+    with (world.launch / name).open("ab") as file:
+        file.truncate(5 << 30)
+    with refused(Reason.CHECKPOINT_NOT_FOUND, f"it has 5368709120 bytes.*/{name}", "files_from"):
+        world.full(1, model())
+    assert not list(world.source.glob("*"))
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_what_has_too_many_tensors_for_a_manifest_that_can_be_read_is_not_published(
+    world: World, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "delta":
+        world.full(1, model())
+        pull(str(world.source), str(world.trainer), "v1")
+    before = set(world.source.glob("*"))
+    monkeypatch.setattr(publishing, "MOST_BYTES", 1000)
+    with refused(Reason.FIELD_INVALID, "its manifest would have [0-9]+ bytes, more than the 1000", "weights"):
+        if kind == "full":
+            world.full(2, model())
+        else:
+            base = BaseVersion(world.trainer)
+            publish_delta(world.source, model(2).items(), version="v2", sequence=2, base=base)
+    assert set(world.source.glob("*")) == before
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "tokenizer.json"])
+def test_what_has_grown_too_large_to_be_a_manifest_or_to_lie_beside_weights_is_not_pulled(
+    world: World, name: str
+) -> None:
+    with (world.full(1, model()).path / name).open("ab") as file:
+        file.truncate(5 << 30)
+    with refused(Reason.CHECKPOINT_NOT_FOUND, f"it has 5368709120 bytes.*/{name}", "source_dir"):
+        world.pull("v1")
+    assert not world.local.exists()
+
+
 def test_a_manifest_with_nan_is_damaged(world: World) -> None:
     manifest = world.full(1, model()).path / "rlctl-manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence": 1', '"sequence": NaN'))
