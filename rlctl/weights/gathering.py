@@ -65,8 +65,9 @@ class Gathering:
                 sizes[piece.holders[0]] += size
                 if piece.holders[0] == self._exchange.rank and size:
                     rows = spread.rows(piece, block)
-                    local = self._shards[name].local.detach().narrow(0, rows.start, rows.length)
-                    mine.append(as_bytes(local.to(spread.meta.dtype)))
+                    local = self._shards[name].local.detach()
+                    part = local.reshape(local.shape or (1,)).narrow(0, rows.start, rows.length)
+                    mine.append(as_bytes(part.to(spread.meta.dtype)))
         parts = self._exchange.gather(torch.cat(mine) if mine else _NOTHING, sizes, owner)
         if parts is None:
             return None
@@ -82,7 +83,7 @@ class Gathering:
                     # A piece cut along an inner dimension has a run of bytes in every outer index of the full tensor.
                     pieces.append(part.reshape(spread.runs(block), -1))
                     ends[holder] += size
-            gathered.setdefault(name, []).append(torch.cat(pieces, dim=1))
+            gathered.setdefault(name, []).append(torch.cat(pieces, dim=1) if pieces else _NOTHING)
         return gathered
 
     def _agree(self) -> dict[str, Spread]:

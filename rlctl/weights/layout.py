@@ -144,7 +144,7 @@ class Spread:
 
     def nbytes(self, piece: Piece, block: Block) -> int:
         """Size in bytes of a piece's part of a block, in the reference's dtype."""
-        _, *columns = piece.slice.shape(self.meta.shape)
+        columns = piece.slice.shape(self.meta.shape)[1:]
         return self.rows(piece, block).length * math.prod(columns) * self.meta.dtype.itemsize
 
     def runs(self, block: Block) -> int:

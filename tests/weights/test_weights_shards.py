@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from weights_helpers import digest_of, filled, full_model, together, tp_map
 
 from rlctl.errors import Conflict, Internal, InvalidRequest, Reason, RlctlError
 from rlctl.weights.digest import Stop, tensor_digest
+from rlctl.weights.gathering import Gathering
 from rlctl.weights.groups import WeightGroup
 from rlctl.weights.layout import Spread, owners
 from rlctl.weights.shards import (
@@ -180,6 +182,41 @@ def test_tensors_without_elements_and_uneven_slices_are_digested(form: Form) -> 
         )
         maps[-1].place("uneven", full["uneven"])
     assert {result.digest for result in digest_together(form, maps)} == {digest_of(full)}
+
+
+SCALAR = torch.tensor(2.5, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("full", "parts"),
+    [
+        (torch.empty(0, 4), [Slice(1, 0, 2), Slice(1, 2, 2)]),
+        (torch.empty(4, 0), [Slice(0, 0, 2), Slice(0, 2, 2)]),
+        (torch.empty(0, 4), [Slice(0, 0, 0), Slice(0, 0, 0)]),
+        (torch.arange(8.0).reshape(4, 2), [Slice(0, 0, 4), Slice(0, 4, 0)]),
+        (torch.empty(0, 4), [None, Slice()]),
+        (SCALAR, [None, Slice()]),
+        (SCALAR, [Slice(), Slice()]),
+        (torch.arange(8.0).reshape(4, 2), [None, Slice()]),
+    ],
+    ids=["columns", "rows", "nothing", "nothing at one", "elsewhere", "scalar elsewhere", "scalar", "matrix elsewhere"],
+)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_full_tensor_comes_together_however_little_of_it_a_rank_holds(
+    form: Form, full: torch.Tensor, parts: list[Slice | None], owner: int
+) -> None:
+    meta = TensorMeta.of("t", full)
+
+    def brought(rank: int, group: WeightGroup) -> torch.Tensor | None:
+        part = parts[rank]
+        shards = {} if part is None else {"t": Shard(meta, part.of(full).clone(), part)}
+        return Gathering(shards, GroupExchange(group.process_group)).full("t", owner)
+
+    found = together(*(partial(brought, rank, group) for rank, group in enumerate(form(2))))
+    assert found[1 - owner] is None
+    assert found[owner] is not None
+    assert found[owner].dtype == full.dtype
+    assert torch.equal(found[owner], full)
 
 
 @pytest.mark.parametrize("size", [1, 2])
