@@ -70,6 +70,8 @@ def block_size_of(config: Mapping[str, Any]) -> BlockSize | None:
     settings = config.get("quantization_config")
     if not settings:
         return None
+    if not isinstance(settings, Mapping):
+        raise _unsupported(f"quantization_config is {settings!r}")
     size = settings.get("weight_block_size")
     wanted = {"quant_method": ("fp8",), "activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
     wanted |= {"scale_fmt": ("float", None), "expert_dtype": ("fp8", None)}

@@ -151,10 +151,11 @@ def _open_flattened(path: str) -> Checkpoint:
             contents = json_files.parse(file.metadata[BUCKETS].encode())
             tensors = [(key, *tensor) for key, bucket in contents.items() for tensor in bucket]
             for key, name, dtype, shape, start in tensors:
-                meta = TensorMeta(name, parse_dtype(dtype, "model_path"), tuple(shape))
-                if min(start, *shape, 0) < 0 or start + meta.nbytes > file.metas[key].nbytes or name in located:
+                meta = TensorMeta(json_files.text(name), parse_dtype(dtype, "model_path"), json_files.shape(shape))
+                offset = json_files.number(start)
+                if offset + meta.nbytes > file.metas[key].nbytes or name in located:
                     raise ValueError(f"{name} does not lie in {key}, or comes twice")
-                located[name] = Located(file, file.offsets[key] + start, meta)
+                located[name] = Located(file, file.offsets[key] + offset, meta)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(str(file.path), f"it holds no packed buckets: {error}") from error
     return Checkpoint(path, config, files, located=located)

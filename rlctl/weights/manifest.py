@@ -27,6 +27,7 @@ from urllib.parse import quote
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights import json_files
 from rlctl.weights.digest import combine
+from rlctl.weights.json_files import number, text
 from rlctl.weights.regular import read_regular
 from rlctl.weights.tensors import TensorMeta, dtype_name, parse_dtype
 
@@ -35,6 +36,9 @@ FORMAT = 1
 
 Encoding = Literal["", "same", "overwrite", "xor"]
 Compression = Literal["", "zlib"]
+
+_LAST = (1 << 64) - 1
+"""The highest sequence: messages hold no other."""
 
 _LONGEST_NAME = 219
 """Of a version's directory, in bytes: file systems take 255, and while it is built its name is 36 longer."""
@@ -138,9 +142,11 @@ class Manifest:
 
 
 def directory_name(version: str, sequence: int) -> str:
-    """Name of a version's directory. Raises FIELD_INVALID when the label is empty or too long for one."""
+    """Name of a version's directory. Raises FIELD_INVALID when the label is empty or too long for one, or
+    for a sequence that cannot be.
+    """
     name = f"{sequence:08d}-{_label(version)}"
-    if not version or sequence < 1 or len(name) > _LONGEST_NAME:
+    if not version or not 1 <= sequence <= _LAST or len(name) > _LONGEST_NAME:
         raise Reason.FIELD_INVALID.error(
             f"no version can be published as {version[:60]!r}, sequence {sequence}", field="version"
         )
@@ -195,14 +201,13 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     if body["format"] != FORMAT:
         raise ValueError(f"format {body['format']!r} is not {FORMAT}")
-    version, sequence, pulled = body["version"], body["sequence"], body.get("pulled", False)
-    base = Base(**body["base"]) if "base" in body else None
-    if not isinstance(version, str) or not isinstance(sequence, int) or not isinstance(pulled, bool):
-        raise ValueError(f"version {version!r}, sequence {sequence!r}, pulled {pulled!r}")
-    if base is not None and not (isinstance(base.version, str) and isinstance(base.digest, str)):
-        raise ValueError(f"its base is version {base.version!r} with digest {base.digest!r}")
-    for label in (version, base.version if base is not None else ""):
-        label.encode()  # messages and names of files hold it
+    version, sequence, pulled = text(body["version"]), number(body["sequence"]), body.get("pulled", False)
+    if sequence > _LAST or not isinstance(pulled, bool):
+        raise ValueError(f"sequence {sequence}, pulled {pulled!r}")
+    base = None
+    if "base" in body:
+        before = body["base"]
+        base = Base(text(before["version"]), number(before["sequence"]), text(before["digest"]))
     if base is not None and not base.sequence < sequence:  # whoever follows the bases comes to an end
         raise ValueError(f"its base is version {base.version!r} (sequence {base.sequence}), which is not before it")
     if body["kind"] != ("full" if base is None else "delta"):
@@ -213,10 +218,10 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
         allowed = ("",) if base is None else ("same", "overwrite", "xor")
         if encoding not in allowed or compression not in ("", "zlib"):
             raise ValueError(f"{name}: encoding {encoding!r}, compression {compression!r}")
-        meta = TensorMeta(name, parse_dtype(entry["dtype"], blame), tuple(entry["shape"]))
-        tensors[name] = Entry(meta, entry["sha256"], entry.get("base_sha256", ""), encoding, compression)
-    files = {name: FileEntry(file["size"], file["sha256"]) for name, file in body["files"].items()}
-    shards = dict(body["shards"].items())
+        meta = TensorMeta(text(name), parse_dtype(entry["dtype"], blame), json_files.shape(entry["shape"]))
+        tensors[name] = Entry(meta, text(entry["sha256"]), text(entry.get("base_sha256", "")), encoding, compression)
+    files = {name: FileEntry(number(file["size"]), text(file["sha256"])) for name, file in body["files"].items()}
+    shards = {name: number(size) for name, size in body["shards"].items()}
     for name in (*files, *shards):
         if Path(name).name != name or name in ("", ".", "..", MANIFEST) or b"\0" in os.fsencode(name):
             raise ValueError(f"{name!r} is no file of the directory")

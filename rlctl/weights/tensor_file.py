@@ -138,17 +138,18 @@ class TensorFile:
     def _tensors(self, header: Mapping[str, Any], begin: int) -> tuple[dict[str, TensorMeta], dict[str, int]]:
         found: list[tuple[int, int, TensorMeta]] = []
         for name, entry in header.items():
-            name.encode()  # messages hold it
+            json_files.text(name)
             try:
                 dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-                numbers = [*shape, start, end]
             except (TypeError, KeyError, ValueError):
                 raise ValueError(f"{name} has no dtype, shape and offsets") from None
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise ValueError(f"{name} has no proper shape and offsets")
+            try:
+                shape, start, end = json_files.shape(shape), json_files.number(start), json_files.number(end)
+            except ValueError as error:
+                raise ValueError(f"{name} has no proper shape and offsets: {error}") from None
             if not isinstance(dtype, str) or dtype not in DTYPES:
                 raise ValueError(f"{name} has dtype {dtype}, which this version cannot read")
-            meta = TensorMeta(name, parse_dtype(DTYPES[dtype], self._field), tuple(shape))
+            meta = TensorMeta(name, parse_dtype(DTYPES[dtype], self._field), shape)
             if meta.nbytes != end - start:
                 raise ValueError(f"{name} has {end - start} bytes instead of {meta.nbytes}")
             found.append((start, end, meta))

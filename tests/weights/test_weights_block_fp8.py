@@ -103,6 +103,12 @@ def test_other_quantisations_are_refused(settings_: dict[str, object], words: st
         block_size_of({"quantization_config": {**good, **settings_}})
 
 
+@pytest.mark.parametrize("settings_", ["fp8", ["fp8"], 8, True])
+def test_a_quantisation_that_is_no_object_is_refused(settings_: object) -> None:
+    with pytest.raises(Unsupported, match="quantization_config is "):
+        block_size_of({"quantization_config": settings_})
+
+
 class Trainer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -168,6 +168,7 @@ def test_a_config_with_nan_is_refused_and_one_with_infinity_is_not(tmp_path: Pat
         (NESTED, "nested too deep"),
         (b'{"a": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}}', "a has dtype"),
         (b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}', "a has no proper shape"),
+        (b'{"a": {"dtype": "F64", "shape": "", "data_offsets": [0, 8]}}', "a has no proper shape"),
         (b'{"a": {"dtype": "F64", "shape": [2], "data_offsets": [0, 8]}}', "a has 8 bytes instead of 16"),
         (
             b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'

@@ -595,6 +595,17 @@ def test_a_manifest_without_a_proper_version_is_damaged(world: World, field: str
         {"shards": {"\ud800": 3}},
         {"files": {"a\0b": {"size": 1, "sha256": ""}}},
         {"pulled": "no"},
+        {"sequence": True},
+        {"sequence": 1 << 64},
+        {"base": {"version": "v1", "sequence": 0.5, "digest": ""}},
+        {"base": "v1"},
+        {"base": None},
+        {"shards": {"delta-00001.safetensors": "3"}},
+        {"files": {"config.json": 3}},
+        {"files": {"config.json": {"size": 2.0, "sha256": ""}}},
+        {"files": {"config.json": {"size": 2, "sha256": 0}}},
+        {"tensors": []},
+        {"tensors": {"a": "float32"}},
     ],
 )
 def test_a_manifest_whose_fields_are_of_other_types_is_damaged(world: World, fields: dict[str, Any]) -> None:
@@ -602,6 +613,41 @@ def test_a_manifest_whose_fields_are_of_other_types_is_damaged(world: World, fie
     edit(published(world.source, "v2").path / MANIFEST, **fields)
     with refused(Reason.CHECKPOINT_NOT_FOUND, "no manifest that can be read", "source_dir"):
         world.pull("v2")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": [16.0]},
+        {"shape": ["16"]},
+        {"shape": [-16]},
+        {"shape": [True]},
+        {"shape": ""},
+        {"shape": None},
+        {"dtype": 3},
+        {"sha256": 3},
+        {"base_sha256": 3},
+    ],
+    ids=str,
+)
+def test_a_manifest_whose_tensors_are_none_is_damaged(world: World, fields: dict[str, Any]) -> None:
+    world.chain(2)
+    path = published(world.source, "v2").path / MANIFEST
+    tensors = json.loads(path.read_text())["tensors"]
+    edit(path, tensors={**tensors, "norm.weight": {**tensors["norm.weight"], **fields}})
+    with refused(Reason.CHECKPOINT_NOT_FOUND, "no manifest that can be read", "source_dir"):
+        read_manifest(path.parent)
+
+
+def test_a_sequence_that_no_message_holds_is_not_published(world: World) -> None:
+    last = world.full((1 << 64) - 1, model())
+    roots = Roots([world.path])
+    request = PullWeightsRequest(
+        source_dir=str(world.source), local_checkpoint_dir=str(world.local), target_version=last.manifest.version
+    )
+    assert pull_within(roots, request, str(world.launch), Patience()).sequence == last.manifest.sequence
+    with refused(Reason.FIELD_INVALID, "no version can be published as 'v18446744073709551616'", "version"):
+        world.full(1 << 64, model())
 
 
 def test_a_published_version_is_no_place_to_pull_into(world: World) -> None:
