@@ -57,6 +57,12 @@ DELTA_BYTES = 256 << 20
 TURN_S = 60.0
 """How long somebody else's giving a version its name is waited for."""
 
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
+    *(".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite"),  # of other frameworks
+)
+"""How files end that hold weights, or say where they lie: others than those that are published with them."""
+
 _LEVEL = 1
 """zlib's fastest: the zeros of an XOR shrink at any level, and noise at none."""
 
@@ -185,8 +191,7 @@ def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
 
 
 def _is_left_out(name: str) -> bool:
-    weights = name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"))
-    return weights or name == MANIFEST or name.startswith(".")
+    return name.endswith(_WEIGHTS) or name == MANIFEST or name.startswith(".")
 
 
 def write_files(files: Mapping[str, bytes], to: Path) -> dict[str, FileEntry]:

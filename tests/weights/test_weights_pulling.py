@@ -153,6 +153,16 @@ def test_a_full_version_is_a_checkpoint_as_it_lies_there(world: World) -> None:
     assert read_manifest(made.path) == made.manifest == published(world.source, "v1").manifest
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "m.onnx"])
+def test_weights_in_other_forms_are_not_taken_for_files_beside_the_new_ones(world: World, name: str) -> None:
+    (world.launch / name).write_bytes(b"weights of before")
+    assert sorted(world.full(1, model()).manifest.files) == [
+        "config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+
+
 def test_a_version_is_pulled_and_confirmed(world: World) -> None:
     world.full(1, model())
     first = world.pull("v1")
