@@ -148,7 +148,11 @@ def put_in_place(new: Path, place: Path, *, over: Callable[[], bool] = lambda: T
             return False
         if not exchange(new, place):
             rename(place, _before(place))
-            rename(new, place)
+            try:
+                rename(new, place)
+            except OSError:
+                rename(_before(place), place)
+                raise
     sync_directory(place.parent)
     discard(_before(place))
     return True

@@ -845,6 +845,29 @@ def test_whatever_cannot_be_written_is_typed(
     world.check("v2")
 
 
+def test_a_copy_that_was_moved_aside_for_a_new_one_that_cannot_come_is_moved_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on network file systems, where two directories cannot swap names."""
+    world.chain(2)
+    world.pull("v1")
+    monkeypatch.setattr(storage, "exchange", lambda *_: False)
+    rename = storage.rename
+
+    def failing(old: Path, new: Path) -> None:
+        if new == world.local and not new.exists() and "building" in old.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new)
+
+    monkeypatch.setattr(storage, "rename", failing)
+    with refused(Reason.FIELD_INVALID, os.strerror(errno.EIO), "local_checkpoint_dir"):
+        world.pull("v2")
+    world.check("v1")
+    monkeypatch.setattr(storage, "rename", rename)
+    world.pull("v2")
+    world.check("v2")
+
+
 class Crash(BaseException):
     """The process is gone: nothing that it would do afterwards happens."""
 
