@@ -23,7 +23,7 @@ import torch
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
 from rlctl.weights import storage
-from rlctl.weights.checkpoint import INDEX, compare, open_files
+from rlctl.weights.checkpoint import INDEX, SINGLE, compare, open_files
 from rlctl.weights.digest import digest_of_bytes
 from rlctl.weights.manifest import MANIFEST, Entry, Manifest, is_named, read_manifest
 from rlctl.weights.publishing import Published, files_beside, look_up, published, write_files
@@ -115,9 +115,9 @@ def pull(
         with contextlib.ExitStack() as stack:
             files = _open(seed.path, stack)
             changes = [_Delta(delta, stack) for delta in deltas]
-            work = _Replay(seed.manifest, files, changes, target.manifest, patience)
+            work = _Replay(seed, files, changes, target.manifest, patience)
             with storage.writing(place, LOCAL), storage.building(place) as new:
-                manifest = work.write(seed.path, new, threads or min(8, os.cpu_count() or 1))
+                manifest = work.write(new, threads or min(8, os.cpu_count() or 1))
                 storage.write_file(new / MANIFEST, manifest.to_json())
                 storage.put_in_place(new, place)
             return Pulled(manifest, changed=True, deltas=len(deltas), bytes_read=work.bytes_read)
@@ -268,7 +268,7 @@ class _Replay:
 
     def __init__(
         self,
-        seed: Manifest,
+        seed: _Seed,
         files: Sequence[TensorFile],
         deltas: Sequence[_Delta],
         target: Manifest,
@@ -281,17 +281,17 @@ class _Replay:
         self._patience = patience
         self.bytes_read = 0
         found = {name: meta for file in files for name, meta in file.metas.items()}
-        for manifest in (seed, *(delta.manifest for delta in deltas)):
-            compare(found, manifest.metas, what=f"what {files[0].path.parent} holds")
+        for manifest in (seed.manifest, *(delta.manifest for delta in deltas)):
+            compare(found, manifest.metas, what=f"what {seed.path} holds")
             other = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
             if other:
                 raise Reason.CHECKPOINT_MISMATCH.error(
                     f"{len(other)} tensors are of another dtype than in {manifest.version!r} ({other[0]})", field=SOURCE
                 )
 
-    def write(self, seed_path: Path, new: Path, threads: int) -> Manifest:
+    def write(self, new: Path, threads: int) -> Manifest:
         """Write all files of the target but the manifest, which is returned. Raises OSError."""
-        files = self._files_beside(seed_path)
+        files = self._files_beside()
         with contextlib.ExitStack() as stack:
             # All room is claimed first: a full disk shows before anything is read.
             outputs = [_Output(file, new, stack) for file in self._files]
@@ -314,18 +314,19 @@ class _Replay:
             pulled=True,
         )
 
-    def _files_beside(self, path: Path) -> dict[str, bytes]:
+    def _files_beside(self) -> dict[str, bytes]:
         """The files that go with the weights: those that the seed's manifest names, of a plain checkpoint all."""
-        if not self._seed.files:
+        path, named = self._seed.path, self._seed.manifest.files
+        if not named:
             found = files_beside(path, blame="base_dir")
-            if len(self._files) > 1:
+            if [file.path.name for file in self._files] != [SINGLE]:
                 found[INDEX] = read_regular(path / INDEX)
             return found
         try:
-            found = {name: read_regular(path / name) for name in self._seed.files}
+            found = {name: read_regular(path / name) for name in named}
         except OSError as error:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
-        for name, expected in self._seed.files.items():
+        for name, expected in named.items():
             if hashlib.sha256(found[name]).hexdigest() != expected.sha256:
                 raise Reason.DIGEST_MISMATCH.error(f"{path / name} is not what its checksum says", field=SOURCE)
         return found
@@ -335,7 +336,7 @@ class _Replay:
         name = meta.name
         data = torch.empty(meta.nbytes, dtype=torch.uint8)
         output.file.read_bytes(output.file.offsets[name], data)
-        self._check(meta, data, self._seed.tensors[name].sha256, f"before: in {output.file.path}")
+        self._check(meta, data, self._seed.manifest.tensors[name].sha256, f"before: in {output.file.path}")
         count = meta.nbytes
         for delta in self._deltas:
             data, read = delta.apply(name, data)

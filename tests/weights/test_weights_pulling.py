@@ -221,6 +221,26 @@ def test_a_chain_may_begin_at_the_checkpoint_that_the_engine_was_started_with(wo
     assert not world.local.exists()
 
 
+def test_a_chain_may_begin_at_a_checkpoint_whose_one_file_has_an_index(world: World) -> None:
+    made = publish_full(world.path / "x", model().items(), version="x", sequence=1, files_from=world.launch)
+    name = "model-00001-of-00001.safetensors"
+    shutil.copy(made.path / "model.safetensors", world.launch / name)
+    index = world.launch / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(model(), name)}))
+    world.models["v2"] = stepped(model(), 2)
+    publish_delta(
+        world.source, world.models["v2"].items(), version="v2", sequence=2, base=BaseVersion(world.launch, "v1", 1)
+    )
+    world.pull("v2", base_dir=str(world.launch))
+    world.check("v2")
+    # One without any file is another one.
+    shutil.rmtree(world.local)
+    index.write_text('{"weight_map": {}}')
+    with refused(Reason.CHECKPOINT_MISMATCH, f"what {world.launch} holds does not fit"):
+        world.pull("v2", base_dir=str(world.launch))
+    assert not world.local.exists()
+
+
 def test_what_did_not_change_is_not_stored_and_zeros_take_no_room(world: World) -> None:
     big = {"w": torch.randn(1 << 18), "still": torch.randn(1 << 16)}
     world.full(1, big)
