@@ -159,9 +159,13 @@ def publish_delta(
     """
     source = as_source(weights)
     old, about = _open_base(base)
-    place = Path(source_dir) / directory_name(version, sequence)
-    _refuse_late(place, sequence)
     try:
+        place = Path(source_dir) / directory_name(version, sequence)
+        if about.sequence >= sequence:
+            raise Reason.FIELD_INVALID.error(
+                f"sequence {sequence} does not follow its base's, {about.sequence}", field="sequence"
+            )
+        _refuse_late(place, sequence)
         _refuse_other_tensors(source.metas(), old)
         with storage.writing(place, "source_dir"), _building(place) as new:
             writer = _DeltaWriter(new)
@@ -212,7 +216,8 @@ def _building(place: Path) -> Iterator[Path]:
 
 def _refuse_late(place: Path, sequence: int) -> None:
     source = place.parent
-    later = [path.name for path in source.glob("*-*") if _sequence(path) >= sequence and path != place]
+    with storage.writing(source, "source_dir"):
+        later = [path.name for path in source.glob("*-*") if _sequence(path) >= sequence and path != place]
     if later:
         raise Reason.FIELD_INVALID.error(
             f"sequence {sequence} does not follow what is published in {source}: {max(later)}", field="sequence"
@@ -380,10 +385,13 @@ def published(source_dir: str | Path, version: str, roots: Roots | None = None) 
 def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | None = None) -> Published | None:
     """A published version by label, sequence or both; None when there is none.
 
-    Raises CHECKPOINT_NOT_FOUND for a manifest that is damaged or of another version, PATH_NOT_ALLOWED where the
-    version, or a file of it, is a link that leads out of ``roots``.
+    Raises CHECKPOINT_NOT_FOUND for a directory that cannot be read and for a manifest that is damaged or of another
+    version, PATH_NOT_ALLOWED where the version, or a file of it, is a link that leads out of ``roots``.
     """
-    path = find_version(source, version, sequence)
+    try:
+        path = find_version(source, version, sequence)
+    except OSError as error:
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{source} cannot be read: {error}", field="source_dir") from error
     if path is not None and roots is not None:
         roots.resolve_checkpoint(str(path), field="source_dir")
     manifest = None if path is None else read_manifest(path)

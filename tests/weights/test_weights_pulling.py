@@ -783,6 +783,31 @@ def test_a_damaged_local_copy_is_told_from_a_damaged_delta(world: World) -> None
     world.check("v2")
 
 
+@pytest.mark.parametrize("what", ["pull", "full", "delta"])
+def test_a_directory_that_cannot_be_looked_at_is_refused(world: World, what: str) -> None:
+    world.full(1, model())
+    pull(str(world.source), str(world.trainer), "v1")
+    world.source /= "x" * 300
+    reason = Reason.CHECKPOINT_NOT_FOUND if what == "pull" else Reason.FIELD_INVALID
+    with refused(reason, "File name too long", "source_dir"):
+        if what == "pull":
+            world.pull("v1")
+        elif what == "full":
+            world.full(2, model(2))
+        else:
+            base = BaseVersion(world.trainer)
+            publish_delta(world.source, model(2).items(), version="v2", sequence=2, base=base)
+    assert not world.local.exists()
+
+
+@pytest.mark.parametrize("sequence", [4, 5])
+def test_a_delta_that_does_not_come_after_its_base_is_not_published(world: World, sequence: int) -> None:
+    base = BaseVersion(world.full(5, model()).path)
+    with refused(Reason.FIELD_INVALID, f"sequence {sequence} does not follow its base.*5", "sequence"):
+        publish_delta(world.path / "other", model(2).items(), version="v", sequence=sequence, base=base)
+    assert not list((world.path / "other").glob("*"))
+
+
 def test_a_delta_on_another_base_is_refused(world: World) -> None:
     world.chain(3)
     other = World(world.path / "other")
