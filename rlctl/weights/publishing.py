@@ -155,7 +155,8 @@ def publish_delta(
     Holds at most two copies of the largest tensor and 256 MiB of the delta in memory. A following delta's base is this
     version: keep a copy of it up to date with :func:`rlctl.weights.pulling.pull`.
 
-    Raises CHECKPOINT_MISMATCH when names, shapes or dtypes are not the base's: publish a full version then.
+    Raises CHECKPOINT_MISMATCH when names, shapes or dtypes are not the base's: publish a full version then; and
+    DIGEST_MISMATCH when the base is not what its manifest says.
     """
     source = as_source(weights)
     old, about = _open_base(base)
@@ -176,6 +177,8 @@ def publish_delta(
                     writer.add(meta.name, payload, tensor)
             shards = writer.finish()
             found = Base(about.version, about.sequence, combine({n: e.base_sha256 for n, e in entries.items()}))
+            if about.digest not in ("", found.digest):  # nobody else has it
+                raise Reason.DIGEST_MISMATCH.error(f"{base.path} is not what its manifest says", field="base")
             return _finish(new, place, Manifest(version, sequence, entries, base=found, shards=shards))
     finally:
         old.close()
@@ -302,7 +305,8 @@ def _write_tensors(
     return size
 
 
-def _open_base(base: BaseVersion) -> tuple[Checkpoint, BaseVersion]:
+def _open_base(base: BaseVersion) -> tuple[Checkpoint, Base]:
+    """The base's tensors, and what it is said to be; without a digest where it has no manifest."""
     manifest = read_manifest(Path(base.path), blame="base")
     if manifest is not None and manifest.base is not None:
         raise Reason.FIELD_INVALID.error(f"{base.path} is a delta itself; pull it into a full copy", field="base")
@@ -310,7 +314,8 @@ def _open_base(base: BaseVersion) -> tuple[Checkpoint, BaseVersion]:
     sequence = base.sequence or (manifest.sequence if manifest else 0)
     if not label or not sequence:
         raise Reason.FIELD_REQUIRED.error(f"{base.path} does not say which version it is", field="base")
-    return open_checkpoint(str(base.path), field="base"), BaseVersion(base.path, label, sequence)
+    said = Base(label, sequence, manifest.digest if manifest else "")
+    return open_checkpoint(str(base.path), field="base"), said
 
 
 def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:

@@ -800,6 +800,16 @@ def test_a_directory_that_cannot_be_looked_at_is_refused(world: World, what: str
     assert not world.local.exists()
 
 
+def test_no_delta_to_a_damaged_copy_is_published(world: World) -> None:
+    world.full(1, model())
+    pull(str(world.source), str(world.trainer), "v1")
+    flip(world.trainer / "model-00001-of-00002.safetensors")
+    base = BaseVersion(world.trainer)
+    with refused(Reason.DIGEST_MISMATCH, f"{world.trainer} is not what its manifest says", "base"):
+        publish_delta(world.source, model(2).items(), version="v2", sequence=2, base=base)
+    assert [path.name for path in world.source.iterdir()] == ["00000001-v1"]
+
+
 @pytest.mark.parametrize("sequence", [4, 5])
 def test_a_delta_that_does_not_come_after_its_base_is_not_published(world: World, sequence: int) -> None:
     base = BaseVersion(world.full(5, model()).path)
