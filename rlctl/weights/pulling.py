@@ -94,8 +94,8 @@ def pull(
     Raises, and the local directory is as it was: CHECKPOINT_NOT_FOUND (no such version; one that its deltas need is
     missing; a file is cut short or damaged), CHECKPOINT_MISMATCH (a delta's base is another version than the one
     there), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL, FIELD_INVALID (the
-    directory cannot be written, or holds something that was not pulled), PATH_NOT_ALLOWED (by ``roots``),
-    DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
+    directory cannot be written, or holds something that was not pulled, or the versions themselves), PATH_NOT_ALLOWED
+    (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
     """
     patience = patience or Patience()
     place = Path(os.path.realpath(local_checkpoint_dir))
@@ -111,6 +111,8 @@ def pull(
         target = published(source_dir, target_version, roots)
         if here is not None and _is_at(here.manifest, target.manifest):
             return Pulled(here.manifest, changed=False)
+        if Path(os.path.realpath(source_dir)).is_relative_to(place):
+            raise Reason.FIELD_INVALID.error(f"{source_dir} lies within {place}, which a pull replaces", field=SOURCE)
         seed, deltas = _plan(Path(source_dir), target, here, base_dir, roots)
         with contextlib.ExitStack() as stack:
             files = _open(seed.path, stack)

@@ -723,6 +723,19 @@ def test_a_copy_that_an_earlier_version_of_rlctl_made_is_one(world: World) -> No
     assert "pulled" not in json.loads((published(world.source, "v3").path / MANIFEST).read_text())
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_published_within_the_local_directory_is_not_lost(world: World, linked: bool) -> None:
+    world.full(1, model())
+    world.pull("v1")
+    inside = world.local / "published"
+    place = publish_full(inside, model(2).items(), version="v2", sequence=2, files_from=world.launch).path
+    if linked:
+        (world.path / "link").symlink_to(inside)
+    with refused(Reason.FIELD_INVALID, "lies within", "source_dir"):
+        pull(str(world.path / "link" if linked else inside), str(world.local), "v2")
+    assert same(contents(place), model(2))
+
+
 def test_a_file_is_no_place_to_pull_into(world: World) -> None:
     world.full(1, model())
     world.local.parent.mkdir(parents=True)
