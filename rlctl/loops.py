@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
 
 T = TypeVar("T")
 
@@ -72,25 +74,29 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it; from any other thread. An interrupt cancels it, and is raised when it
-        has ended, or when it takes long to end. Raises CANCELLED where the thread has ended.
+        has ended, or when it takes long to end. Raises CANCELLED where the thread has ended, or ends meanwhile.
         """
         future = self.submit(work)
         try:
             return self._wait(future)
         except BaseException:
-            if future.cancel():
-                self._wait(self.submit(_end_of(work)))
+            if not future.done() and future.cancel():
+                with contextlib.suppress(RlctlError):  # the thread has ended, and the work with it
+                    self._wait(self.submit(_end_of(work)))
             raise
 
     def _wait(self, future: concurrent.futures.Future[T]) -> T:
         while True:
+            running = self.running
             try:
                 return future.result(WAKE_S)
+            except concurrent.futures.CancelledError:
+                raise _ended(OUTCOME_UNKNOWN) from None
             except TimeoutError:
                 if future.done():  # with an error of its own, or just now
                     return future.result()
-                if not self.running:
-                    raise _ended() from None
+                if not running:
+                    raise _ended(OUTCOME_UNKNOWN) from None
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what ends something, as far as there is anything left to end. Waits for it, but on the loop's own thread:
@@ -138,9 +144,11 @@ def _close_later(loop: asyncio.AbstractEventLoop) -> None:
             _STOPPED.popleft()[1].close()
 
 
-def _ended() -> RlctlError:
+def _ended(outcome: Outcome.ValueType = OUTCOME_REJECTED) -> RlctlError:
     return Reason.CANCELLED.error(
-        "it was closed, or belongs to the process that this one was forked from", next_step="Connect anew."
+        "it was closed, or belongs to the process that this one was forked from",
+        next_step="Connect anew.",
+        outcome=outcome,
     )
 
 

@@ -15,7 +15,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, RequestHeader
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome, RequestHeader
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 REPLY_S = 5.0
@@ -68,7 +68,10 @@ class Connection:
                 if failure.reason is Reason.DEADLINE_EXCEEDED and failure.outcome == OUTCOME_UNKNOWN:
                     raise self._silent(method, header, timeout_s) from None
             except grpc.aio.UsageError:
-                raise closed() from None
+                raise closed(OUTCOME_UNKNOWN if tries else OUTCOME_REJECTED) from None
+            except asyncio.CancelledError:
+                refuse_closed()
+                raise
             pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
             if not _repeatable(failure) or remaining < pause:
                 raise failure
@@ -98,6 +101,9 @@ class Connection:
             raise from_grpc(error) from None
         except grpc.aio.UsageError:
             raise closed() from None
+        except asyncio.CancelledError:
+            refuse_closed()
+            raise
         finally:
             if call is not None:
                 call.cancel()
@@ -107,9 +113,18 @@ class Connection:
         await self._channel.close()
 
 
-def closed() -> RlctlError:
+def closed(outcome: Outcome.ValueType = OUTCOME_REJECTED) -> RlctlError:
     """What is asked of a connection that was closed fails with."""
-    return Reason.CANCELLED.error("the connection to the fleet was closed", next_step="Connect anew.")
+    return Reason.CANCELLED.error("the connection to the fleet was closed", next_step="Connect anew.", outcome=outcome)
+
+
+def refuse_closed() -> None:
+    """Raise :func:`closed` where it was the connection's end that has cut a call off, and not its caller: gRPC tells
+    both by a CancelledError.
+    """
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise closed(OUTCOME_UNKNOWN) from None
 
 
 def _repeatable(error: RlctlError) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from rlctl.client.connection import closed
+from rlctl.client.connection import closed, refuse_closed
 from rlctl.errors import Reason, RlctlError, from_detail, typed
 from rlctl.loops import give_way
 from rlctl.times import duration
@@ -90,6 +90,9 @@ class Line:
             answer = await self._stub.Abort(AbortRequest(rids=[rid]), timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
+        except asyncio.CancelledError:
+            refuse_closed()
+            raise
         return rid not in answer.unknown_rids
 
     async def close(self, grace_s: float | None = None) -> None:
@@ -258,7 +261,7 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error)
         except asyncio.CancelledError:
-            failure = closed()
+            failure = closed(OUTCOME_UNKNOWN)
         except Exception as error:  # noqa: BLE001 those that wait are told
             self._break(error)
             return

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from updating import begin, commit, digest, join, restart, unreachable, version_of, weights, write
+from updating import Held, begin, commit, digest, join, restart, unreachable, version_of, weights, write
 
-from rlctl.engine import Call
 from rlctl.ports import new_uuid7
-from rlctl.testing import fake_engine
-from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
@@ -20,23 +17,6 @@ from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_UNKNOWN, RequestHeader, Target
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_UNKNOWN
-
-
-class Held:
-    """Counts how often a verb is carried out at rank 0 of stage a, and holds it there until it may go on."""
-
-    def __init__(self, fleet: InProcessFleet, verb: str) -> None:
-        self.begun = asyncio.Event()
-        self.may_end = asyncio.Event()
-        self.times = 0
-
-        async def hold(engine: FakeEngine, name: str, call: Call) -> None:
-            if name == verb and engine.config.tp_size == 1:
-                self.times += 1
-                self.begun.set()
-                await self.may_end.wait()
-
-        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = hold
 
 
 async def reset(fleet: InProcessFleet, slot: str) -> None:

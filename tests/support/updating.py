@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,23 @@ from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
+
+
+class Held:
+    """Counts how often a verb is carried out at rank 0 of stage a, and holds it there until it may go on."""
+
+    def __init__(self, fleet: InProcessFleet, verb: str) -> None:
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.times = 0
+
+        async def hold(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == verb and engine.config.tp_size == 1:
+                self.times += 1
+                self.begun.set()
+                await self.may_end.wait()
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = hold
 
 
 def digest(text: str) -> str:
