@@ -78,14 +78,15 @@ class LoopThread:
         """
         future = self.submit(work)
         try:
-            return self._wait(future)
+            return self.wait(future)
         except BaseException:
             if not future.done() and future.cancel():
                 with contextlib.suppress(RlctlError):  # the thread has ended, and the work with it
-                    self._wait(self.submit(_end_of(work)))
+                    self.wait(self.submit(_end_of(work)))
             raise
 
-    def _wait(self, future: concurrent.futures.Future[T]) -> T:
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """Wait for what ends there; from any other thread. Raises CANCELLED where the thread ends before it."""
         while True:
             running = self.running
             try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Coroutine
 from typing import Any
 
 import torch
 
 from rlctl.client.published import UpdateResult
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.loops import LoopThread
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
 from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, OPERATION_STATE_FAILED, Operation
@@ -51,12 +52,18 @@ class Progress:
 
 
 class AsyncPending:
-    """An update that :meth:`AsyncPublisher.update_async` has started."""
+    """An update that :meth:`AsyncPublisher.update_async` has started.
+
+    Attributes:
+        ended: done once the update has ended, for whoever waits in another thread.
+    """
 
     def __init__(self, update: Coroutine[Any, Any, UpdateResult], progress: Progress) -> None:
         """Starts it. Use :meth:`AsyncPublisher.update_async`."""
         self._task = asyncio.create_task(update)
         self._task.add_done_callback(lambda _: progress.end())
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._task.add_done_callback(lambda _: self.ended.set_result(None))
         self._progress = progress
 
     def done(self) -> bool:
@@ -75,12 +82,12 @@ class AsyncPending:
         finally:
             sent.cancel()
         if self._task.done():
-            self._outcome()
+            self.outcome()
 
     async def wait(self) -> UpdateResult:
         """The published update; raises what it failed with. Cancelling the wait leaves the update alone."""
         await asyncio.wait({self._task})
-        return self._outcome()
+        return self.outcome()
 
     def cancel(self) -> bool:
         """Give the update up: it is aborted, and the waits raise CANCELLED, on every rank of the trainer.
@@ -103,7 +110,8 @@ class AsyncPending:
         if not self._task.cancelled():
             self._task.exception()  # retrieved: whoever closes does not ask
 
-    def _outcome(self) -> UpdateResult:
+    def outcome(self) -> UpdateResult:
+        """What :meth:`wait` says, of an update that has ended."""
         if self._task.cancelled():
             raise Reason.CANCELLED.error("the update was cancelled", outcome=self._progress.outcome)
         return self._task.result()
@@ -122,15 +130,22 @@ class Pending:
 
     def wait_sent(self) -> None:
         """Return as soon as this rank's tensors may be overwritten; see :meth:`AsyncPending.wait_sent`."""
-        self._loop.call(self.aio.wait_sent())
+        if not self.aio.done():
+            try:
+                self._loop.call(self.aio.wait_sent())
+            except RlctlError:
+                self._loop.wait(self.aio.ended)  # where its fleet is closed, this wait ends before the update has
+        if self.aio.done():
+            self.aio.outcome()
 
     def wait(self) -> UpdateResult:
         """The published update; raises what it failed with. An interrupt leaves the update alone."""
-        return self._loop.call(self.aio.wait())
+        self._loop.wait(self.aio.ended)
+        return self.aio.outcome()
 
     def cancel(self) -> bool:
         """Give the update up; see :meth:`AsyncPending.cancel`."""
-        return self._loop.call(_cancel(self.aio))
+        return not self.aio.done() and self._loop.call(_cancel(self.aio))
 
 
 async def _cancel(pending: AsyncPending) -> bool:

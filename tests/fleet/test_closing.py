@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing
 
 import pytest
+import torch
 from updating import Held
 
 import rlctl
 from rlctl.client import aio
+from rlctl.client.fleet import Fleet
+from rlctl.client.pending import Pending
 from rlctl.errors import Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.testing.waiting import eventually
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.weights.tensors import TensorMeta
 
 
 async def failures(calls: Iterable[asyncio.Future]) -> list[tuple[Reason, int]]:
@@ -67,3 +73,51 @@ async def test_a_thread_that_waits_is_told(fleet: InProcessFleet) -> None:
     await asyncio.to_thread(client.close)
     assert await failures(calls) == [(Reason.CANCELLED, OUTCOME_UNKNOWN)] * 2
     held.may_end.set()
+
+
+class Source:
+    """One tensor, once it may be had."""
+
+    def __init__(self) -> None:
+        self.asked, self.given = threading.Event(), threading.Event()
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta("w", torch.float32, (1,))]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.asked.set()
+        assert self.given.wait(30)
+        yield "w", torch.zeros(1)
+
+
+async def start(client: Fleet, source: Source, checkpoint: str) -> Pending:
+    publisher = await asyncio.to_thread(client.publisher, "actor")
+    settings = {"version": "two", "checkpoint": checkpoint, "verify": "none"}
+    return await asyncio.to_thread(publisher.update_async, source, **settings)
+
+
+async def test_an_update_that_has_ended_is_told_after_the_end(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    client, source = await asyncio.to_thread(rlctl.connect, fleet.server.address), Source()
+    pending = await start(client, source, checkpoint("two"))
+    source.given.set()
+    await eventually(pending.done)
+    await asyncio.to_thread(client.close)
+    assert (await asyncio.to_thread(pending.wait)).version.label == "two"
+    await asyncio.to_thread(pending.wait_sent)
+    assert not await asyncio.to_thread(pending.cancel)
+
+
+async def test_an_update_that_is_ended_with_its_client_is_told_as_it_has_ended(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("part", "leading", "publisher"):
+        monkeypatch.setattr(f"rlctl.client.{module}.STOP_S", 0.1)
+    client, source = await asyncio.to_thread(rlctl.connect, fleet.server.address), Source()
+    pending = await start(client, source, checkpoint("two"))
+    waits = [asyncio.ensure_future(asyncio.to_thread(wait)) for wait in (pending.wait, pending.wait_sent)]
+    await asyncio.to_thread(source.asked.wait, 10)
+    await asyncio.to_thread(client.close)
+    assert await failures(waits) == [(Reason.CANCELLED, OUTCOME_REJECTED)] * 2
+    source.given.set()
