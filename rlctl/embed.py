@@ -167,4 +167,5 @@ class EmbeddedFleet(Fleet):
         """
         super().close()
         if self._coordinator_loop.running:  # not where this process was forked off: they are the parent's
-            self._resources.close()
+            with self._closing:
+                self._resources.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import weakref
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from google.protobuf.message import Message
 
@@ -20,6 +23,9 @@ READ_S = 30.0
 ABORT_S = 60.0
 HEAL_S = 300.0
 
+COMMIT_S = 10.0
+"""How long whoever closes a fleet waits for updates that are being committed: what becomes of them is known then."""
+
 
 class Targets(TypedDict, total=False):
     """What every verb takes: its targets and how to call it."""
@@ -33,6 +39,13 @@ class Targets(TypedDict, total=False):
     check: bool
 
 
+class Publishing(Protocol):
+    """A publisher, which this does not know."""
+
+    async def committed(self) -> None:
+        """Wait for the end of an update that is being committed, if there is one."""
+
+
 class AsyncAdmin:
     """Administers a fleet through its coordinator.
 
@@ -42,6 +55,17 @@ class AsyncAdmin:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._publishers: weakref.WeakSet[Publishing] = weakref.WeakSet()
+
+    def publishes(self, publisher: Publishing) -> None:
+        """Its updates are made over this connection."""
+        self._publishers.add(publisher)
+
+    async def committed(self) -> None:
+        """Wait for the ends of updates that are being committed, no longer than 10 s."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_S):
+                await asyncio.gather(*(publisher.committed() for publisher in self._publishers))
 
     # Verbs.
 

@@ -93,7 +93,8 @@ class AsyncFleet(AsyncAdmin):
         return AsyncFleet(self.connection.on_behalf_of(token), self._lines.on_behalf_of(token))
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, when updates that are being committed have ended, or after 10 s."""
+        await self.committed()
         await self._lines.close()
         await self.connection.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
@@ -100,6 +101,11 @@ class Fleet(_OnLoop[AsyncFleet]):
     Safe to use from several threads. Close it, or use it as a context manager.
     """
 
+    def __init__(self, aio: AsyncFleet, loop: LoopThread) -> None:
+        """Use :func:`connect`."""
+        super().__init__(aio, loop)
+        self._closing = threading.RLock()
+
     def __enter__(self) -> Self:
         """Use it as a context manager to close it."""
         return self
@@ -111,12 +117,18 @@ class Fleet(_OnLoop[AsyncFleet]):
         self.close()
 
     def close(self) -> None:
-        """End what is under way, a publisher's update too, and close the connection. Harmless to call again."""
-        if self.loop.running:
-            self.loop.call(self._close())
-            self.loop.stop()
+        """End what is under way, and close the connection. An update that is being committed is seen to its end, for
+        10 s at most; others are aborted. Harmless to call again.
+        """
+        if not self.loop.running:
+            return
+        with self._closing:
+            if self.loop.running:  # no other thread has closed it meanwhile
+                self.loop.call(self._close())
+                self.loop.stop()
 
     async def _close(self) -> None:
+        await self.aio.committed()
         await cancel_others()  # while the coordinator can still be told
         await self.aio.close()
 

@@ -26,7 +26,7 @@ class Progress:
         sent: the tensors of this rank may be overwritten: they were read for the last time, whatever follows.
         decided: it can no longer be cancelled from here.
         told: how it has ended, by the coordinator, where it was given up.
-        ended: it has ended, well or not.
+        ended: set once it has ended, well or not.
         watched: whoever started it goes on, and may be told that the tensors were sent before it has ended.
     """
 
@@ -37,12 +37,8 @@ class Progress:
         self.sent = asyncio.Event()
         self.decided = False
         self.told: Operation | None = None
-        self.ended = False
+        self.ended = asyncio.Event()
         self.watched = watched
-
-    def end(self) -> None:
-        """It has ended."""
-        self.ended = True
 
     @property
     def outcome(self) -> Outcome.ValueType:
@@ -61,7 +57,7 @@ class AsyncPending:
     def __init__(self, update: Coroutine[Any, Any, UpdateResult], progress: Progress) -> None:
         """Starts it. Use :meth:`AsyncPublisher.update_async`."""
         self._task = asyncio.create_task(update)
-        self._task.add_done_callback(lambda _: progress.end())
+        self._task.add_done_callback(lambda _: progress.ended.set())
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._task.add_done_callback(lambda _: self.ended.set_result(None))
         self._progress = progress

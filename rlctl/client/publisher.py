@@ -144,6 +144,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         self._meeting: asyncio.Task[None] | None = None
         self._progress: Progress | None = None
         self._pending: AsyncPending | None = None
+        if fleet is not None:
+            fleet.publishes(self)
 
     async def update(
         self,
@@ -259,7 +261,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                     async with asyncio.timeout_at(limit.when()):
                         await self._part.settle(STOP_S)
             finally:
-                progress.end()
+                progress.ended.set()
         result = UpdateResult(
             version=operation.weight_version,
             operation=operation,
@@ -292,11 +294,16 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
 
     def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> Progress:
         """Progress of another update. One at a time: groups and segments are kept from one to the next."""
-        if self._progress is not None and not self._progress.ended:
+        if self._progress is not None and not self._progress.ended.is_set():
             raise Reason.UPDATE_IN_PROGRESS.error(
                 "this publisher's last update has not ended", next_step="Wait for it, or cancel it."
             )
         return Progress(trainer_stream(stream), watched=watched)
+
+    async def committed(self) -> None:
+        """Wait for the end of an update that is being committed, if there is one."""
+        if self._progress is not None and self._progress.decided:
+            await self._progress.ended.wait()
 
     async def close(self) -> None:
         """Leave the groups. Engines that are told of a new one forget them.

@@ -121,3 +121,62 @@ async def test_an_update_that_is_ended_with_its_client_is_told_as_it_has_ended(
     await asyncio.to_thread(client.close)
     assert await failures(waits) == [(Reason.CANCELLED, OUTCOME_REJECTED)] * 2
     source.given.set()
+
+
+async def test_an_update_that_is_being_committed_is_seen_to_its_end(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    held = Held(fleet, "flush_cache")
+    client, source = await asyncio.to_thread(rlctl.connect, fleet.server.address), Source()
+    source.given.set()
+    pending = await start(client, source, checkpoint("two"))
+    waiting = asyncio.ensure_future(asyncio.to_thread(pending.wait))
+    await held.begun.wait()
+    closing = asyncio.ensure_future(asyncio.to_thread(client.close))
+    await asyncio.wait({closing, waiting}, timeout=0.2)
+    assert not closing.done()
+    held.may_end.set()
+    assert (await asyncio.wait_for(waiting, 10)).version.label == "two"
+    await asyncio.wait_for(closing, 10)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_commit_that_takes_long_keeps_nobody_from_closing(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, *, blocking: bool
+) -> None:
+    monkeypatch.setattr("rlctl.client.admin.COMMIT_S", 0.2)
+    held, source, path = Held(fleet, "flush_cache"), Source(), checkpoint("two")
+    source.given.set()
+    if blocking:
+        client = await asyncio.to_thread(rlctl.connect, fleet.server.address)
+        pending = await start(client, source, path)
+        wait, close = asyncio.to_thread(pending.wait), asyncio.to_thread(client.close)
+    else:
+        asynchronous = await aio.connect(fleet.server.address)
+        publisher = asynchronous.publisher("actor")
+        wait = publisher.update(source, version="two", checkpoint=path, verify="none")
+        close = asynchronous.close()
+    waiting = asyncio.ensure_future(wait)
+    await held.begun.wait()
+    await asyncio.wait_for(close, 10)
+    assert await failures([waiting]) == [(Reason.CANCELLED, OUTCOME_UNKNOWN)]
+    held.may_end.set()
+
+
+async def test_several_threads_may_close_it(fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, may_end = asyncio.Event(), threading.Event()
+    loop, committed = asyncio.get_running_loop(), aio.AsyncFleet.committed
+
+    async def slow(self: aio.AsyncFleet) -> None:
+        loop.call_soon_threadsafe(first.set)
+        await asyncio.to_thread(may_end.wait, 10)
+        await committed(self)
+
+    monkeypatch.setattr(aio.AsyncFleet, "committed", slow)
+    client = await asyncio.to_thread(rlctl.connect, fleet.server.address)
+    closing = [asyncio.ensure_future(asyncio.to_thread(client.close))]
+    await first.wait()
+    closing.append(asyncio.ensure_future(asyncio.to_thread(client.close)))
+    await asyncio.wait(closing, timeout=0.1)
+    may_end.set()
+    await asyncio.wait_for(asyncio.gather(*closing), 10)
