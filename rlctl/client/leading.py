@@ -189,7 +189,7 @@ class Leading:
         if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
             self._sent.refuse_as_base(request.base.label)
             request.base.CopyFrom(self._sent.version)
-        plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
+        plan = await self._begin(request, deadline)
         digests: dict[str, str] = {}
         sent = [Sent()]
         try:
@@ -244,6 +244,21 @@ class Leading:
                     # It had been ended by its lease, an operator or another trainer: that is why we were cut off.
                     refuse_unpublished(ended)
             raise
+
+    async def _begin(self, request: BeginWeightUpdateRequest, deadline: float) -> BeginWeightUpdateResponse:
+        """Open the update. One given up before its plan is here may be open: a repeat of the call tells of it."""
+
+        async def take_back() -> None:
+            with contextlib.suppress(RlctlError):
+                opened = await self._fleet.connection.call("BeginWeightUpdate", request, LATE_S)
+                await self._abort(opened, "it was given up while it was begun", deadline)
+
+        try:
+            plan: BeginWeightUpdateResponse = await self._fleet.connection.call("BeginWeightUpdate", request, 30.0)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.create_task(take_back()))
+            raise
+        return plan
 
     async def _deliver(
         self,

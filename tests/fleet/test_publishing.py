@@ -13,6 +13,7 @@ import torch
 from google.protobuf.message import Message
 from updating import join, unreachable, write
 
+import rlctl
 from rlctl.client import aio
 from rlctl.client.connection import Connection
 from rlctl.client.leading import Leading
@@ -21,7 +22,7 @@ from rlctl.client.publisher import AsyncPublisher
 from rlctl.errors import Reason, RlctlError
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.times import duration
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
 from rlctl.weights.tensors import TensorMeta
@@ -179,15 +180,15 @@ async def test_a_coordinator_that_is_gone_does_not_keep_a_trainer_beyond_its_dea
 
 
 class Slow:
-    """A connection on which the answer to some calls is long on its way."""
+    """A connection on which the first answer to a method is long on its way."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, delay_s: float) -> None:
-        self.answered = asyncio.Event()
+        self.answered = threading.Event()
         call = Connection.call
 
         async def slow(connection: Connection, called: str, request: Message, timeout_s: float) -> Message:
             answer: Message = await call(connection, called, request, timeout_s)
-            if called == method:
+            if called == method and not self.answered.is_set():
                 self.answered.set()
                 await asyncio.sleep(delay_s)
             return answer
@@ -228,6 +229,26 @@ async def test_an_update_whose_answer_is_missing_is_what_the_coordinator_says_it
     async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
         result = await publisher.update(Source(lambda: None), version="two", verify="none", deadline_s=1.5)
         assert (result.version.label, await served(client)) == ("two", ["two"])
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_an_update_that_is_given_up_before_its_plan_is_here_keeps_nobody_else_out(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, *, closed: bool
+) -> None:
+    slow = Slow(monkeypatch, "BeginWeightUpdate", 30)
+    blocking = await asyncio.to_thread(rlctl.connect, fleet.server.address)
+    given_up = await asyncio.to_thread(blocking.publisher, "actor")
+    pending = await asyncio.to_thread(lambda: given_up.update_async(Source(lambda: None), version="never"))
+    assert await asyncio.to_thread(slow.answered.wait, 10)
+    assert [model.update_id for model in fleet.server.coordinator.roster.fleet().models] != [""]
+    async with asyncio.timeout(10):
+        await asyncio.to_thread(blocking.close if closed else pending.cancel)
+        with pytest.raises(RlctlError) as caught:
+            await asyncio.to_thread(pending.wait)
+    assert (caught.value.reason, caught.value.outcome) == (Reason.CANCELLED, OUTCOME_REJECTED)
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
+    await asyncio.to_thread(blocking.close)
 
 
 class Group:
