@@ -10,7 +10,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from rlctl.errors import DOMAIN, Reason, RlctlError, from_detail
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, ErrorDetail
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail
 
 DETAILS_KEY = "grpc-status-details-bin"
 
@@ -25,6 +25,9 @@ _FIELD, _NEXT_STEP = "field", "next_step"
 
 _NOT_GRPC = "Received http2 header with status"
 """How gRPC begins to say that a web server or a proxy has answered."""
+
+_TOO_LARGE_ANSWERS = ("CLIENT: Received message larger", "SERVER: Sent message larger")
+"""How gRPC says that an answer is too large: what was asked for has been done."""
 
 _ENDED = "Internal error from Core"
 """What Python's gRPC says where a call had been ended, for whatever reason, when it was written to."""
@@ -78,7 +81,8 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
         case grpc.StatusCode.CANCELLED:
             return Reason.CANCELLED.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return Reason.MESSAGE_TOO_LARGE.error(details)
+            answered = any(sign in details for sign in _TOO_LARGE_ANSWERS)
+            return Reason.MESSAGE_TOO_LARGE.error(details, outcome=OUTCOME_UNKNOWN if answered else OUTCOME_REJECTED)
         case grpc.StatusCode.UNIMPLEMENTED if details.startswith(_NOT_GRPC):
             # A 404: nobody has taken the call, so it is not tried again.
             return Reason.UNREACHABLE.error(f"what answers there is no gRPC server: {details}")

@@ -12,7 +12,7 @@ import pytest
 from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
 from rlctl.rollout.sample import RolloutFailed
 from rlctl.transport import status
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, ErrorDetail
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail
 from rlctl.v1.results_pb2 import Operation
 
 
@@ -95,6 +95,33 @@ def test_a_call_that_ended_while_it_was_written_to_is_no_defect() -> None:
     )
     error = status.from_grpc(failed)
     assert (error.reason, error.outcome) == (Reason.UNREACHABLE, OUTCOME_UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("side", "limit", "outcome"),
+    [
+        ("client", "grpc.max_send_message_length", OUTCOME_REJECTED),
+        ("server", "grpc.max_receive_message_length", OUTCOME_REJECTED),
+        ("server", "grpc.max_send_message_length", OUTCOME_UNKNOWN),
+        ("client", "grpc.max_receive_message_length", OUTCOME_UNKNOWN),
+    ],
+)
+async def test_an_answer_that_is_too_large_says_nothing_of_what_was_done(side: str, limit: str, outcome: int) -> None:
+    async def echo(data: bytes, context: object) -> bytes:
+        return data
+
+    options = {"client": [], "server": [], side: [(limit, 100)]}
+    server = grpc.aio.server(options=options["server"])
+    methods = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options["client"]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/test/Echo")(bytes(1000))
+    await server.stop(None)
+    error = status.from_grpc(caught.value)
+    assert (error.reason, error.outcome) == (Reason.MESSAGE_TOO_LARGE, outcome)
 
 
 async def test_the_status_code_is_the_exceptions() -> None:
