@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 
+from rlctl.errors import Reason
+
+LONGEST_S = 315_576_000_000
+"""Ten thousand years: a protobuf duration is no longer."""
+
 
 def duration(seconds: float) -> Duration:
-    """A duration of so many seconds."""
+    """A duration of so many seconds. Raises DEADLINE_INVALID for infinity, NaN and what is longer than durations are."""
+    if not abs(seconds) <= LONGEST_S:
+        raise Reason.DEADLINE_INVALID.error(f"{seconds:g} s is no time that can be told")
     whole = int(seconds)
     return Duration(seconds=whole, nanos=round((seconds - whole) * 1e9))
 

@@ -205,7 +205,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         started = time.perf_counter()
         if progress is None:
             progress = self._next(stream)
-        limit = asyncio.timeout(deadline_s + GRACE_S)  # raises for what is no number: nothing has begun yet
+        timeout = duration(deadline_s)  # raises for what is no time: nothing has begun yet
+        limit = asyncio.timeout(deadline_s + GRACE_S)
         self._progress = progress
         progress.begun = True
         try:
@@ -222,7 +223,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                     with self._members.update(version, progress):
                         source = as_source(weights)
                         request = BeginWeightUpdateRequest(
-                            header=RequestHeader(timeout=duration(deadline_s)),
+                            header=RequestHeader(timeout=timeout),
                             model=self._model,
                             version=version,
                             path=self._path,

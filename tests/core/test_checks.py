@@ -9,8 +9,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from rlctl.checks import check
-from rlctl.errors import RlctlError
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
+from rlctl.times import duration, seconds
 from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.verbs_pb2 import Shape, TensorBucket, UpdateOptions
@@ -158,3 +159,15 @@ def test_uuid7_ids_sort_by_time_and_do_not_repeat() -> None:
     assert [i[:13] for i in ids] == sorted(i[:13] for i in ids)
     assert {uuid.UUID(i).version for i in ids} == {7}
     assert {uuid.UUID(i).variant for i in ids} == {uuid.RFC_4122}
+
+
+@pytest.mark.parametrize("given", [float("inf"), float("-inf"), float("nan"), 1e12])
+def test_what_is_no_time_is_refused_before_it_is_sent(given: float) -> None:
+    with pytest.raises(RlctlError) as caught:
+        duration(given)
+    assert caught.value.reason is Reason.DEADLINE_INVALID
+
+
+@pytest.mark.parametrize("given", [0.0, 0.25, -1.5, 86400.0, 3e11])
+def test_a_time_is_what_it_was_once_it_has_been_sent(given: float) -> None:
+    assert seconds(Duration.FromString(duration(given).SerializeToString())) == given

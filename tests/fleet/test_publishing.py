@@ -82,6 +82,10 @@ async def test_a_deadline_that_is_no_number_begins_nothing(
     async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
         with pytest.raises(TypeError):
             await publisher.update(Source(lambda: None), version="never", deadline_s="5")  # type: ignore[arg-type]
+        for endless in (float("inf"), float("nan")):
+            with pytest.raises(RlctlError) as caught:
+                await publisher.update(Source(lambda: None), version="never", deadline_s=endless)
+            assert caught.value.reason is Reason.DEADLINE_INVALID
         await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
 
 
