@@ -92,8 +92,6 @@ class Stage:
         except RlctlError as error:
             return Attached(error=error.detail())
         former, self._link = self._link, link
-        if former is not None and former is not link:
-            await former.close()
         if attach.fleet_epoch > self.facts.fleet_epoch:
             self._grant_number = self._confirmed_grant = 0  # every coordinator counts its own grants
         self.facts.fleet_epoch = attach.fleet_epoch
@@ -102,6 +100,8 @@ class Stage:
         self.left.clear()
         self.attached.set()
         self._changed(tell=False)
+        if former is not None and former is not link:
+            await former.close()  # last: a higher epoch may attach meanwhile, and nothing of this one comes after it
         return Attached(registration=self.registration, report=self.report())
 
     def _refuse_attach(self, attach: Attach) -> None:

@@ -157,3 +157,21 @@ async def test_the_end_of_a_link_that_was_replaced_is_not_the_coordinators(stage
     stage.detached(former)
     assert stage.attached.is_set()
     assert not stage.left.is_set()
+
+
+async def test_of_two_coordinators_that_attach_at_once_the_later_holds_the_stage(stage: Stage) -> None:
+    closing, closed = asyncio.Event(), asyncio.Event()
+
+    class Slow(Link):
+        async def close(self) -> None:
+            closing.set()
+            await closed.wait()
+
+    await stage.attach(attaching(8), cast(Any, Slow()))
+    ninth = asyncio.create_task(attach(stage, 9))
+    await closing.wait()
+    await attach(stage, 10)
+    closed.set()
+    await ninth
+    assert stage.facts.fleet_epoch == 10
+    assert (await attach(stage, 9)).error.reason == "EPOCH_FENCED"
