@@ -264,7 +264,7 @@ class Facts:
                 self.paused, self.pause_mode, self.paused_by = False, common_pb2.PAUSE_MODE_UNSPECIFIED, ""
             case verbs_pb2.ReleaseMemoryRequest() if possible:
                 named = frozenset(request.tags) or frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
-                self._released(_reported(results) | (frozenset() if applied else named))
+                self._released(_reported(results) if applied else self.released | _reported(results) | named)
                 if MEMORY_TAG_KV_CACHE in named:
                     self.cache_in_doubt = not applied
             case verbs_pb2.ResumeMemoryRequest() if applied:

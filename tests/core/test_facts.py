@@ -455,6 +455,18 @@ def test_a_release_of_unknown_outcome_counts_as_one(ready: Facts) -> None:
     assert ready.weights is Weights.LOST
 
 
+@pytest.mark.parametrize("outcome", [OUTCOME_UNKNOWN, OUTCOME_DIRTY])
+def test_what_had_been_released_before_still_is_after_a_release_of_which_little_is_known(
+    ready: Facts, outcome: int
+) -> None:
+    weights = (MEMORY_TAG_WEIGHTS,)
+    apply(ready, v.ReleaseMemoryRequest(tags=weights), released=weights)
+    apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_KV_CACHE]), outcome)
+    assert ready.released == {MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS}
+    for request in (v.PrepareUpdateRequest(version=version(2)), v.CheckWeightsRequest()):
+        assert refused(ready, request, "u") == "MEMORY_RELEASED", "an engine has nothing to write into, or to read"
+
+
 @pytest.mark.parametrize(
     ("fields", "known"),
     [
