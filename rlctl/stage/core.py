@@ -261,11 +261,8 @@ class Stage:
             return await self._relayed(verb, request, call)
         self._waiting[call.command_id] = False
         try:
-            if self._turn.locked():
-                async with asyncio.timeout(call.deadline - self._clock.now()):
-                    await self._turn.acquire()
-            else:
-                await self._turn.acquire()
+            async with asyncio.timeout(call.deadline - self._clock.now()):
+                await self._turn.acquire()  # also of one that is free, but promised to who waits already
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error("another command kept the stage busy until the time was up") from None
         finally:

@@ -8,12 +8,14 @@ from typing import cast
 
 import pytest
 from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
 
 from rlctl import outcomes
 from rlctl.control.commander import Commander, Issued
-from rlctl.engine import Call
+from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
+from rlctl.stage.core import Stage
 from rlctl.stage.relay import Relay, RemoteRank
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
@@ -25,8 +27,10 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_UNKNOWN,
     WorkerCoordinates,
 )
+from rlctl.v1.control_pb2 import CommandResult
+from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.results_pb2 import RankResult
-from rlctl.verbs import VERBS
+from rlctl.verbs import VERBS, Verb
 
 CLOCK = SystemClock()
 PAUSE = VERBS["PauseGeneration"]
@@ -283,6 +287,40 @@ async def test_what_is_late_is_not_ordered() -> None:
     assert outcome(await running) == OUTCOME_REJECTED
     assert not steps.ordered
     assert [rank.withdrawn for rank in ranks] == [True, True]
+
+
+class Handing:
+    """In place of a relay: the command that ends first lets another one come, just before it hands its turn on."""
+
+    def __init__(self) -> None:
+        self.ended = {name: asyncio.Event() for name in ("first", "second")}
+        self.stage = Stage(StageRegistration(slot="a"), cast(Engine, None), cast(Relay, self), [], CLOCK)
+        self.late: asyncio.Task[CommandResult] | None = None
+
+    def pause(self, command_id: str, seconds: float) -> asyncio.Task[CommandResult]:
+        return asyncio.create_task(
+            self.stage.carry_out(v.PauseGenerationRequest(), Call(command_id, CLOCK.now() + seconds))
+        )
+
+    async def run(self, verb: Verb, request: Message, call: Call) -> list[RankResult]:
+        await self.ended[call.command_id].wait()
+        self.late = self.late or self.pause("late", 0.01)
+        return [RankResult(outcome=OUTCOME_APPLIED)]
+
+
+async def test_a_command_that_comes_as_a_turn_is_handed_on_waits_no_longer_than_its_time() -> None:
+    handing = Handing()
+    handing.stage.facts.joined = True
+    first, second = handing.pause("first", 5), handing.pause("second", 5)
+    await eventually(lambda: "second" in handing.stage._waiting)
+    handing.ended["first"].set()
+    async with asyncio.timeout(1.0):
+        await first
+        assert handing.late is not None
+        refused = (await handing.late).stage
+        assert (refused.outcome, refused.error.reason) == (OUTCOME_REJECTED, "DEADLINE_EXCEEDED")
+        handing.ended["second"].set()
+        assert (await second).stage.outcome == OUTCOME_APPLIED
 
 
 class Stopped(SystemClock):
