@@ -354,7 +354,7 @@ def _register(request: coordinator_pb2.RegisterStageRequest) -> None:
 @_rule(verbs_pb2.LoadAdapterRequest)
 def _load_adapter(request: verbs_pb2.LoadAdapterRequest) -> None:
     _adapter_name(request.name, "name")
-    _required(request.path, "path")
+    _path(request.path, "path")
 
 
 @_rule(verbs_pb2.UnloadAdapterRequest)

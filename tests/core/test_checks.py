@@ -102,6 +102,8 @@ BAD: list[tuple[Message, str, str]] = [
     (bucket(names=["a"]), "LENGTH_MISMATCH", "buckets[0].names"),
     (bucket(names=["a", ""]), "FIELD_REQUIRED", "buckets[0].names[1]"),
     (bucket(names=["a", "a"]), "FIELD_INVALID", "buckets.names"),
+    (verbs_pb2.LoadAdapterRequest(name="math"), "FIELD_REQUIRED", "path"),
+    (verbs_pb2.LoadAdapterRequest(name="math", path="/adapters/\0"), "FIELD_INVALID", "path"),
     (verbs_pb2.CheckWeightsRequest(expected_digest="0" * 63), "FIELD_INVALID", "expected_digest"),
     (coordinator_pb2.RegisterStageRequest(), "FIELD_REQUIRED", "registration.slot"),
     (update_pb2.BeginWeightUpdateRequest(version="v"), "FIELD_REQUIRED", "model"),
