@@ -102,6 +102,8 @@ class StageServer:
         self._stage: Stage | None = None
         self._executor: Executor | None = None
         self._failure: RlctlError | None = None
+        self._lost: dict[int, RlctlError] = {}
+        """What has become of followers: they may be lost before there is a stage that is told."""
         self._engine = self._new_engine()
         self._rollout_loop = LoopThread(f"rollout {config.slot}")
         self._tasks: list[asyncio.Task[None]] = []
@@ -161,7 +163,7 @@ class StageServer:
             await self._rollout.stop()
 
     async def _start_engine(self) -> None:
-        setup = self._engine.setup()
+        setup, self._lost = self._engine.setup(), {}
         followers = await asyncio.gather(*(self._dial(index, a) for index, a in enumerate(self.config.followers)))
         attach = Attach(slot=self.config.slot, contract_version=CONTRACT_VERSION, engine_setup=setup)
         joining = asyncio.gather(*(commander.attach(attach) for commander in followers))
@@ -188,9 +190,10 @@ class StageServer:
         self._started_at = self._clock.now()
         self._worker = worker
         self._stage, self._executor = stage, Executor(stage, self._clock)
-        for rank, commander in enumerate(followers, start=1):
-            if commander.lost:
-                self._follower_lost(rank, Reason.LINK_LOST.error("its process is gone"))
+        for rank, each in enumerate(joined, start=1):
+            self._follower_reported(rank, each.report)
+        for rank, error in self._lost.items():
+            self._follower_lost(rank, error)
         if self._failure is not None:
             self._rank_zero_failed(self._engine, self._failure)
 
@@ -221,6 +224,7 @@ class StageServer:
 
     def _follower_lost(self, rank: int, error: RlctlError) -> None:
         """A rank, or, of a server with ranks of its own, a node with all of its ranks: the server ends with it."""
+        self._lost.setdefault(rank, error)
         if self._stage is None:
             return
         if brings_ranks(self.config.engine):

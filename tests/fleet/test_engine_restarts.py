@@ -14,9 +14,10 @@ from rlctl.engine import EngineInfo
 from rlctl.errors import Reason
 from rlctl.stage import server
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.v1.common_pb2 import STAGE_STATE_READY
+from rlctl.v1.fleet_pb2 import StageReport
 
 LOST = Reason.ENGINE_FAILED.error("the server process is gone")
 
@@ -110,3 +111,37 @@ async def test_an_engine_that_fails_soon_after_each_start_is_started_again_later
         await ready_again(fleet, engines, 8)
         assert time.monotonic() - since > pauses_s
         assert fleet.stages["a"]._pause_s == (0.1 if pauses_s else 0.01)
+
+
+@pytest.mark.parametrize("when", ["as it starts", "once it has started"])
+async def test_a_follower_whose_engine_fails_before_rank_zero_has_started_is_lost_to_its_stage(
+    make_fleet: Callable, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    told = asyncio.Event()
+
+    class Zero(FakeEngine):
+        async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+            await told.wait()
+            return await super().start(setup)
+
+    class Follower(FakeEngine):
+        async def start(self, setup: Mapping[str, str]) -> EngineInfo:
+            self.fail(LOST)
+            if when == "as it starts":
+                await asyncio.sleep(0)
+            return await super().start(setup)
+
+    class Heard(server.StageServer):
+        def _follower_reported(self, rank: int, report: StageReport) -> None:
+            super()._follower_reported(rank, report)
+            told.set()
+
+    async with make_fleet(a=1) as fleet:
+        monkeypatch.setattr(server, "engine_class", lambda _: Zero)
+        monkeypatch.setattr("rlctl.worker.server.follower_class", lambda _: Follower)
+        monkeypatch.setattr("rlctl.testing.fleet.StageServer", Heard)
+        async with asyncio.timeout(10):
+            await fleet.start_stage(StageSpec("b", checkpoint("one"), tp_size=2))
+        _, stage = await fleet.until(lambda stages: len(stages) == 2 and stages[1].report.ranks)
+        assert [(rank.alive, rank.reason) for rank in stage.report.ranks] == [(True, ""), (False, str(LOST))]
+        assert (stage.report.quarantine.reason, stage.routable) == ("RANK_LOST", False)
