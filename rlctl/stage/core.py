@@ -292,6 +292,8 @@ class Stage:
             if spoils(request):
                 self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
+        if isinstance(request, verbs_pb2.GetModelInfoRequest):
+            self._name_version(results)
         steady = not self._writing and self._written == written
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and outcome in _LOOKED and steady:
             outcome = self._contradicted(request, results) or outcome
@@ -313,6 +315,13 @@ class Stage:
             result.outcome = contradiction.outcome
             result.error.CopyFrom(contradiction.detail())
         return contradiction.outcome
+
+    def _name_version(self, results: Sequence[RankResult]) -> None:
+        """An engine names the version that it was told last, also where nobody knows any more what its weights are."""
+        for result in results:
+            named = result.model_info.weight_version
+            if named.sequence and named != self.facts.version:
+                named.CopyFrom(self.facts.version)
 
     def _place(self, request: Message) -> None:
         """A group's members are named for the whole fleet; the ranks are told where their own stage begins."""

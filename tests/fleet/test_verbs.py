@@ -210,6 +210,17 @@ async def test_reads_do_not_wait_behind_a_write(fleet: InProcessFleet) -> None:
     assert (await pausing).state == OPERATION_STATE_OK
 
 
+async def test_weights_that_nobody_knows_are_not_called_by_the_version_that_they_were_at(fleet: InProcessFleet) -> None:
+    async def named() -> list[tuple[str, str]]:
+        results = (await fleet.stub.GetModelInfo(v.GetModelInfoRequest())).stage_results
+        return [(r.weight_version.label, r.rank_results[0].model_info.weight_version.label) for r in results]
+
+    assert await named() == [("initial", "initial")] * 2
+    scramble = v.CheckWeightsRequest(header=header("b"), action=v.CHECK_ACTION_RESET_TENSORS)
+    await fleet.stub.CheckWeights(scramble)
+    assert await named() == [("initial", "initial"), ("", "")]
+
+
 async def test_a_conflicting_operation_is_refused_naming_the_holder(fleet: InProcessFleet) -> None:
     release, begun = asyncio.Event(), asyncio.Event()
 
