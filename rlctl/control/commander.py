@@ -34,6 +34,11 @@ HOP_S = 0.25
 on can still say so, with what it knows of its ranks, before this side stops waiting."""
 
 
+def taken_along(remaining_s: float) -> float:
+    """Of the time that a command has: what whoever carries it out is given."""
+    return remaining_s - min(HOP_S, remaining_s / 10)
+
+
 @dataclass(eq=False)
 class Issued:
     """A command that was sent.
@@ -142,7 +147,7 @@ class Commander:
         command = message.command
         command.command_id = issued.command_id
         command.operation_id = issued.operation_id
-        command.time_remaining.CopyFrom(duration(remaining - min(HOP_S, remaining / 10)))
+        command.time_remaining.CopyFrom(duration(taken_along(remaining)))
         command.request.CopyFrom(issued.request)
         self._send(message)
         self._pending[issued.command_id] = issued

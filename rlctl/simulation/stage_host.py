@@ -141,7 +141,7 @@ class StageHost:
         info, _ = await asyncio.gather(engine.start({}), joining)
         workers = list(info.layout.workers)
         self._worker = Worker(engine, workers[0], clock, others=workers[len(self.nodes) :])
-        ranks: list[Rank] = [LocalRank(self._worker), *map(RemoteRank, workers[1:], commanders)]
+        ranks: list[Rank] = [LocalRank(self._worker, clock), *map(RemoteRank, workers[1:], commanders)]
         info.capabilities.verbs.extend(verb for verb in _VERBS if verb not in info.capabilities.unsupported)
         info.capabilities.fenced = True
         registration = StageRegistration(

@@ -10,7 +10,7 @@ from typing import Protocol
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
-from rlctl.control.commander import Commander, Issued
+from rlctl.control.commander import Commander, Issued, taken_along
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import one_per_rank
@@ -47,8 +47,9 @@ class Rank(Protocol):
 class LocalRank:
     """Rank 0, in this process."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, clock: Clock) -> None:
         self._worker = worker
+        self._clock = clock
         self._tasks: set[asyncio.Task[list[RankResult]]] = set()
 
     @property
@@ -59,7 +60,9 @@ class LocalRank:
     def issue(self, request: Message, call: Call) -> tuple[asyncio.Future[None], asyncio.Future[list[RankResult]]]:
         """Start a command on the local worker."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        local = Call(call.command_id, call.deadline, call.update_id, accept=lambda: _done(accepted))
+        now = self._clock.now()
+        deadline = now + taken_along(call.deadline - now)  # to say what became of it before nobody listens any more
+        local = Call(call.command_id, deadline, call.update_id, accept=lambda: _done(accepted))
         task = asyncio.create_task(self._worker.carry_out(request, local))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

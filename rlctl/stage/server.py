@@ -171,7 +171,7 @@ class StageServer:
         workers = list(info.layout.workers)
         own = brings_ranks(self.config.engine)
         worker = Worker(self._engine, workers[0], self._clock, others=workers[1:] if own else ())
-        ranks: list[Rank] = [LocalRank(worker), *([] if own else map(RemoteRank, workers[1:], followers))]
+        ranks: list[Rank] = [LocalRank(worker, self._clock), *([] if own else map(RemoteRank, workers[1:], followers))]
         if own:
             pids = [os.getpid()] * len(workers)  # who answers for them
             hosts = [self.config.engine_config.node, *(each.report.ranks[0].coordinates.node for each in joined)]

@@ -10,13 +10,13 @@ import pytest
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
-from rlctl import outcomes
+from rlctl import loops, outcomes
 from rlctl.control.commander import Commander, Issued
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
 from rlctl.stage.core import Stage
-from rlctl.stage.relay import Relay, RemoteRank
+from rlctl.stage.relay import LocalRank, Relay, RemoteRank
 from rlctl.testing.waiting import eventually
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import (
@@ -31,6 +31,7 @@ from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import VERBS, Verb
+from rlctl.worker.core import Worker
 
 CLOCK = SystemClock()
 PAUSE = VERBS["PauseGeneration"]
@@ -287,6 +288,32 @@ async def test_what_is_late_is_not_ordered() -> None:
     assert outcome(await running) == OUTCOME_REJECTED
     assert not steps.ordered
     assert [rank.withdrawn for rank in ranks] == [True, True]
+
+
+class Busy:
+    """An engine that ends nothing."""
+
+    async def pause_generation(self, request: v.PauseGenerationRequest, call: Call) -> None:
+        call.accept()
+        await asyncio.Event().wait()
+
+
+def test_what_rank_zero_has_not_begun_when_its_time_is_up_is_refused_and_not_unknown() -> None:
+    """On the loop that stages run on, whose timers do not come in the order of their times within a millisecond."""
+
+    async def behind_another() -> tuple[int, str]:
+        worker = Worker(cast(Engine, Busy()), WorkerCoordinates(), CLOCK)
+        running = asyncio.ensure_future(worker.carry_out(v.PauseGenerationRequest(), Call("first", CLOCK.now() + 5)))
+        await asyncio.sleep(0)
+        relay = Relay(cast(Engine, Busy()), [LocalRank(worker, CLOCK)], [WorkerCoordinates()], CLOCK)
+        (result,) = await relay.run(PAUSE, v.PauseGenerationRequest(), Call("second", CLOCK.now() + 0.2))
+        running.cancel()
+        return result.outcome, result.error.reason
+
+    async def many() -> set[tuple[int, str]]:
+        return set(await asyncio.gather(*(behind_another() for _ in range(200))))
+
+    assert loops.run(many()) == {(OUTCOME_REJECTED, "DEADLINE_EXCEEDED")}
 
 
 class Handing:
