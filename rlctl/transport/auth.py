@@ -18,20 +18,32 @@ HEADER = "authorization"
 
 
 def load_token(environment: Mapping[str, str] = os.environ, *, file: str = "") -> str | None:
-    """The token from a file, RLCTL_TOKEN_FILE or RLCTL_TOKEN, in this order; None when none is set.
+    """The token from a file, RLCTL_TOKEN_FILE or RLCTL_TOKEN, in this order, without space around it; None when none is
+    set.
 
-    Raises FIELD_INVALID for a file that cannot be read or is empty: a typo must not switch the guard off.
+    Raises FIELD_INVALID for a file that cannot be read, for a token that is blank, and as :func:`sendable`: a typo must
+    not switch the guard off.
     """
     path = file or environment.get("RLCTL_TOKEN_FILE", "")
     if path:
         try:
             token = Path(path).read_text().strip()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise Reason.FIELD_INVALID.error(f"the token file cannot be read: {error}", field="token_file") from error
         if not token:
             raise Reason.FIELD_INVALID.error(f"the token file {path} is empty", field="token_file")
-        return token
-    return environment.get("RLCTL_TOKEN") or None
+        return sendable(token)
+    given = environment.get("RLCTL_TOKEN", "")
+    if given and not given.strip():
+        raise Reason.FIELD_INVALID.error("RLCTL_TOKEN is blank", field="token")
+    return sendable(given.strip()) or None
+
+
+def sendable(token: str) -> str:
+    """The token. Raises FIELD_INVALID for one that no call can carry."""
+    if not (token.isascii() and token.isprintable()):
+        raise Reason.FIELD_INVALID.error("the token has other than printable ASCII characters", field="token")
+    return token
 
 
 def token_variables(token: str | None) -> dict[str, str]:

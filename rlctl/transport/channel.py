@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from rlctl.errors import Reason
+from rlctl.transport.auth import sendable
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Above it gRPC itself refuses; servers refuse with a typed error from REFUSED_ABOVE_BYTES on."""
@@ -40,8 +41,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries the token."""
-    return (("authorization", f"Bearer {token}"),) if token else ()
+    """Call metadata that carries the token. Raises FIELD_INVALID for one that none can carry."""
+    return (("authorization", f"Bearer {sendable(token)}"),) if token else ()
 
 
 def refuse_large(name: str, size: int) -> None:

@@ -77,6 +77,22 @@ async def test_a_token_guards_every_service(make_fleet: Callable) -> None:
         assert len(lower.stages) == 1
 
 
+async def test_a_token_that_no_call_can_carry_is_refused_in_typed_words(fleet: InProcessFleet, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(b"\xff\xfe")
+    for environment, field in (
+        ({"RLCTL_TOKEN": " \n"}, "token"),
+        ({"RLCTL_TOKEN": "two\nlines"}, "token"),
+        ({"RLCTL_TOKEN": "schl\u00fcssel"}, "token"),
+        ({"RLCTL_TOKEN_FILE": str(file)}, "token_file"),
+    ):
+        with pytest.raises(RlctlError) as caught:
+            load_token(environment)
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, field)
+    with pytest.raises(RlctlError, match="printable ASCII"):
+        await aio.connect(fleet.server.address, token="two\nlines")
+
+
 async def test_whoever_has_no_token_learns_so_and_does_not_wait_for_a_stage(make_fleet: Callable) -> None:
     async with make_fleet(token=TOKEN, a=1) as fleet:
         for token, reason in (("another", Reason.TOKEN_INVALID), ("", Reason.TOKEN_MISSING)):
@@ -114,6 +130,7 @@ def test_where_the_token_comes_from(tmp_path: Path) -> None:
     file.write_text(f"{TOKEN}\n")
     assert load_token({}) is None
     assert load_token({"RLCTL_TOKEN": "x"}) == "x"
+    assert load_token({"RLCTL_TOKEN": "x\n"}) == "x", "secrets of Kubernetes often end so"
     assert load_token({"RLCTL_TOKEN": "x", "RLCTL_TOKEN_FILE": str(file)}) == TOKEN
     assert load_token({"RLCTL_TOKEN_FILE": "/nowhere"}, file=str(file)) == TOKEN
     empty = tmp_path / "empty"
