@@ -51,7 +51,7 @@ class Commanded(Protocol):
         """Accept or refuse a commander; reports go to the accepted one's link from then on."""
 
     def obeys(self, link: Link[ControlResponse, ControlRequest]) -> bool:
-        """Whether commands and grants that come over a link count: it is the accepted commander's."""
+        """Whether commands, cancellations and grants that come over a link count: it is the accepted commander's."""
 
     def grant(self, grant: ServingGrant) -> None:
         """Take a serving grant."""
@@ -168,7 +168,7 @@ class Executor:
                         _answer(link, message.command, self._commanded.refuse(error))
                     case "command":
                         self._obey(link, message.command)
-                    case "cancel":
+                    case "cancel" if self._commanded.obeys(link):
                         start(self._commanded.withdraw(message.cancel.command_id))
                     case "grant" if self._commanded.obeys(link):
                         self._commanded.grant(message.grant)

@@ -279,13 +279,15 @@ async def test_an_attach_is_accepted_or_raises_the_refusal(wire: Wire) -> None:
             await commander.attach(Attach(fleet_epoch=14))
 
 
-async def test_commands_and_grants_of_a_stranger_are_refused(wire: Wire) -> None:
+async def test_commands_grants_and_cancellations_of_a_stranger_are_refused(wire: Wire) -> None:
     commander = wire.connect()
     wire.rank.strangers.append(wire.far)
     commander.grant(ServingGrant(lease=Duration(seconds=7)))
     result = await answer(commander.issue("c", "o", packed(), soon()))
     assert (result.rank.outcome, result.rank.error.reason) == (OUTCOME_REJECTED, "EPOCH_FENCED")
-    assert wire.rank.carried_out == []
+    commander.cancel("another's")
+    await answer(commander.issue("d", "o", packed(), soon()))
+    assert (wire.rank.carried_out, wire.rank.withdrawn) == ([], [])
     assert not hasattr(wire.rank, "lease")
     # It was not recorded either: the commander that is accepted is obeyed under the same id.
     assert (await answer(wire.connect().issue("c", "o", packed(), soon()))).rank.outcome == OUTCOME_APPLIED
