@@ -256,7 +256,7 @@ class Stage:
     async def _carry_out(self, verb: Verb, request: Message, call: Call) -> StageResult:
         check(request)
         if verb.mutates(request) and self._obstacle is not None:
-            raise self._obstacle
+            raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
         if not verb.mutates(request) or not verb.waits or verb.interrupts:
             return await self._relayed(verb, request, call)
         self._waiting[call.command_id] = False

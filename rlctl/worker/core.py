@@ -124,7 +124,7 @@ class Worker:
         if method is None:
             raise Reason.UNSUPPORTED.error(f"engine {self.engine.name!r} has no {verb.name}", outcome=OUTCOME_SKIPPED)
         if self.failure is not None and verb.waits:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # which holds every request that it was raised for
         if verb.interrupts:
             await self.engine.interrupt(call.update_id)
         command = self._withdrawable[call.command_id] = _Withdrawable()

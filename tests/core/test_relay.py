@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -28,7 +29,7 @@ from rlctl.v1.common_pb2 import (
     WorkerCoordinates,
 )
 from rlctl.v1.control_pb2 import CommandResult
-from rlctl.v1.fleet_pb2 import StageRegistration
+from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import VERBS, Verb
 from rlctl.worker.core import Worker
@@ -348,6 +349,19 @@ async def test_a_command_that_comes_as_a_turn_is_handed_on_waits_no_longer_than_
         assert (refused.outcome, refused.error.reason) == (OUTCOME_REJECTED, "DEADLINE_EXCEEDED")
         handing.ended["second"].set()
         assert (await second).stage.outcome == OUTCOME_APPLIED
+
+
+async def test_a_stage_that_has_lost_a_rank_keeps_nothing_of_what_it_was_asked_for() -> None:
+    stage = Stage(StageRegistration(slot="a"), cast(Engine, None), cast(Relay, None), [RankStatus()], CLOCK)
+    stage.facts.joined = True
+    stage.rank_lost(0, Reason.LINK_LOST.error("its process is gone"))
+    obstacle, kept = stage.serving.obstacle, set()
+    assert obstacle is not None
+    for _ in range(2):
+        result = await stage.carry_out(v.PauseGenerationRequest(), Call("c", CLOCK.now() + 5))
+        assert (result.stage.outcome, result.stage.error.reason) == (OUTCOME_REJECTED, "RANK_LOST")
+        kept.add(len(traceback.extract_tb(obstacle.__traceback__)))
+    assert len(kept) == 1
 
 
 class Stopped(SystemClock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from typing import Any, cast
 
 import pytest
@@ -184,6 +185,15 @@ async def test_an_engine_that_has_failed_is_asked_for_nothing_that_takes_a_turn(
         assert (await pause(worker, "pause"))[0].error.reason == "ENGINE_FAILED"
         assert not engine.held
         assert (await send(worker, v.GetLoadsRequest(), "read"))[0].outcome == OUTCOME_APPLIED
+
+
+async def test_an_engine_that_has_failed_keeps_nothing_of_what_it_was_asked_for(worker: Worker) -> None:
+    """A request can have megabytes."""
+    worker.failure = Reason.ENGINE_FAILED.error("its thread has ended")
+    await pause(worker, "first")
+    kept = len(traceback.extract_tb(worker.failure.__traceback__))
+    await pause(worker, "second")
+    assert len(traceback.extract_tb(worker.failure.__traceback__)) == kept
 
 
 class Faulty(Ordered):
