@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from rlctl.checks import check
 from rlctl.engine import Call, Engine
-from rlctl.errors import Reason, RlctlError, typed
+from rlctl.errors import Reason, RlctlError, from_detail, typed
 from rlctl.ports import Clock
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import (
@@ -124,7 +124,7 @@ class Worker:
         if method is None:
             raise Reason.UNSUPPORTED.error(f"engine {self.engine.name!r} has no {verb.name}", outcome=OUTCOME_SKIPPED)
         if self.failure is not None and verb.waits:
-            raise self.failure.with_traceback(None)  # which holds every request that it was raised for
+            raise from_detail(self.failure.detail())  # without effect, whatever it was for the command that met it
         if verb.interrupts:
             await self.engine.interrupt(call.update_id)
         command = self._withdrawable[call.command_id] = _Withdrawable()

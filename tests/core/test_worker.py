@@ -180,9 +180,12 @@ async def test_reads_and_what_must_get_through_wait_for_nobody(worker: Worker, e
 async def test_an_engine_that_has_failed_is_asked_for_nothing_that_takes_a_turn(
     worker: Worker, engine: Ordered
 ) -> None:
-    worker.failure = Reason.ENGINE_FAILED.error("its thread has ended", outcome=OUTCOME_REJECTED)
+    # What it meant for the command that met it first is not what it means for others.
+    worker.failure = Reason.ENGINE_WEDGED.error("it did not come back from a broadcast", outcome=OUTCOME_UNKNOWN)
     async with asyncio.timeout(SOON_S):
-        assert (await pause(worker, "pause"))[0].error.reason == "ENGINE_FAILED"
+        for refused in (pause(worker, "pause"), send(worker, v.CheckWeightsRequest(), "check")):
+            (result,) = await refused
+            assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "ENGINE_WEDGED")
         assert not engine.held
         assert (await send(worker, v.GetLoadsRequest(), "read"))[0].outcome == OUTCOME_APPLIED
 
