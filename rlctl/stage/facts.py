@@ -294,10 +294,11 @@ class Facts:
                 self.adapters.pop(request.name, None)
             case verbs_pb2.CommitUpdateRequest() if self.update is not None and self.update.adapter is not None:
                 self._put_adapter(self.update.adapter, applied=applied, possible=possible)
-            case verbs_pb2.CommitUpdateRequest() if applied and self.update is not None:
-                self._committed(self.update, request.version)
+            case verbs_pb2.CommitUpdateRequest() if possible and self.update is not None:
+                if applied:
+                    self._committed(self.update, request.version)
                 if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
-                    self.adapters.clear()
+                    self.adapters.clear()  # some ranks may have
             case verbs_pb2.AbortUpdateRequest() if possible and self.update is not None:
                 self._aborted(self.update, applied=applied)
             case verbs_pb2.CheckWeightsRequest() if possible and request.action == verbs_pb2.CHECK_ACTION_RESET_TENSORS:

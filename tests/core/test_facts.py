@@ -285,6 +285,21 @@ def test_a_base_update_drops_adapters_when_it_says_so(ready: Facts) -> None:
     assert not ready.adapters
 
 
+@pytest.mark.parametrize("outcome", [OUTCOME_UNKNOWN, OUTCOME_DIRTY])
+def test_adapters_that_some_ranks_may_have_dropped_are_held_by_none(ready: Facts, outcome: int) -> None:
+    stage_adapter(ready, "a-1")
+    apply(ready, v.CommitUpdateRequest(), update_id="u")
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    dropping = v.CommitUpdateRequest(version=version(2), adapters=v.ADAPTER_POLICY_DROP)
+    apply(ready, dropping, OUTCOME_REJECTED, update_id="u")
+    assert list(ready.adapters) == ["math"]
+    apply(ready, dropping, outcome, update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert state(ready) == "DIRTY"
+    update(ready, 3)
+    assert not ready.adapters
+
+
 def test_weights_that_were_released_are_stale_when_resumed(ready: Facts) -> None:
     apply(ready, v.PauseGenerationRequest())
     apply(ready, v.ReleaseMemoryRequest(), released=(MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS))
