@@ -97,8 +97,8 @@ class Settings:
 
         token = load_token()
         if token is None and self.context.get("token_file"):
-            token = load_token({}, file=str(Path(str(self.context["token_file"])).expanduser()))
-        return token or self.context.get("token")
+            token = load_token({}, file=os.path.expanduser(str(self.context["token_file"])))
+        return token or str(self.context.get("token", "")) or None
 
     @functools.cached_property
     def context(self) -> dict[str, Any]:
@@ -108,11 +108,11 @@ class Settings:
         name = name or config.get("current")
         if not name:
             return {}
-        contexts = config.get("contexts", {})
+        contexts = config["contexts"]
         if name not in contexts:
             known = ", ".join(sorted(contexts)) or "none"
             raise _broken(source, f"there is no context {name!r}; there are: {known}")
-        return dict(contexts[name])
+        return {key: value for key, value in contexts[name].items() if value is not None}
 
     def _get(self, name: str, default: Any) -> Any:
         if self.flags.get(name) is not None:
@@ -165,14 +165,14 @@ def config_file() -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The file's content, checked. {} when there is none."""
+    """The file's content, checked; names are texts."""
     if not path.exists():
-        return {}
+        return {"contexts": {}}
     import yaml
 
     try:
         config = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise _broken(path, str(error)) from None
     if not isinstance(config, dict) or set(config) - {"current", "contexts"}:
         raise _broken(path, "it may hold `current` and `contexts` only")
@@ -184,9 +184,13 @@ def _load(path: Path) -> dict[str, Any]:
         if unknown:
             raise _broken(
                 path,
-                f"context {name!r}: {', '.join(sorted(unknown))} is not among {', '.join(CONTEXT_KEYS)}",
+                f"context {name!r}: {', '.join(sorted(map(str, unknown)))} is not among {', '.join(CONTEXT_KEYS)}",
             )
-    return {"current": config.get("current"), "contexts": contexts}
+        for key, value in context.items():
+            if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+                raise _broken(path, f"context {name!r}: {key} is {value!r}, which is no text")
+    named = {str(name): context for name, context in contexts.items()}
+    return {"current": str(config.get("current") or ""), "contexts": named}
 
 
 def _broken(path: Path, why: str) -> RlctlError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,12 @@ class DurationType(ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Seconds, above zero."""
+        seconds = 0.0
         if isinstance(value, int | float):
-            return float(value)
-        match = _DURATION.fullmatch(str(value).strip())
-        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-        if seconds <= 0:
+            seconds = float(value)
+        elif match := _DURATION.fullmatch(str(value).strip()):
+            seconds = float(match[1]) * _UNITS[match[2]]
+        if not 0 < seconds < math.inf:
             self.fail(f"{value!r} is not a time above zero; write 500ms, 30s, 2m or 1h", param, ctx)
         return seconds
 

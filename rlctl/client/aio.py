@@ -61,10 +61,10 @@ async def connect(address: str, *, token: str | None = None, timeout_s: float = 
     connection = Connection(address, token if token is not None else load_token())
     try:
         await connection.ready(timeout_s)
+        return AsyncFleet(connection)
     except BaseException:
         await connection.close()
         raise
-    return AsyncFleet(connection)
 
 
 class AsyncFleet(AsyncAdmin):

@@ -33,7 +33,7 @@ contexts:
 def config(tmp_path: Path) -> Callable[[str], None]:
     def write(content: str) -> None:
         config_file().parent.mkdir(parents=True, exist_ok=True)
-        config_file().write_text(content)
+        config_file().write_text(content, errors="surrogateescape")
 
     (tmp_path / "token").write_text("from-file\n")
     write(CONFIG.format(token_file=tmp_path / "token"))
@@ -112,6 +112,11 @@ def test_options_are_taken_after_the_subcommand_and_the_last_place_counts(monkey
         ("contexts: {lab: {endpiont: x}}", "context 'lab': endpiont is not among"),
         ("contexts: {lab: nothing}", "context 'lab': its content"),
         ("current: nowhere", "no context 'nowhere'; there are: none"),
+        ("current: [lab]\ncontexts: {lab: {}}", "no context \"['lab']\"; there are: lab"),
+        ("current: 7\ncontexts: {lab: {}, 7.5: {}}", "no context '7'; there are: 7.5, lab"),
+        ("contexts: {lab: {1: x}}", "context 'lab': 1 is not among"),
+        ("current: lab\ncontexts: {lab: {endpoint: [here]}}", "endpoint is ['here']"),
+        ("current: \udcff", "config.yaml: 'utf-8' codec can't decode"),
         ("current: lab\ncontexts: {lab: {output: xml}}", "output is 'xml': it must be one of table"),
     ],
 )
@@ -119,16 +124,25 @@ def test_a_broken_context_file_is_named_with_what_is_wrong(
     config: Callable[[str], None], content: str, complaint: str
 ) -> None:
     config(content)
+    settings = settings_of("show")
     with pytest.raises(InvalidRequest) as failure:
-        _ = settings_of("show").output
+        _ = (settings.output, settings.endpoint)
     assert complaint in str(failure.value)
     assert str(config_file()) in str(failure.value)
 
 
-def test_a_broken_timeout_in_the_context_is_refused(config: Callable[[str], None]) -> None:
-    config("current: lab\ncontexts: {lab: {timeout: soon}}")
-    with pytest.raises(InvalidRequest, match="timeout is 'soon'"):
+@pytest.mark.parametrize("given", ["soon", "-5", "0", ".nan", ".inf", "true", "[5]", "1.0e+400"])
+def test_a_broken_timeout_in_the_context_is_refused(config: Callable[[str], None], given: str) -> None:
+    config(f"current: lab\ncontexts: {{lab: {{timeout: {given}}}}}")
+    with pytest.raises(InvalidRequest, match="timeout is "):
         _ = settings_of("show").timeout_s
+
+
+@pytest.mark.parametrize("name", ["token", "token_file"])
+def test_a_token_in_the_context_is_a_text(config: Callable[[str], None], name: str) -> None:
+    config(f"current: lab\ncontexts: {{lab: {{{name}: [a]}}}}")
+    with pytest.raises(InvalidRequest, match=rf"{name} is \['a'\]"):
+        _ = settings_of("show").token
 
 
 @pytest.mark.usefixtures("config")

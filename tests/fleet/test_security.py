@@ -133,9 +133,11 @@ def test_where_the_token_comes_from(tmp_path: Path) -> None:
     assert load_token({"RLCTL_TOKEN": "x\n"}) == "x", "secrets of Kubernetes often end so"
     assert load_token({"RLCTL_TOKEN": "x", "RLCTL_TOKEN_FILE": str(file)}) == TOKEN
     assert load_token({"RLCTL_TOKEN_FILE": "/nowhere"}, file=str(file)) == TOKEN
-    empty = tmp_path / "empty"
-    empty.write_text("\n")
-    for bad in (str(tmp_path / "none"), str(empty)):
+    broken = {"none": None, "empty": b"\n", "no-text": b"\xff\xfe"}
+    for name, content in broken.items():
+        bad = str(tmp_path / name)
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
         with pytest.raises(RlctlError, match="token file"):
             load_token({"RLCTL_TOKEN": "x"}, file=bad)
 
