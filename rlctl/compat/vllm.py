@@ -6,19 +6,24 @@ own communicator is a PyNccl one, which no torch process group can share; the re
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.vllm_transfer import PACKED_BYTES, group_name
 from rlctl.weights.groups import WeightGroup, join
+from rlctl.weights.tensors import as_bytes
 
 TIMEOUT_S = 300.0
+
+SAYS_S = 1.0
+"""How soon after a broadcast was cut off the engines say why."""
 
 _stores: dict[int, TCPStore] = {}
 """By port, while the process lives: the engines' ranks meet there."""
@@ -74,7 +79,7 @@ def packed_nccl_broadcast_producer(
     pack: list[torch.Tensor] = []
     for item in iterator:
         tensor = post_iter_func(item) if post_iter_func is not None else item[1]
-        pack.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        pack.append(as_bytes(tensor))
         if sum(part.numel() for part in pack) > buffer_size_bytes:
             group.broadcast(torch.cat(pack))
             pack = []
@@ -174,28 +179,48 @@ class NCCLTrainerWeightTransferEngine:
 
     def send_weights(self) -> None:
         """One update: every rank goes through the weights, rank 0 sends them. Raises FIELD_CONFLICT where a pass does
-        not give what was announced, GROUP_FAILED, and what the client raises.
+        not give what was announced, GROUP_FAILED, and what the client raises, at once where the engines refuse.
         """
         announced = list(self._source.metadata())
         if not self.is_sender:
             for _ in self._source:
                 pass
             return
-        assert self.model_update_group is not None
+        group = self.model_update_group
+        assert group is not None
         update_info = {
             "names": [each.name for each in announced],
             "dtype_names": [str(each.dtype).removeprefix("torch.") for each in announced],
             "shapes": [list(each.shape) for each in announced],
         }
+        sent = threading.Event()
+
+        def take() -> None:
+            try:
+                self._client.update_weights(update_info)
+            except BaseException:
+                if not sent.is_set():
+                    group.interrupt()  # nobody takes part any more
+                raise
+
         self._client.start_weight_update()
         threads = ThreadPoolExecutor(1)
         try:
-            taken = threads.submit(self._client.update_weights, update_info)
+            taken = threads.submit(take)
             info = self._info
             arguments = NCCLTrainerSendWeightsArgs(
-                self.model_update_group, packed=info.packed, packed_buffer_size_bytes=info.packed_buffer_size_bytes
+                group, packed=info.packed, packed_buffer_size_bytes=info.packed_buffer_size_bytes
             )
-            NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
+            try:
+                NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
+            except RlctlError as error:
+                if error.reason is Reason.GROUP_FAILED:
+                    # Why the engines have left it says more than that they did.
+                    done, _ = wait([taken], SAYS_S)
+                    for each in done:
+                        each.result()
+                raise
+            sent.set()
             taken.result()
         finally:
             threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
