@@ -11,7 +11,7 @@ LONGEST_S = 315_576_000_000
 
 
 def duration(seconds: float) -> Duration:
-    """A duration of so many seconds. Raises DEADLINE_INVALID for infinity, NaN and what is longer than durations are."""
+    """A duration of so many seconds. Raises DEADLINE_INVALID for infinity, NaN and what no duration is as long as."""
     if not abs(seconds) <= LONGEST_S:
         raise Reason.DEADLINE_INVALID.error(f"{seconds:g} s is no time that can be told")
     whole = int(seconds)
