@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 
 ABORT_CALL_S = 25.0
@@ -259,8 +259,8 @@ async def _pump(
                 silent.pop(index, None)
                 events.put_nowait((index, told))
         events.put_nowait((index, None))
-    except RlctlError as error:
-        events.put_nowait((index, error))
+    except Exception as error:  # noqa: BLE001 - whoever reads would wait for ever
+        events.put_nowait((index, typed(error)))
     except asyncio.CancelledError:
         events.put_nowait((index, _CUT))
         raise

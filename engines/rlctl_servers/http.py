@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http_exceptions import LineTooLong
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
@@ -20,6 +21,7 @@ _JSON = {"Content-Type": "application/json"}
 _DATA = b"data:"
 _DONE = b"[DONE]"
 _LINE_BYTES = 1 << 26
+_SHOWN = 200
 _KEEPALIVE_S = 2.0
 """Less than the servers' own 5 s: a call must not meet a connection that is just being closed."""
 
@@ -97,8 +99,8 @@ class Http:
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """POST a body and yield the events of the answer. Closing it ends the connection, and with it the request.
 
-        Raises as :meth:`call` does, without a limit on the time; and ENGINE_FAILED with what the server answered
-        instead of events, its status in the metadata.
+        Raises as :meth:`call` does, without a limit on the time; ENGINE_FAILED with what the server answered instead of
+        events, its status in the metadata; and ANSWER_INVALID (UNKNOWN) for an event that is none.
         """
         try:
             async with await self._posted(path, _written(body)) as response:
@@ -111,7 +113,9 @@ class Http:
                     data = line[len(_DATA) :].strip()
                     if data == _DONE:
                         return
-                    yield orjson.loads(data)
+                    yield self._event(data)
+        except LineTooLong as error:
+            raise self._odd(f"an event of more than {_LINE_BYTES} bytes") from error
         except aiohttp.ClientError as error:
             raise self._broken(error) from error
         raise Reason.LINK_LOST.error(
@@ -162,6 +166,15 @@ class Http:
     def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
         key = key or self._keys[admin]
         return {**_JSON, "Authorization": f"Bearer {key}"} if key else _JSON
+
+    def _event(self, data: bytes) -> dict[str, Any]:
+        told = _parse(data)
+        if not isinstance(told, dict):
+            raise self._odd(repr(told)[:_SHOWN])
+        return told
+
+    def _odd(self, what: str) -> RlctlError:
+        return Reason.ANSWER_INVALID.error(f"{self.product} sent {what} for an event", outcome=OUTCOME_UNKNOWN)
 
     def _broken(self, error: aiohttp.ClientError) -> RlctlError:
         if isinstance(error, aiohttp.ClientConnectorError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl_servers.requests import refuse_prompt
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, typed
 from rlctl.sglang_api.asking import Asked, Asking
 from rlctl_vllm.generation import LONGEST_S, refused, tokenize
 from rlctl_vllm.requests import bodies
@@ -90,8 +90,8 @@ class Requests:
 
             try:
                 await self._run(*made[index], tell)
-            except RlctlError as error:
-                changed.put_nowait(error)
+            except Exception as error:  # noqa: BLE001 - whoever reads would wait for ever
+                changed.put_nowait(typed(error))
             else:
                 ended.add(index)
                 waiting.discard(index)

@@ -150,3 +150,21 @@ async def test_what_a_stopped_server_has_said_nothing_of_is_left_before_it_goes_
     assert server.closed == []
     server.ended += [each for one in requests._running.values() for each in one.engine_rids]
     assert len(await asyncio.wait_for(running, 5)) > 1
+
+
+async def test_a_sample_that_fails_unforeseen_ends_its_request() -> None:
+    class Broken(Server):
+        async def begin(self, request: GenerateRequest, engine_rids: Sequence[str]) -> Sequence[Stream]:
+            streams = await super().begin(request, engine_rids)
+            for each in streams:
+                each.events = self._events  # type: ignore[method-assign]
+            return streams
+
+        async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+            yield {}
+            raise KeyError("meta_info")
+
+    requests = Requests(Broken())
+    with pytest.raises(RlctlError, match="meta_info"):
+        await asyncio.wait_for(generated(requests, asyncio.Event()), 5)
+    assert requests.active == 0

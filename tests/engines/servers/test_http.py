@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import pytest
+from aiohttp import web
+from rlctl_servers import http as http_
 from rlctl_servers.http import Http
+
+from rlctl.errors import Reason, RlctlError
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+
+
+@asynccontextmanager
+async def answering(app: web.Application) -> AsyncIterator[Http]:
+    """Calls to an application."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    http = Http("vLLM", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        yield http
+    finally:
+        await http.close()
+        await runner.cleanup()
 
 
 async def test_a_call_after_one_that_failed_does_not_meet_its_connection() -> None:
@@ -32,3 +54,20 @@ async def test_a_call_after_one_that_failed_does_not_meet_its_connection() -> No
         await http.close()
         server.close()
         await asyncio.gather(*serving)
+
+
+@pytest.mark.parametrize("event", [b"data: {half\n\n", b"data: [1]\n\n", b"data: " + b"1" * 9000 + b"\n\n"])
+async def test_an_event_that_is_none_is_a_failure_of_the_server(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_, "_LINE_BYTES", 1024)
+
+    async def generate(request: web.Request) -> web.Response:
+        return web.Response(body=b'data: {"good": 1}\n\n' + event, content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    async with answering(app) as http:
+        events = http.stream("/generate", {})
+        assert await anext(events) == {"good": 1}
+        with pytest.raises(RlctlError) as failed:
+            await anext(events)
+        assert (failed.value.reason, failed.value.outcome) == (Reason.ANSWER_INVALID, OUTCOME_UNKNOWN)

@@ -49,6 +49,7 @@ class Plain:
         models = {"data": [{"id": "m", "root": "/nowhere", "max_model_len": 100}]}
         self.app.router.add_get("/v1/models", self._told(models))
         self.app.router.add_get("/version", self._told({"version": "0"}))
+        self.answer: Any = self._say_a_token
         self.app.router.add_post("/v1/completions", self._complete)
 
     def _told(self, value: Any) -> Any:
@@ -58,6 +59,9 @@ class Plain:
         return tell
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self.answer(request)  # type: ignore[no-any-return]
+
+    async def _say_a_token(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
         if len(self.asked) == 2:
             self.second.set()
@@ -133,6 +137,27 @@ async def test_without_admin_calls_an_abort_closes_connections_and_keeps_what_ca
         for path in ("/pause_generation", "/flush_cache"):
             async with session.post(sidecar.url + path, json={}) as response:
                 assert (response.status, (await response.json())["error"]["reason"]) == (501, "UNSUPPORTED")
+        await sidecar.stop()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_answer_that_lacks_what_belongs_in_it_ends_a_stream(
+    session: aiohttp.ClientSession, *, begun: bool
+) -> None:
+    plain = Plain()
+    told: list[Any] = [{"choices": [{"index": 0, "text": "t", "token_ids": [7], "finish_reason": None}]}] * begun
+
+    async def complete(request: web.Request) -> web.Response:
+        events = b"".join(b"data: " + orjson.dumps(each) + b"\n\n" for each in [*told, {"choices": None}])
+        return web.Response(body=events, content_type="text/event-stream")
+
+    plain.answer = complete
+    async with Serving(plain.app) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url))
+        async with asyncio.timeout(5):
+            body = {"input_ids": [5], "stream": True}
+            async with session.post(f"{sidecar.url}/generate", json=body) as response:
+                assert '"error"' in await response.text()
         await sidecar.stop()
 
 
