@@ -88,11 +88,11 @@ class Http:
         limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
         headers = self._headers(admin=admin, key=key)
         try:
-            async with self._session(once=method != "GET").request(
-                method, self.url + path, data=_written(body), headers=headers, timeout=limit
+            reads = method == "GET"
+            async with self._session(once=not reads).request(
+                method, self.url + path, data=_written(body), headers=headers, timeout=limit, allow_redirects=reads
             ) as response:
-                data = await response.read()
-                return Answer(response.status, _parse(data))
+                return await _answer(response)
         except aiohttp.ClientError as error:
             raise self._broken(error) from error
 
@@ -105,7 +105,7 @@ class Http:
         try:
             async with await self._posted(path, _written(body)) as response:
                 if response.status != 200:
-                    answer = Answer(response.status, _parse(await response.read()))
+                    answer = await _answer(response)
                     raise Reason.ENGINE_FAILED.error(answer.message, metadata={"status": str(answer.status)})
                 async for line in response.content:
                     if not line.startswith(_DATA):
@@ -127,14 +127,14 @@ class Http:
         the connection that was to be used again, and this process not have seen it yet.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        headers = self._headers(admin=False)
+        how: dict[str, Any] = {"headers": self._headers(admin=False), "timeout": limit, "allow_redirects": False}
         try:
-            return await self._session().post(self.url + path, data=data, headers=headers, timeout=limit)
+            return await self._session().post(self.url + path, data=data, **how)
         except aiohttp.ClientOSError as error:
             if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
                 raise
             await asyncio.sleep(0)  # the loop sees those that were closed
-            return await self._session().post(self.url + path, data=data, headers=headers, timeout=limit)
+            return await self._session().post(self.url + path, data=data, **how)
 
     async def close(self) -> None:
         """Give the connections back, those of other loops too."""
@@ -187,6 +187,13 @@ class Http:
 
 def _written(body: dict[str, Any] | None) -> bytes | None:
     return None if body is None else orjson.dumps(body)
+
+
+async def _answer(response: aiohttp.ClientResponse) -> Answer:
+    """One that leads elsewhere is a refusal: what is there has not been told what was asked here."""
+    if 300 <= response.status < 400:
+        return Answer(response.status, f"HTTP {response.status}: it leads to {response.headers.get('Location', '')}")
+    return Answer(response.status, _parse(await response.read()))
 
 
 def _parse(data: bytes) -> Any:

@@ -71,3 +71,28 @@ async def test_an_event_that_is_none_is_a_failure_of_the_server(event: bytes, mo
         with pytest.raises(RlctlError) as failed:
             await anext(events)
         assert (failed.value.reason, failed.value.outcome) == (Reason.ANSWER_INVALID, OUTCOME_UNKNOWN)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+async def test_what_leads_elsewhere_has_done_nothing(status: int) -> None:
+    """A proxy that asks to log in first, say: its page is no answer of the server's."""
+    asked = []
+
+    async def lead(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers={"Location": "/login"})
+
+    async def page(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        return web.Response(text="log in")
+
+    app = web.Application()
+    app.router.add_post("/pause", lead)
+    app.router.add_post("/generate", lead)
+    app.router.add_route("*", "/login", page)
+    async with answering(app) as http:
+        answer = await http.call("/pause", {}, timeout_s=5.0)
+        assert (answer.ok, answer.message) == (False, f"HTTP {status}: it leads to /login")
+        with pytest.raises(RlctlError, match="it leads to /login") as failed:
+            await anext(http.stream("/generate", {}))
+        assert failed.value.metadata["status"] == str(status)
+    assert asked == []
