@@ -177,7 +177,7 @@ class Http:
         return Reason.ANSWER_INVALID.error(f"{self.product} sent {what} for an event", outcome=OUTCOME_UNKNOWN)
 
     def _broken(self, error: aiohttp.ClientError) -> RlctlError:
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")
         return Reason.LINK_LOST.error(
             f"the connection to {self.product} at {self.url} broke: {error or type(error).__name__}",

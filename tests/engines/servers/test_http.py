@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -12,10 +13,10 @@ from rlctl_servers import http as http_
 from rlctl_servers.http import Http
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def answering(app: web.Application) -> AsyncIterator[Http]:
     """Calls to an application."""
     runner = web.AppRunner(app)
@@ -96,3 +97,18 @@ async def test_what_leads_elsewhere_has_done_nothing(status: int) -> None:
             await anext(http.stream("/generate", {}))
         assert failed.value.metadata["status"] == str(status)
     assert asked == []
+
+
+async def test_a_host_that_takes_no_connection_was_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(2):  # nobody accepts: what comes past these is not even refused
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        http = Http("vLLM", f"http://127.0.0.1:{full.getsockname()[1]}")
+        for asking in (http.call("/pause", {}, timeout_s=5.0), anext(http.stream("/generate", {}))):
+            with pytest.raises(RlctlError) as failed:
+                await asking
+            assert (failed.value.reason, failed.value.outcome) == (Reason.UNREACHABLE, OUTCOME_REJECTED)
+        await http.close()
