@@ -21,6 +21,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,
     OUTCOME_APPLIED,
+    OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
     TRANSPORT_DISK,
@@ -363,10 +364,17 @@ class Adapters(abc.ABC):
             await asyncio.sleep(LOOK_S)
 
     async def _forget(self, held: Held) -> None:
-        """Of what no new request gets: end those that have it, and unload it once the server can."""
+        """Of what no new request gets any more: end those that have it, and unload it once the server can.
+
+        Raises as :meth:`Requests.abort`, at least DIRTY: what new requests get has changed.
+        """
         self._left.append(held.name)
         if self._table.users(held.name):
-            await self._requests.abort(self._requests.using(held.info.name), all_of_them=False)
+            try:
+                await self._requests.abort(self._requests.using(held.info.name), all_of_them=False)
+            except RlctlError as error:
+                error.outcome = max(error.outcome, OUTCOME_DIRTY)
+                raise
         await self._sweep()
 
     def _drop_staged(self) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from rlctl_servers.adapters import LAYERS
-from rlctl_servers.lora_table import Held, LoraTable
-from rlctl_sglang.adapters import _refuse_parts, limits_of
+from typing import Any
 
+import pytest
+from rlctl_servers.adapters import LAYERS, OpenAdapter
+from rlctl_servers.lora_table import Held, LoraTable
+from rlctl_sglang.adapters import Adapters, _refuse_parts, limits_of
+from rlctl_sglang.state import State
+
+from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.verbs_pb2 import Adapter
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY
+from rlctl.v1.verbs_pb2 import Adapter, UnloadAdapterRequest
 
 
 def held(table: LoraTable, name: str, version: str) -> Held:
@@ -40,6 +45,32 @@ def test_a_sample_keeps_what_it_began_with() -> None:
     assert unknown.value.reason is Reason.ADAPTER_NOT_FOUND
     with table.using("") as none:
         assert none is None
+
+
+class Deaf:
+    """Requests at a server that has no ear for what ends them."""
+
+    def using(self, adapter: str) -> list[str]:
+        return []
+
+    async def abort(self, rids: list[str], *, all_of_them: bool) -> None:
+        raise Reason.UNREACHABLE.error("nobody is there")
+
+
+async def test_what_has_taken_the_place_of_an_adapter_was_not_refused() -> None:
+    """Also when the requests of the one before cannot be ended: it is what new requests get."""
+    table, deaf = LoraTable(), Deaf()
+    silent: Any = deaf
+    adapters = Adapters(silent, State(), silent, silent, table, {})
+    one, two = held(table, "math", "1"), held(table, "math", "2")
+    table.put(one)
+    adapters._update = OpenAdapter("u", two.info, staged=two)
+    with table.using("math"), pytest.raises(RlctlError) as failed:
+        await adapters.commit(Call("c", 0.0, update_id="u"))
+    assert (table.by_name["math"], failed.value.outcome) == (two, OUTCOME_DIRTY)
+    with table.using("math"), pytest.raises(RlctlError) as failed:
+        await adapters.drop(UnloadAdapterRequest(name="math"), Call("c", 0.0))
+    assert (table.by_name, failed.value.outcome) == ({}, OUTCOME_DIRTY)
 
 
 @pytest.mark.parametrize(
