@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from rlctl.checks import check
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
+from rlctl.sglang_api.asking import assign
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.verbs import of_request
 from rlctl_vllm.engine import VLLMEngine
@@ -137,16 +138,13 @@ class Admin:
         backend: str = "nccl",
     ) -> Any:
         """Join a group."""
-        await self._tell(
-            verbs_pb2.InitWeightsUpdateGroupRequest(
-                master_address=master_address,
-                master_port=master_port,
-                rank_offset=rank_offset,
-                world_size=world_size,
-                group_name=group_name,
-                backend=backend,
-            )
+        request = verbs_pb2.InitWeightsUpdateGroupRequest(
+            master_address=master_address, group_name=group_name, backend=backend
         )
+        numbers = {"master_port": master_port, "rank_offset": rank_offset, "world_size": world_size}
+        for name, number in numbers.items():
+            assign(request, name, number, name)
+        await self._tell(request)
         return _done("The group stands.")
 
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Any:
@@ -171,16 +169,17 @@ class Admin:
             raise Reason.FIELD_INVALID.error("it must be null or flattened_bucket", field="load_format")
         if not names or not len(names) == len(dtypes) == len(shapes):
             raise Reason.LENGTH_MISMATCH.error("names, dtypes and shapes must be as many, and not none", field="names")
+        bucket = verbs_pb2.TensorBucket(
+            names=names,
+            dtypes=[f"torch.{name.removeprefix('torch.')}" for name in dtypes],
+            format=_FORMATS[load_format],
+        )
+        for index, shape in enumerate(shapes):
+            assign(bucket.shapes.add(), "dims", shape, f"shapes[{index}]")
         alone = not self._update and not self._paused
         if not self._update:
             await self._begin(abort_all_requests)
-        bucket = verbs_pb2.TensorBucket(
-            sequence=self._buckets,
-            names=names,
-            dtypes=[f"torch.{name.removeprefix('torch.')}" for name in dtypes],
-            shapes=[verbs_pb2.Shape(dims=shape) for shape in shapes],
-            format=_FORMATS[load_format],
-        )
+        bucket.sequence = self._buckets
         await self._write(verbs_pb2.UpdateWeightsFromDistributedRequest(group_name=group_name, buckets=[bucket]))
         self._buckets += 1
         if alone:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rlctl_vllm.requests import Limits, bodies
+from rlctl_vllm.sidecar.admin import Admin
 from rlctl_vllm.sidecar.asking import read
 from rlctl_vllm.sidecar.telling import Sample, completion, wire_version
 
@@ -118,3 +120,39 @@ def test_both_routes_log_probabilities_become_the_same() -> None:
 )
 def test_versions_are_numbers_where_they_can_be(label: str, driven: bool, version: int | str) -> None:
     assert wire_version(label, driven=driven) == version
+
+
+class Engine:
+    """The plug-in, as far as it is told to do something."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __getattr__(self, verb: str) -> Any:
+        async def tell(request: Any, call: Any) -> None:
+            self.told.append(verb)
+
+        return tell
+
+
+BUCKET = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
+GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "field"),
+    [
+        ("update_weights_from_distributed", {**BUCKET, "shapes": [[-1]]}, "shapes[0]"),
+        ("update_weights_from_distributed", {**BUCKET, "shapes": [[1 << 64]]}, "shapes[0]"),
+        ("init_weights_update_group", {**GROUP, "master_port": -1}, "master_port"),
+        ("init_weights_update_group", {**GROUP, "world_size": 1 << 40}, "world_size"),
+    ],
+)
+async def test_a_number_that_is_none_of_its_kind_is_refused_before_anything_is_paused(
+    verb: str, body: dict[str, Any], field: str
+) -> None:
+    engine: Any = Engine()
+    requests: Any = SimpleNamespace(active=0)
+    with pytest.raises(RlctlError) as refused:
+        await Admin(engine, requests).carry_out(verb, body)
+    assert (refused.value.reason, refused.value.field, engine.told) == (Reason.FIELD_INVALID, field, [])
