@@ -278,6 +278,8 @@ class Updates:
             answer = await self._control.tell("/update_weights_from_distributed", body, call=call)
         except RlctlError as error:
             update.dirty |= error.outcome == OUTCOME_UNKNOWN
+            if update.dirty:  # by a bucket before this one
+                error.outcome = max(error.outcome, OUTCOME_DIRTY)
             raise
         update.loading_s += time.perf_counter() - started
         if not answer.ok:

@@ -16,16 +16,17 @@ from rlctl_sglang.updates import Updates
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, Outcome
 
 CALL = Call("c", 0.0, update_id="u")
 
 
 class Server:
-    """SGLang as far as its label and its session go; ``receives``: broadcasts arrive."""
+    """SGLang as far as its label and its session go; ``receives``: broadcasts arrive; ``reached``: for so many more."""
 
     def __init__(self) -> None:
         self.label, self.session, self.receives = "at its start", False, True
+        self.reached = 1 << 10
         self.told: list[str] = []
 
     async def tell(self, path: str, body: dict[str, Any], **_: Any) -> Answer:
@@ -39,6 +40,9 @@ class Server:
             case "/end_weight_update":
                 ok, self.session = self.session, False
             case "/update_weights_from_distributed":
+                if not self.reached:
+                    raise Reason.UNREACHABLE.error("it takes no connection")
+                self.reached -= 1
                 ok = self.receives
         return Answer(200 if ok else 400, {"success": ok, "message": "" if ok else "Failed to receive weights: ..."})
 
@@ -61,18 +65,31 @@ def updates(server: Server, tiny: tuple[Any, Path]) -> Updates:
     return Updates(control, State(), checkpoints, Facts({}, {}), lambda: "at its start")
 
 
-async def write(updates: Updates, server: Server, *, receives: bool = True) -> None:
-    """One tensor over a group that stands."""
+async def write(updates: Updates, server: Server, *, receives: bool = True, buckets: int = 1) -> None:
+    """One tensor over a group that stands, in each bucket."""
     server.receives = receives
     updates._state.groups["g"] = 2
     bucket = v.TensorBucket(names=["model.norm.weight"], dtypes=["torch.float32"], shapes=[v.Shape(dims=[128])])
-    await updates.from_distributed(v.UpdateWeightsFromDistributedRequest(group_name="g", buckets=[bucket]), CALL)
+    await updates.from_distributed(
+        v.UpdateWeightsFromDistributedRequest(group_name="g", buckets=[bucket] * buckets), CALL
+    )
 
 
 async def fail_to_write(updates: Updates, server: Server) -> None:
     with pytest.raises(RlctlError) as failed:
         await write(updates, server, receives=False)
     assert failed.value.outcome == OUTCOME_REJECTED, "nothing was written"
+
+
+@pytest.mark.parametrize(("reached", "outcome"), [(0, OUTCOME_REJECTED), (1, OUTCOME_DIRTY)])
+async def test_a_server_that_cannot_be_reached_any_more_holds_what_it_was_sent(
+    updates: Updates, server: Server, reached: int, outcome: Outcome.ValueType
+) -> None:
+    updates.prepare(v.PrepareUpdateRequest(), CALL)
+    server.reached = reached
+    with pytest.raises(RlctlError) as failed:
+        await write(updates, server, buckets=2)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.UNREACHABLE, outcome)
 
 
 async def test_an_update_that_wrote_nothing_leaves_the_label_also_after_a_further_attempt(
