@@ -41,10 +41,12 @@ class Control:
     async def tell(self, path: str, body: dict[str, Any], *, call: Call, admin: bool = True) -> Answer:
         """Let the server do something; the answer may be a refusal. ``admin``: which key it is told with.
 
+        What is told after the call's deadline, to clean up, has its time too.
+
         Raises ENGINE_WEDGED (UNKNOWN) when it does not answer, long past the call's deadline; UNREACHABLE, LINK_LOST.
         """
         try:
-            return await self.http.call(path, body, timeout_s=_remaining(call) + WEDGED_S, admin=admin)
+            return await self.http.call(path, body, timeout_s=max(_remaining(call), 0.0) + WEDGED_S, admin=admin)
         except TimeoutError:
             raise self.wedged(path) from None
 
@@ -84,6 +86,14 @@ def touched(error: RlctlError) -> RlctlError:
     if error.outcome == OUTCOME_REJECTED and error.reason is not Reason.UNREACHABLE:
         error.outcome = OUTCOME_DIRTY
     return error
+
+
+def time_left(call: Call, what: str) -> float:
+    """Seconds until the call's deadline. Raises DEADLINE_EXCEEDED: it is too late to begin with something."""
+    remaining = _remaining(call)
+    if remaining <= 0:
+        raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {what}")
+    return remaining
 
 
 def _remaining(call: Call) -> float:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NoReturn
 
 from rlctl_servers import options as options_
 from rlctl_servers import server
-from rlctl_servers.control import Control, touched
+from rlctl_servers.control import Control, time_left, touched
 from rlctl_servers.http import Answer, Http
 from rlctl_servers.opened import opened
 from rlctl_servers.telling import check_tags, server_info, without_code, without_levels
@@ -406,6 +406,7 @@ class DiffusionEngine(Engine):
                 "expected",
                 field="expected_digest",
             )
+        time_left(call, "a load")  # reading may take as long as there was
         options = request.options
         body = {
             "model_path": os.path.dirname(sums[names[0]].files.path),

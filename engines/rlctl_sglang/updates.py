@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from rlctl_servers.checkpoints import Checkpoints, digest_of
-from rlctl_servers.control import Control, touched
+from rlctl_servers.control import Control, time_left, touched
 from rlctl_servers.marking import Marking
 from rlctl_servers.opened import opened
 
@@ -303,6 +303,7 @@ class Updates:
                     f"{request.model_path} has digest {found}, {request.expected_digest} was expected",
                     field="expected_digest",
                 )
+        time_left(call, "a load")  # reading may take as long as there was
         if self._state.session:
             await self._end(call)  # a load from disk packs and unpacks by itself
         await self._mark(call)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 from rlctl_servers.checkpoints import Checkpoints, digest_of
-from rlctl_servers.control import Control, touched
+from rlctl_servers.control import Control, time_left, touched
 from rlctl_servers.marking import Marking
 from rlctl_servers.opened import opened
 
@@ -234,6 +234,7 @@ class Updates:
                     f"{request.model_path} has digest {found}, {request.expected_digest} was expected",
                     field="expected_digest",
                 )
+        time_left(call, "a load")  # reading may take as long as there was
         await self._marking.mark(call)
         started = time.perf_counter()
         try:

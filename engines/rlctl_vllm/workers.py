@@ -6,7 +6,6 @@ answers to the next call, from then on. So every answer must name the call that 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import secrets
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
-from rlctl_servers.control import Control
+from rlctl_servers.control import Control, time_left
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError, from_detail
@@ -77,9 +76,7 @@ class Workers:
         return [reply.FromString(base64.b64decode(answer["answer"])) for answer in good]
 
     async def _call(self, verb: str, request: bytes, call: Call) -> list[dict[str, Any]]:
-        remaining = call.deadline - asyncio.get_running_loop().time()
-        if remaining <= 0:
-            raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {verb}")
+        remaining = time_left(call, verb)
         arguments = {
             "number": secrets.token_hex(8),
             "verb": verb,

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 from rlctl_servers import http as http_
+from rlctl_servers.control import Control
 from rlctl_servers.http import Http
 
+from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 
@@ -112,3 +114,19 @@ async def test_a_host_that_takes_no_connection_was_told_nothing(monkeypatch: pyt
                 await asking
             assert (failed.value.reason, failed.value.outcome) == (Reason.UNREACHABLE, OUTCOME_REJECTED)
         await http.close()
+
+
+async def test_a_server_that_is_told_something_late_is_not_stuck() -> None:
+    """What is cleaned up when the time is up is told a server that is well."""
+
+    async def late(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)
+        return web.json_response({"success": True})
+
+    app = web.Application()
+    app.router.add_post("/continue_generation", late)
+    async with answering(app) as http:
+        given_up: list[RlctlError] = []
+        call = Call("c", asyncio.get_running_loop().time() - 60.0)
+        assert (await Control(http, given_up.append).tell("/continue_generation", {}, call=call)).ok
+        assert given_up == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED, Outcome
 
-CALL = Call("c", 0.0, update_id="u")
+CALL = Call("c", math.inf, update_id="u")
 
 
 class Server:
@@ -138,3 +139,14 @@ async def test_what_a_stage_server_that_ended_left_open_is_closed_before_a_load_
     await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), CALL)
     assert not server.session
     assert server.told.index("/end_weight_update") < server.told.index("/update_weights_from_disk")
+
+
+async def test_a_checkpoint_that_took_all_of_the_time_to_read_is_not_loaded(
+    updates: Updates, server: Server, tiny: tuple[Any, Path]
+) -> None:
+    updates.prepare(v.PrepareUpdateRequest(), CALL)
+    late = Call("c", 0.0, update_id="u")
+    with pytest.raises(RlctlError) as failed:
+        await updates.from_disk(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), late)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_REJECTED)
+    assert server.told == []
