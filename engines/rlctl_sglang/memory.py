@@ -70,8 +70,16 @@ async def release(
             raise Reason.MEMORY_NOT_RELEASABLE.error(
                 f"requests hold KV entries; pause with retract or abort first ({error.message})"
             ) from error
-        await control.must("/release_memory_occupation", {"tags": names}, call=call)
-        state.released |= {tag for tag, name in TAGS.items() if name in names}
+        wanted = {tag for tag, name in TAGS.items() if name in names}
+        try:
+            await control.must("/release_memory_occupation", {"tags": names}, call=call)
+        except RlctlError as error:
+            if error.outcome == OUTCOME_UNKNOWN:
+                state.released |= wanted  # nothing goes on before they were taken again
+            else:
+                await let_go(control, state, call)
+            raise
+        state.released |= wanted
     return MemoryReport(released=sorted(state.released))
 
 

@@ -8,7 +8,7 @@ from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MemoryTag
+from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, OUTCOME_UNKNOWN, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_vllm.state import MODES, TAGS, State
 from rlctl_vllm.updates import hold, let_go
@@ -36,7 +36,9 @@ async def release(
                 )
             path = "/release_kv_cache_memory" if wanted == {MEMORY_TAG_KV_CACHE} else "/sleep?level=1&mode=keep"
             await control.must(path, {}, call=call, reason=Reason.MEMORY_NOT_RELEASABLE)
-        except RlctlError:
+        except RlctlError as error:
+            if error.outcome == OUTCOME_UNKNOWN:
+                state.released |= wanted  # nothing goes on before they were taken again
             await let_go(control, state, call)
             raise
         state.released |= wanted

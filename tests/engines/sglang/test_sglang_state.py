@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
+from rlctl_servers.http import Answer
+from rlctl_sglang import memory
 from rlctl_sglang.state import State
 
+from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_CUDA_GRAPH,
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
+    OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
+    OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
+    Outcome,
 )
 
 KNOWN = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
@@ -94,3 +103,37 @@ def test_a_group_is_joined_once_under_its_name() -> None:
     with pytest.raises(RlctlError) as refused:
         state.refuse_without({"a", "b"})
     assert refused.value.reason is Reason.GROUP_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told_after", "released"),
+    [
+        (OUTCOME_REJECTED, ["/continue_generation"], set()),
+        (OUTCOME_UNKNOWN, [], {MEMORY_TAG_KV_CACHE}),
+    ],
+)
+async def test_a_release_that_failed_holds_nothing_back_unless_it_may_have_been_done(
+    outcome: Outcome.ValueType, told_after: list[str], released: set[Any]
+) -> None:
+    """What may be released is taken again before anything goes on; what is not goes on at once."""
+    told: list[str] = []
+
+    class Server:
+        async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
+            told.append(path)
+            return Answer(200, "")
+
+        async def must(self, path: str, body: dict[str, Any], *, call: Call) -> None:
+            told.append(path)
+            if path == "/release_memory_occupation":
+                raise Reason.LINK_LOST.error("it broke", outcome=outcome)
+
+    server: Any = Server()
+    state, call = State(), Call("c", math.inf)
+    with pytest.raises(RlctlError):
+        await memory.release(server, state, [MEMORY_TAG_KV_CACHE], KNOWN, call, active=0)
+    assert told[told.index("/release_memory_occupation") + 1 :] == told_after
+    assert (state.released, state.stopped) == (released, bool(released))
+    if released:
+        await memory.resume(server, state, [], KNOWN, call)
+        assert told[-2:] == ["/resume_memory_occupation", "/continue_generation"]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
+from rlctl_vllm import memory
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.facts import loads
 from rlctl_vllm.options import parse_options
 from rlctl_vllm.state import EVERYTHING, MODES, State
 
-from rlctl.engine import brings_ranks, engine_class
+from rlctl.engine import Call, brings_ranks, engine_class
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
+    OUTCOME_REJECTED,
+    OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_UNSPECIFIED,
+    Outcome,
 )
 
 
@@ -93,3 +100,27 @@ def test_loads_are_summed_over_engines() -> None:
     )
     told = loads(text)
     assert (told.running, told.waiting, told.generated_tokens) == (3, 4, 70)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "goes_on"),
+    [(OUTCOME_REJECTED, True), (OUTCOME_UNKNOWN, False)],
+)
+async def test_what_may_be_asleep_does_not_go_on(outcome: Outcome.ValueType, *, goes_on: bool) -> None:
+    told: list[str] = []
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
+            told.append(path)
+            if path.startswith("/sleep"):
+                raise Reason.LINK_LOST.error("it broke", outcome=outcome)
+
+    server: Any = Server()
+    state, call = State(), Call("c", math.inf)
+    with pytest.raises(RlctlError):
+        await memory.release(server, state, [], EVERYTHING, 0, call)
+    assert (told[-1] == "/resume", state.stopped) == (goes_on, not goes_on)
+    if not goes_on:
+        await memory.resume(server, state, [], EVERYTHING, call)
+        assert told[-1].startswith("/wake_up")
+        assert not state.stopped
