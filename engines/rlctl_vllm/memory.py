@@ -65,4 +65,6 @@ async def resume(
             state.held = False
             if state.paused:
                 await control.must(f"/pause?{MODES[state.paused]}", {}, call=call)
+    else:
+        await let_go(control, state, call)
     return MemoryReport(released=sorted(state.released))

@@ -197,7 +197,7 @@ class Updates:
             await self._close(call)
             await self._marking.aborted(call, dirty=self._update.dirty)
             self._update = None
-            await let_go(self._control, self._state, call)
+        await let_go(self._control, self._state, call)
 
     async def _take(self, verb: str, request: Message, call: Call) -> list[RankResult]:
         update = opened(self._update, call)
@@ -266,8 +266,12 @@ class Updates:
 async def hold(control: Control, state: State, call: Call) -> None:
     """Pause, unless it is paused already: new requests wait, whoever sends them."""
     if not state.stopped:
-        await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call)
         state.held = True
+        try:
+            await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call)
+        except RlctlError as error:
+            state.held = error.outcome == OUTCOME_UNKNOWN
+            raise
 
 
 async def let_go(control: Control, state: State, call: Call) -> None:

@@ -11,6 +11,7 @@ from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.facts import loads
 from rlctl_vllm.options import parse_options
 from rlctl_vllm.state import EVERYTHING, MODES, State
+from rlctl_vllm.updates import Updates
 
 from rlctl.engine import Call, brings_ranks, engine_class
 from rlctl.errors import Reason, RlctlError
@@ -24,6 +25,7 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_UNSPECIFIED,
     Outcome,
 )
+from rlctl.v1.verbs_pb2 import PrepareUpdateRequest
 
 
 def test_it_is_installed_and_brings_its_ranks() -> None:
@@ -124,3 +126,33 @@ async def test_what_may_be_asleep_does_not_go_on(outcome: Outcome.ValueType, *, 
         await memory.resume(server, state, [], EVERYTHING, call)
         assert told[-1].startswith("/wake_up")
         assert not state.stopped
+
+
+@pytest.mark.parametrize("verb", ["abort", "resume"])
+async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_back(verb: str) -> None:
+    """Whoever has not paused anything does not continue it."""
+    told: list[str] = []
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
+            told.append(path)
+            if path.startswith("/pause"):
+                raise Reason.LINK_LOST.error("it broke", outcome=OUTCOME_UNKNOWN)
+
+    server: Any = Server()
+    nothing: Any = None
+    state, call = State(), Call("c", math.inf, update_id="u")
+    updates = Updates(server, state, nothing, None, ())
+    begin, undo = {
+        "abort": (lambda: updates.prepare(PrepareUpdateRequest(), call), lambda: updates.abort(call)),
+        "resume": (
+            lambda: memory.release(server, state, [], EVERYTHING, 0, call),
+            lambda: memory.resume(server, state, [], EVERYTHING, call),
+        ),
+    }[verb]
+    with pytest.raises(RlctlError):
+        await begin()
+    assert state.stopped
+    await undo()
+    assert told[-1] == "/resume"
+    assert not state.stopped
