@@ -188,7 +188,10 @@ def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | N
 
 
 def _label(version: str) -> str:
-    return quote(version, safe=" ")
+    try:
+        return quote(version, safe=" ")
+    except (TypeError, UnicodeEncodeError) as error:  # nor could any message hold it
+        raise Reason.FIELD_INVALID.error(f"no version can be called {version!r:.60}", field="version") from error
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:

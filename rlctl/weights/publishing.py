@@ -246,6 +246,9 @@ def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
         known = known or read_manifest(place)
     if known is None or (known.digest, known.base) != (manifest.digest, manifest.base):
         raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
+    for name in sorted((known.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut otherwise
+        if known.files.get(name) != manifest.files.get(name):
+            raise Reason.FIELD_INVALID.error(f"{place} is published already, with another {name}", field="files_from")
     return Published(place, known)
 
 

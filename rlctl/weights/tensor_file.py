@@ -170,7 +170,7 @@ class TensorFile:
 def header_of(metas: list[TensorMeta], metadata: Mapping[str, str] | None = None) -> bytes:
     """The bytes before the tensors' of a file that holds these, in this order.
 
-    Raises FIELD_INVALID for a dtype that the format does not have.
+    Raises FIELD_INVALID for a dtype or a name that the format does not have.
     """
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
@@ -178,6 +178,8 @@ def header_of(metas: list[TensorMeta], metadata: Mapping[str, str] | None = None
         code = _CODES.get(str(meta.dtype).removeprefix("torch."))
         if code is None:
             raise Reason.FIELD_INVALID.error(f"{meta.name}: safetensors files hold no {meta.dtype}")
+        if meta.name == METADATA:
+            raise Reason.FIELD_INVALID.error(f"safetensors files hold no tensor of the name {METADATA}")
         entries[meta.name] = {"dtype": code, "shape": meta.shape, "data_offsets": [end, end + meta.nbytes]}
         end += meta.nbytes
     header = json.dumps(entries, separators=(",", ":")).encode()

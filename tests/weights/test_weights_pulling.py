@@ -26,7 +26,7 @@ from weights_helpers import Background, digest_of
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import PullWeightsRequest
 from rlctl.weights import publishing, storage
-from rlctl.weights.checkpoint import open_checkpoint
+from rlctl.weights.checkpoint import CONFIG, open_checkpoint
 from rlctl.weights.manifest import MANIFEST, read_manifest
 from rlctl.weights.publishing import BaseVersion, publish_delta, publish_full, published
 from rlctl.weights.pulling import Pulled, pull, pull_within
@@ -261,8 +261,8 @@ def test_labels_are_any_text_and_the_latest_of_a_label_counts(world: World) -> N
     assert same(contents(world.local), model(4))
     with refused(Reason.CHECKPOINT_NOT_FOUND, "'step' is not published", "target_version"):
         world.pull("step")
-    for label, sequence in (("", 9), ("x" * 300, 9), ("x", 0)):
-        with refused(Reason.FIELD_INVALID, "no version", "version"):
+    for label, sequence in (("", 9), ("x" * 300, 9), ("\ud800", 9), ("x", 0)):
+        with refused(Reason.FIELD_INVALID, "no version can be", "version"):
             publish_full(world.source, [], version=label, sequence=sequence, files_from=world.launch)
 
 
@@ -274,6 +274,20 @@ def test_publishing_again_confirms_and_other_weights_are_refused(world: World) -
     with refused(Reason.FIELD_INVALID, "does not follow", "sequence"):
         world.full(1, model(5))
     assert {path.name for path in world.source.iterdir()} == {"00000001-v1", "00000002-v2"}
+
+
+def test_the_same_weights_in_other_files_confirm_and_with_another_config_are_refused(world: World) -> None:
+    world.full(1, model())
+    world.full(1, model(), shard_bytes=1 << 30)
+    (world.launch / CONFIG).write_text('{"model_type": "qwen3"}')
+    with refused(Reason.FIELD_INVALID, "another config.json", "files_from"):
+        world.full(1, model())
+
+
+def test_a_tensor_that_would_be_taken_for_metadata_is_not_published(world: World) -> None:
+    with refused(Reason.FIELD_INVALID, "__metadata__"):
+        world.full(1, {**model(), "__metadata__": torch.zeros(2)})
+    assert not list(world.source.iterdir())
 
 
 def test_a_delta_of_another_shape_or_without_a_known_base_is_refused(world: World) -> None:
