@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
-from rlctl.weights.connections import Endpoint, cut
+from rlctl.weights.connections import Endpoint, cut, of_group
 from rlctl.weights.exchange import Exchange, GroupExchange, LocalExchange
 from rlctl.weights.groups import keep_for_ever
 from rlctl.weights.interfaces import address_of
@@ -165,7 +165,7 @@ class Aside(Council):
     def _break(self) -> None:
         if self._gloo is not None and not self._broken:
             self._broken = True
-            _cut(self._endpoints, self.rank)
+            cut(of_group(self._endpoints, self.rank))
 
 
 class Ranks(Council):
@@ -273,7 +273,7 @@ class Ranks(Council):
         self.aside.close()
         if self._given_up:
             # Destroying a group waits for what is under way in it: cut its connections, and it ends.
-            _cut(self._endpoints, self.rank)
+            cut(of_group(self._endpoints, self.rank))
             give_up = time.monotonic() + _END_S
             while not all(work.is_completed() for work in self._given_up) and time.monotonic() < give_up:
                 time.sleep(0.01)
@@ -322,12 +322,6 @@ def _nccl(store: PrefixStore, rank: int, size: int) -> Any:
     options = nccl.Options()
     options._timeout = _COMPUTE_TIMEOUT
     return nccl(store, rank, size, options)
-
-
-def _cut(endpoints: Mapping[int, Endpoint], own: int) -> None:
-    """Cut this process's connections of one group."""
-    peers = {endpoint for rank, endpoint in endpoints.items() if rank != own}
-    cut(accepted_at={endpoint for rank, endpoint in endpoints.items() if rank == own}, made_to=peers)
 
 
 def _lost(rank: int, cause: str) -> Broken:

@@ -41,6 +41,9 @@ _LEAST_S = 0.01
 _GRACE_S = 1.0
 """How long a broadcast may take to end once it was broken, or past its own timeout."""
 
+_LONGEST_PAUSE_S = 1.0
+"""Between two looks at a broadcast that gloo does not end before its timeout."""
+
 _EXIT_S = 2.0
 """How long the end of the process waits for groups to be taken apart."""
 
@@ -63,7 +66,7 @@ class WeightGroup:
         self.backend = member.backend
         self._most_s = self._timeout_s = member.broadcast_timeout_s
         self._member: Member | None = member
-        self._endpoints = member.endpoints
+        self._connections = connections.of_group(member.endpoints, member.rank)
         self._lock = threading.Lock()
         self._spent = ""
         self._begun = 0
@@ -71,7 +74,7 @@ class WeightGroup:
         self._data: torch.Tensor | None = None
         self._idle = threading.Event()
         self._idle.set()
-        connections.keep_cached(**self._own_connections())
+        connections.keep_cached(self._connections)
         _open_groups.add(self)
 
     @property
@@ -81,9 +84,13 @@ class WeightGroup:
 
     @property
     def under_way(self) -> bool:
-        """Whether a broadcast may still read or write its tensor, one that was given up included."""
+        """Whether a broadcast may still read or write its tensor, one that was given up included.
+
+        One whose connections are closed cannot: gloo forgets to end it if it was in the middle of a tensor, and it
+        stays until its own timeout, but no byte comes or goes any more.
+        """
         work = self._work
-        return work is not None and not work.is_completed()
+        return work is not None and not work.is_completed() and not self._severed
 
     def allow(self, timeout_s: float) -> None:
         """Let every broadcast from now on take so long, at most as long as the group was formed for.
@@ -139,7 +146,7 @@ class WeightGroup:
         keep_for_ever((self._member, self._work))
         self._lock = threading.Lock()  # whoever held it is not here
         self._spent = "it belongs to the process that this one was forked from"
-        self._member, self._work, self._endpoints = None, None, {}
+        self._member, self._work, self._connections = None, None, []
         self._idle.set()
 
     def _start(self, data: torch.Tensor, src: int) -> None:
@@ -166,10 +173,12 @@ class WeightGroup:
         while not self._done_within_slice(work) and not self._spent:
             if time.monotonic() > deadline:
                 self._spend(f"a broadcast took longer than {self._timeout_s:g} s")
+            elif self._severed:
+                self._spend("the other members have gone")
         if self._spent:
             # Connections are cut: it ends within a moment, and until it has ended it may write into the tensor.
             give_up = time.monotonic() + _GRACE_S
-            while not work.is_completed() and time.monotonic() < give_up:
+            while self.under_way and time.monotonic() < give_up:
                 time.sleep(0.001)
         cause = self._spent
         if not cause:
@@ -207,15 +216,13 @@ class WeightGroup:
         if member is not None and self.backend == "nccl":
             # It waits for the communicators to be given up.
             threading.Thread(target=member.process_group.abort, name=f"abort-{self.name}", daemon=True).start()
-        connections.cut(**self._own_connections())
+        connections.cut(self._connections)
         return self._spent
 
-    def _own_connections(self) -> dict[str, set[connections.Endpoint]]:
-        """Which of this process's connections are the group's; none where the endpoints are not known."""
-        if self.rank not in self._endpoints:
-            return {}
-        peers = {endpoint for rank, endpoint in self._endpoints.items() if rank != self.rank}
-        return {"accepted_at": {self._endpoints[self.rank]}, "made_to": peers}
+    @property
+    def _severed(self) -> bool:
+        """Whether the group had connections that are known, and has closed all of them."""
+        return bool(self._connections) and not any(connection.is_open for connection in self._connections)
 
     def _failure(self, cause: str) -> RlctlError:
         return Reason.GROUP_FAILED.error(f"group {self.name}: {cause}", outcome=common_pb2.OUTCOME_DIRTY)
@@ -270,8 +277,10 @@ class _Disposal(threading.Thread):
         _disposals.add(self)
 
     def run(self) -> None:
+        pause = 0.02
         while self._work is not None and not self._work.is_completed():
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
         # Another thread may still be on its way out of the broadcast.
         self._idle.wait()
         self._work = self._data = self._member = None

@@ -191,12 +191,13 @@ class Forming:
         member.endpoints = watched.endpoints
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S))
+        options._threads = 1  # there is one broadcast at a time
         options._devices = [gloo.create_device(hostname=member.interface_host, lazy_init=False)]
         return gloo(watched, member.rank, member.world_size, options)
 
     def _cut(self) -> None:
         with suppress(OSError):
-            connections.cut(made_to=connections.resolve(*self._address))
+            connections.cut(connections.find(made_to=connections.resolve(*self._address)))
             self._ended.wait(_GRACE_S)
 
     def _failure(self, timeout_s: float, *, stopped: bool) -> RlctlError:

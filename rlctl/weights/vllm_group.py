@@ -79,7 +79,7 @@ class VLLMGroup(WeightGroup):
                 work = member.process_group.broadcast([zeros], options)
         if self.backend == "nccl":
             member.process_group.abort()
-        connections.cut(**self._own_connections())
+        connections.cut(self._connections)
 
 
 def join_vllm(

@@ -19,6 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from rlctl.weights.groups import join
 
 VALUES = [0.0, 1.0, 2.0, 3.0, 4.0]
+MUCH = 1 << 26
+"""Elements of a tensor that takes long enough to be in the middle of (256 MiB)."""
 
 
 def sglang_group(port: int, rank: int, name: str, size: int = 2) -> dist.ProcessGroup:
@@ -93,7 +95,9 @@ def main(role: str, port: int, name: str) -> None:
                 assert os.waitpid(child, 0)[1] == 0
         # The receiver gets one tensor of two.
         member.broadcast(torch.tensor(VALUES), src=1)
-        if role == "sender-of-half":
+        if role == "sender-of-much":
+            member.broadcast(torch.ones(MUCH), src=1)
+        if role in ("sender-of-half", "sender-of-much"):
             threading.Event().wait()
         elif role == "exits-while-receiving":
             receiving = threading.Thread(target=member.broadcast, args=(torch.zeros(1),), daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -218,7 +219,7 @@ def test_closing_never_blocks_and_ends_what_is_under_way(form: Form) -> None:
 
 
 def test_where_connections_cannot_be_cut_the_timeout_remains(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "cut", lambda **_: 0)
+    monkeypatch.setattr(connections, "cut", lambda _: 0)
     groups = form(2, broadcast_timeout_s=3.0)
     job = receiving(groups[1])
     groups[1].interrupt()
@@ -370,7 +371,8 @@ def test_only_connections_within_the_machine_queue_little() -> None:
         two = socket.create_connection(far.getsockname(), source_address=("127.0.0.1", 0))
         with one, two:
             before = send_bytes(one), send_bytes(two)
-            assert connections.keep_cached(made_to={near.getsockname(), far.getsockname()}) == 1
+            made = connections.find(made_to={near.getsockname(), far.getsockname()})
+            assert connections.keep_cached(made) == 1
             assert send_bytes(one) != before[0]
             assert send_bytes(one) <= 2 * connections._LOCAL_SEND_BYTES  # the kernel counts its own needs as well
             assert send_bytes(two) == before[1]
@@ -379,7 +381,7 @@ def test_only_connections_within_the_machine_queue_little() -> None:
 def test_the_connections_of_a_group_are_kept_short(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     keep = connections.keep_cached
-    monkeypatch.setattr(connections, "keep_cached", lambda **which: kept.append(keep(**which)))
+    monkeypatch.setattr(connections, "keep_cached", lambda which: kept.append(keep(which)))
     form(3)
     assert len(kept) == 3
     assert min(kept) >= 2, "each has a connection to two peers"
@@ -392,10 +394,25 @@ def test_only_the_named_connections_are_cut() -> None:
         kept = socket.create_connection(other.getsockname())
         kept_peer, _ = other.accept()
         with made, accepted, kept, kept_peer:
-            assert connections.cut(made_to={listener.getsockname()}) == 1
+            assert connections.cut(connections.find(made_to={listener.getsockname()})) == 1
             assert accepted.recv(1) == b""
-            assert connections.cut(accepted_at={("127.0.0.1", 1)}) == 0
+            assert connections.find(accepted_at={("127.0.0.1", 1)}) == []
             kept.sendall(b"x")
             assert kept_peer.recv(1) == b"x"
-            assert connections.cut(accepted_at={other.getsockname()}) == 1
+            assert connections.cut(connections.find(accepted_at={other.getsockname()})) == 1
             assert kept.recv(1) == b""
+
+
+def test_a_number_that_means_another_connection_by_now_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        kept = socket.create_connection(other.getsockname())
+        kept_peer, _ = other.accept()
+        with socket.create_connection(listener.getsockname()) as made, kept, kept_peer:
+            (found,) = connections.find(made_to={listener.getsockname()})
+            assert found.is_open
+            os.dup2(kept.fileno(), made.fileno())
+            assert not found.is_open
+            assert connections.cut([found]) == connections.keep_cached([found]) == 0
+            kept.sendall(b"x")
+            assert kept_peer.recv(1) == b"x"
+        assert not found.is_open

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from member import VALUES
+from member import MUCH, VALUES
 from weights_helpers import Background, over, together
 
 from rlctl.errors import Internal
@@ -60,6 +60,41 @@ def start() -> Iterator[Start]:
 
 def joined(store: GroupStore) -> WeightGroup:
     return join(store, name="group", rank=0, world_size=2, timeout_s=30, broadcast_timeout_s=600)
+
+
+def stopped_in_the_middle(start: Start, store: GroupStore) -> tuple[subprocess.Popen[str], WeightGroup, Background]:
+    """A sender that was stopped while half a tensor was here, the group, and the broadcast that waits for the rest."""
+    process = start("sender-of-much", store.port)
+    group = joined(store)
+    group.broadcast(torch.zeros(len(VALUES)), src=1)
+    tensor = torch.zeros(MUCH)
+    job = Background(lambda: group.broadcast(tensor, src=1))
+    while not tensor[0]:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGSTOP)
+    assert not tensor[-1]
+    return process, group, job
+
+
+def test_an_interrupt_in_the_middle_of_a_tensor_leaves_nothing_at_risk(store: GroupStore, start: Start) -> None:
+    """gloo itself goes on waiting for the rest of it, for as long as the broadcast was allowed to take."""
+    process, group, job = stopped_in_the_middle(start, store)
+    group.interrupt()
+    with pytest.raises(Internal, match="interrupted"):
+        job.result(10)
+    assert not group.under_way
+    group.close()
+    process.send_signal(signal.SIGCONT)
+
+
+def test_a_source_that_dies_in_the_middle_of_a_tensor_ends_the_broadcast(store: GroupStore, start: Start) -> None:
+    process, group, job = stopped_in_the_middle(start, store)
+    process.kill()
+    with pytest.raises(Internal, match="the other members have gone") as caught:
+        job.result(10)
+    assert caught.value.outcome == common_pb2.OUTCOME_DIRTY
+    assert not group.under_way
+    group.close()
 
 
 def test_children_of_a_member_that_end_or_leave_take_nothing_along(store: GroupStore, start: Start) -> None:

@@ -348,7 +348,7 @@ def test_a_source_that_fails_is_followed_by_a_new_group_in_the_same_update(form:
 
 
 def test_no_update_begins_while_an_earlier_one_may_still_write(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "cut", lambda **_: 0)
+    monkeypatch.setattr(connections, "cut", lambda _: 0)
     full = {"w": torch.zeros(4)}
     receiver = begun(tp_map_of(full))
     _, group = interrupted_receive(form, receiver, [one_bucket()], full, 0, broadcast_timeout_s=3.0)
