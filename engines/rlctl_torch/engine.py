@@ -117,8 +117,9 @@ class TorchEngine(Engine):
         self._commands.withdraw(command_id)
 
     async def interrupt(self, update_id: str) -> None:
-        """Break a receive of this update."""
+        """Break a receive of this update, and what waits for its groups to come about."""
         if self._ready and update_id:
+            self._groups.interrupt(update_id)
             self._rank.interrupt(update_id)
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:
@@ -333,6 +334,7 @@ class TorchEngine(Engine):
             place,
             timeout_s=min(max(remaining, 0.01), limit or remaining),
             broadcast_timeout_s=limit or LONGEST_S,
+            update_id=call.update_id,
         )
 
     async def destroy_weights_update_group(

@@ -163,7 +163,13 @@ class Rank:
         if request.probe_only:
             return self._groups.probe(request.group_name, place, timeout_s=timeout_s)
         limit = seconds(request.group_timeout) or LONGEST_S
-        return self._groups.join(request.group_name, place, timeout_s=min(timeout_s, limit), broadcast_timeout_s=limit)
+        return self._groups.join(
+            request.group_name,
+            place,
+            timeout_s=min(timeout_s, limit),
+            broadcast_timeout_s=limit,
+            update_id=update_id,
+        )
 
     def _leave(self, request: v.DestroyWeightsUpdateGroupRequest, update_id: str, timeout_s: float) -> None:
         assert self._groups is not None

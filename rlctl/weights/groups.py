@@ -239,12 +239,15 @@ def join(
     broadcast_timeout_s: float | None = None,
     interface_host: str = "127.0.0.1",
     stop: threading.Event | None = None,
+    patient_s: float | None = None,
 ) -> WeightGroup:
     """Form a group together with the other members; returns when all of them have come.
 
     ``store`` is the source's store, or (host, port) where it listens. ``timeout_s`` bounds the forming,
     ``broadcast_timeout_s`` (by default the same) each broadcast, see :meth:`WeightGroup.allow`. gloo listens on
-    ``interface_host``, an address of this machine that the other members reach. Setting ``stop`` ends it early.
+    ``interface_host``, an address of this machine that the other members reach. Setting ``stop`` ends it early. A store
+    that takes no connections is given up after ``patient_s``; None: when the time is up, since the source may be slower
+    than its members.
     With NCCL the members meet only in their first broadcast.
 
     Raises FIELD_INVALID, DEADLINE_INVALID, UNSUPPORTED (this torch lacks the backend); GROUP_FAILED, REJECTED, when
@@ -256,7 +259,7 @@ def join(
             raise Reason.DEADLINE_INVALID.error(f"{seconds} s is no time to wait", field=field)
     address = store.local_address if isinstance(store, GroupStore) else store
     member = Member(name, rank, world_size, backend, interface_host, limit)
-    Forming(member, address).run(timeout_s, stop or threading.Event())
+    Forming(member, address, patient_s).run(timeout_s, stop or threading.Event())
     return WeightGroup(member)
 
 

@@ -11,6 +11,9 @@ from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.interfaces import probe
 from rlctl.weights.rendezvous import GroupStore
 
+_PATIENT_S = 1.0
+"""How long the store of an update may refuse connections: its source has opened it before anybody is asked to come."""
+
 
 @dataclass(frozen=True)
 class Membership:
@@ -38,7 +41,7 @@ class Groups:
         """``interface_host``: address of this host under which the other members reach it."""
         self._interface_host = interface_host
         self._lock = threading.Lock()
-        self._joining: dict[str, threading.Event] = {}
+        self._joining: dict[str, tuple[str, threading.Event]] = {}
         self._groups: dict[str, tuple[Membership, WeightGroup]] = {}
         self._closed = False
         self._store: GroupStore | None = None
@@ -51,8 +54,18 @@ class Groups:
                 self._store = GroupStore(self._interface_host)
             return self._store.address(self._interface_host)
 
-    def join(self, name: str, membership: Membership, *, timeout_s: float, broadcast_timeout_s: float) -> GroupReport:
+    def join(
+        self,
+        name: str,
+        membership: Membership,
+        *,
+        timeout_s: float,
+        broadcast_timeout_s: float,
+        update_id: str = "",
+    ) -> GroupReport:
         """Join a group; blocks until all members have come. A group that stands with this membership is confirmed.
+
+        ``update_id``: the update that it is for, whose store listens by now: one that does not has gone with it.
 
         Raises GROUP_EXISTS (it stands with another membership), OPERATION_CONFLICT (it is being joined),
         GROUP_FAILED.
@@ -66,7 +79,8 @@ class Groups:
                 if standing != membership:
                     raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing}, not {membership}")
                 return report
-            stop = self._joining[name] = threading.Event()
+            stop = threading.Event()
+            self._joining[name] = update_id, stop
             if self._closed:
                 stop.set()
         group: WeightGroup | None = None
@@ -81,6 +95,7 @@ class Groups:
                 broadcast_timeout_s=broadcast_timeout_s,
                 interface_host=self._interface_host,
                 stop=stop,
+                patient_s=_PATIENT_S if update_id else None,
             )
         finally:
             with self._lock:
@@ -117,7 +132,7 @@ class Groups:
         Raises GROUP_NOT_FOUND.
         """
         with self._lock:
-            joining = self._joining.get(name)
+            _, joining = self._joining.get(name, ("", None))
         if joining is not None:
             joining.set()
             return
@@ -125,6 +140,13 @@ class Groups:
         with self._lock:
             self._groups.pop(name, None)
         group.close()
+
+    def interrupt(self, update_id: str) -> None:
+        """Give up joining the groups of this update: nobody comes there any more. Never blocks."""
+        with self._lock:
+            for joined_for, stop in self._joining.values():
+                if joined_for == update_id:
+                    stop.set()
 
     def drop(self, name: str, group: WeightGroup) -> None:
         """Forget a group that has failed: it is spent, and joining under its name makes a new one. Never blocks."""
@@ -137,7 +159,7 @@ class Groups:
         """Leave all groups, and give up those that are being joined."""
         with self._lock:
             self._closed = True
-            for stop in self._joining.values():
+            for _, stop in self._joining.values():
                 stop.set()
             groups, self._groups = list(self._groups.values()), {}
             store, self._store = self._store, None

@@ -8,6 +8,7 @@ Python; and the whole runs in a thread whose connection to the store is cut when
 from __future__ import annotations
 
 import datetime
+import math
 import socket
 import threading
 import time
@@ -28,6 +29,9 @@ _PREFIX = {"gloo": "cpu", "nccl": "cuda"}
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
+_CONNECT_S = 5.0
+"""How long torch's client may try to reach a store that took a connection a moment ago."""
+
 _GRACE_S = 0.5
 """How long a rendezvous may take to end once it was told to."""
 
@@ -114,11 +118,14 @@ class Member:
 class Forming:
     """One attempt to form a member's process group."""
 
-    def __init__(self, member: Member, address: tuple[str, int]) -> None:
-        """``address`` is where the store listens. Raises as :meth:`Member.check` does."""
+    def __init__(self, member: Member, address: tuple[str, int], patient_s: float | None = None) -> None:
+        """``address`` is where the store listens; ``patient_s``: how long it may take to; None: as long as there is
+        time. Raises as :meth:`Member.check` does.
+        """
         member.check()
         self._member = member
         self._address = address
+        self._patient_s = math.inf if patient_s is None else patient_s
         self._give_up = threading.Event()
         self._ended = threading.Event()
         self._watched: WatchedStore | None = None
@@ -148,8 +155,9 @@ class Forming:
             if not self._give_up.is_set():
                 self._member.process_group = group
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the caller's thread reports it.
-            self._error = error
+            # Whatever it is, the caller's thread reports it. Its frames hold gloo's device, and are held by what they
+            # hold: without them the device's thread and descriptors are gone now, not with the next cyclic collection.
+            self._error = error.with_traceback(None)
         finally:
             self._ended.set()
 
@@ -168,18 +176,22 @@ class Forming:
     def _connect(self, deadline: float) -> TCPStore:
         """A client of the store, waiting for it to listen: the source may be slower than its members."""
         host, port = self._address
+        patient_until = time.monotonic() + self._patient_s
         while True:
             remaining = deadline - time.monotonic()
             try:
                 # torch's own client reports every refusal on stderr.
                 socket.create_connection(self._address, timeout=max(remaining, _FIRST_PAUSE_S)).close()
-                break
-            except OSError:
-                if remaining <= 0 or self._give_up.wait(_LONGEST_PAUSE_S):
+                # It comes back to a store that has gone in this moment until its time is up, and cannot be stopped.
+                limit = datetime.timedelta(seconds=max(min(remaining, _CONNECT_S), _FIRST_PAUSE_S))
+                # One that torch's own rendezvous made waits until as many members as the group has have checked in.
+                store = TCPStore(host, port, self._member.world_size, False, timeout=limit, wait_for_workers=True)
+                store.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S)))
+                return store
+            except (OSError, RuntimeError):
+                late = time.monotonic() > patient_until
+                if remaining <= 0 or late or self._give_up.wait(_LONGEST_PAUSE_S):
                     raise
-        limit = datetime.timedelta(seconds=max(remaining, _FIRST_PAUSE_S))
-        # A store that torch's own rendezvous made waits until as many members as the group has have checked in.
-        return TCPStore(host, port, self._member.world_size, False, timeout=limit, wait_for_workers=True)
 
     def _gloo(self, store: PrefixStore, deadline: float) -> Any:
         member = self._member
@@ -213,7 +225,8 @@ class Forming:
         elif missing:
             cause = f"after {timeout_s:g} s these ranks had not come: {', '.join(map(str, missing))}"
         elif member.store is None:
-            cause = f"the store at {host}:{port} did not answer within {timeout_s:g} s: {reported or 'it is mute'}"
+            waited_s = min(timeout_s, self._patient_s) if reported else timeout_s
+            cause = f"the store at {host}:{port} did not answer within {waited_s:g} s: {reported or 'it is mute'}"
         else:
             cause = reported or f"it was not formed within {timeout_s:g} s"
         return Reason.GROUP_FAILED.error(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,6 +272,13 @@ def test_a_store_that_does_not_listen_is_given_up() -> None:
     assert "did not answer" in refused_join(("no-such-host.invalid", 1)).message
 
 
+def test_a_store_that_is_known_to_have_listened_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    job = Background(lambda: refused_join(address, timeout_s=LONG_S, patient_s=0.1))
+    assert "did not answer within 0.1 s: [Errno 111] Connection refused" in job.result(SOON_S).message
+
+
 def test_members_wait_for_a_store_that_is_late() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
@@ -287,6 +296,24 @@ def test_forming_a_group_can_be_interrupted(store: GroupStore, monkeypatch: pyte
     wait_for_member(store)
     stop.set()
     assert "interrupted" in job.result(SOON_S).message
+
+
+def test_a_group_that_did_not_come_about_leaves_no_thread_of_gloos(store: GroupStore) -> None:
+    def listening() -> int:
+        names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        return names.count("gloo_tcp_loop")
+
+    before = listening()
+    gc.disable()
+    try:
+        error = refused_join(store)
+        assert error.metadata["missing_ranks"] == "1"
+        give_up = time.monotonic() + SOON_S
+        while listening() > before:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def test_forming_a_group_can_be_interrupted_while_the_store_is_mute() -> None:

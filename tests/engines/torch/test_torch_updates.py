@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 from torch_models import greedy, make_checkpoint, prompt_of
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Stage, until
@@ -293,6 +294,22 @@ async def test_buckets_are_checked_before_the_first_byte(stage: Stage, new: str)
         await source.send(tensors, update)
         await stage(CommitUpdateRequest(), update=update)
     await check_serves(stage, new)
+
+
+async def test_nobody_waits_for_the_group_of_an_update_that_was_given_up(stage: Stage) -> None:
+    """Its source comes no more; a helper thread of each rank would wait for it as long as the update was to take."""
+    source = Source(stage)
+    joining = asyncio.create_task(stage.ranks(source.init_request(), update="given up", within=60))
+    client = TCPStore(*source.store.local_address, None, False, wait_for_workers=False)
+    await until(lambda: bool(client.list_keys()))
+    await stage.interrupt("another update")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(joining), 0.2)
+    await stage.interrupt("given up")
+    for error in await asyncio.wait_for(joining, 10):
+        assert isinstance(error, RlctlError)
+        assert (error.reason, error.outcome) == (Reason.GROUP_FAILED, OUTCOME_REJECTED)
+    source.store.close()
 
 
 async def test_a_blocked_receive_is_interrupted_within_a_second(stage: Stage, new: str) -> None:
