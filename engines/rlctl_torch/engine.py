@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import ClassVar
 
 from google.protobuf.message import Message
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import check_pair
+from rlctl.times import seconds
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.weights.groups import LONGEST_S
 from rlctl.weights.interfaces import address_of
@@ -322,20 +324,18 @@ class TorchEngine(Engine):
             backend=request.backend,
             pair=self._config.rank if request.paired else None,
         )
+        limit = seconds(request.group_timeout)
+        join = self._groups.probe
+        if not request.probe_only:
+            join = partial(self._groups.join, broadcast_timeout_s=limit or LONGEST_S)
         remaining = call.deadline - asyncio.get_running_loop().time() - INTERRUPT_S
-        if request.probe_only:
-            return await asyncio.to_thread(
-                self._groups.probe, request.group_name, place, timeout_s=max(remaining, 0.01)
-            )
-        limit = request.group_timeout.seconds + request.group_timeout.nanos / 1e9
-        return await asyncio.to_thread(
-            self._groups.join,
-            request.group_name,
-            place,
-            timeout_s=min(max(remaining, 0.01), limit or remaining),
-            broadcast_timeout_s=limit or LONGEST_S,
-            update_id=call.update_id,
-        )
+        until = time.monotonic() + min(remaining, limit or remaining)
+
+        def in_time() -> verbs_pb2.GroupReport:  # a thread may have had to be waited for
+            timeout_s = max(until - time.monotonic(), 0.01)
+            return join(request.group_name, place, timeout_s=timeout_s, update_id=call.update_id)
+
+        return await asyncio.to_thread(in_time)
 
     async def destroy_weights_update_group(
         self, request: verbs_pb2.DestroyWeightsUpdateGroupRequest, call: Call

@@ -161,7 +161,7 @@ class Rank:
             pair=self._model.rank if request.paired else None,
         )
         if request.probe_only:
-            return self._groups.probe(request.group_name, place, timeout_s=timeout_s)
+            return self._groups.probe(request.group_name, place, timeout_s=timeout_s, update_id=update_id)
         limit = seconds(request.group_timeout) or LONGEST_S
         return self._groups.join(
             request.group_name,

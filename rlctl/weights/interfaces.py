@@ -22,14 +22,16 @@ _SIOCGIFADDR = 0x8915
 """Linux, netdevice(7): the IPv4 address of an interface."""
 
 
-def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float) -> None:
+def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patient_s: float | None = None) -> None:
     """Connect to ``peer`` from ``interface_host``, an address or name of this machine, and hang up.
 
-    A peer that refuses is asked again until the time is up: it may be about to listen. Raises UNREACHABLE, naming
-    source, its interface, destination, and the interface that the system's route there leads over where it is another.
+    A peer that refuses is asked again for ``patient_s``, by default until the time is up: it may be about to listen.
+    Raises UNREACHABLE, naming source, its interface, destination, and the interface that the system's route there leads
+    over where it is another.
     """
     host, port = peer
     deadline = time.monotonic() + timeout_s
+    patient_until = deadline if patient_s is None else min(deadline, time.monotonic() + patient_s)
     try:
         family, _, _, _, source = socket.getaddrinfo(interface_host, 0, type=socket.SOCK_STREAM)[0]
         destination = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)[0][4]
@@ -40,7 +42,7 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float) -> No
                 try:
                     connection.connect(destination)
                 except ConnectionRefusedError:
-                    if time.monotonic() + _PAUSE_S > deadline:
+                    if time.monotonic() + _PAUSE_S > patient_until:
                         raise
                 else:
                     return

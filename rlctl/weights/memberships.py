@@ -12,7 +12,7 @@ from rlctl.weights.interfaces import probe
 from rlctl.weights.rendezvous import GroupStore
 
 _PATIENT_S = 1.0
-"""How long the store of an update may refuse connections: its source has opened it before anybody is asked to come."""
+"""How long the store of an update may refuse connections: by then its source is there, or has gone."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Groups:
     ) -> GroupReport:
         """Join a group; blocks until all members have come. A group that stands with this membership is confirmed.
 
-        ``update_id``: the update that it is for, whose store listens by now: one that does not has gone with it.
+        ``update_id``: the update that it is for. Its store listens by now, or the coordinator asks again: one that does
+        not is not waited for.
 
         Raises GROUP_EXISTS (it stands with another membership), OPERATION_CONFLICT (it is being joined),
         GROUP_FAILED.
@@ -107,14 +108,18 @@ class Groups:
             raise Reason.GROUP_FAILED.error(f"group {name} was left while it was being joined")
         return report
 
-    def probe(self, name: str, membership: Membership, *, timeout_s: float) -> GroupReport:
-        """Whether this rank could join. Raises OPERATION_CONFLICT, GROUP_EXISTS, UNREACHABLE."""
+    def probe(self, name: str, membership: Membership, *, timeout_s: float, update_id: str = "") -> GroupReport:
+        """Whether this rank could join; ``update_id`` as for :meth:`join`.
+
+        Raises OPERATION_CONFLICT, GROUP_EXISTS, UNREACHABLE.
+        """
         with self._lock:
             if name in self._joining:
                 raise Reason.OPERATION_CONFLICT.error(f"group {name} is being joined")
             standing = self._groups.get(name)
         if standing is None:
-            probe((membership.host, membership.port), self._interface_host, timeout_s=timeout_s)
+            place, patient_s = (membership.host, membership.port), _PATIENT_S if update_id else None
+            probe(place, self._interface_host, timeout_s=timeout_s, patient_s=patient_s)
         elif standing[0] != membership:
             raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing[0]}, not {membership}")
         return GroupReport(group_name=name, group_rank=membership.rank, world_size=membership.world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -310,6 +311,18 @@ async def test_nobody_waits_for_the_group_of_an_update_that_was_given_up(stage: 
         assert isinstance(error, RlctlError)
         assert (error.reason, error.outcome) == (Reason.GROUP_FAILED, OUTCOME_REJECTED)
     source.store.close()
+
+
+async def test_updates_whose_source_has_gone_do_not_hold_up_the_next_one(stage: Stage) -> None:
+    gone = Source(stage)
+    request = gone.init_request(probe_only=True)
+    gone.store.close()
+    many = 2 * (min(32, (os.cpu_count() or 1) + 4) + 1)  # more than there are helper threads
+    asked = [asyncio.create_task(stage.ranks(request, update=f"gone-{number}", within=60)) for number in range(many)]
+    async with Source(stage):
+        pass
+    for errors in await asyncio.gather(*asked):
+        assert {error.reason for error in errors if isinstance(error, RlctlError)} == {Reason.UNREACHABLE}
 
 
 async def test_a_blocked_receive_is_interrupted_within_a_second(stage: Stage, new: str) -> None:
