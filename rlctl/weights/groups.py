@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
-from rlctl.weights import connections
+from rlctl.weights import connections, rendezvous
 from rlctl.weights.rendezvous import Forming, GroupStore, Member
 from rlctl.weights.tensors import as_bytes
 
@@ -44,8 +44,9 @@ _GRACE_S = 1.0
 _LONGEST_PAUSE_S = 1.0
 """Between two looks at a broadcast that gloo does not end before its timeout."""
 
-_EXIT_S = 2.0
-"""How long the end of the process waits for groups to be taken apart."""
+_EXIT_S = 2.5
+"""How long the end of the process waits for groups to be taken apart, and for those that are being formed to be given
+up."""
 
 
 class WeightGroup:
@@ -309,6 +310,8 @@ def _take_apart() -> None:
     for thread in list(needed):  # begun just now; those before the interpreter has waited for itself
         thread.join()
     give_up = time.monotonic() + _EXIT_S
+    for forming in list(rendezvous.under_way):
+        forming.end(give_up - time.monotonic())
     for disposal in list(_disposals):
         disposal.join(max(0.0, give_up - time.monotonic()))
 
@@ -319,7 +322,7 @@ def _after_fork() -> None:
         group.forget()
     for disposal in list(_disposals):
         disposal.forget()
-    for threads in (_open_groups, _disposals, needed):
+    for threads in (_open_groups, _disposals, needed, rendezvous.under_way):
         threads.clear()
 
 

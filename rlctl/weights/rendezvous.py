@@ -12,6 +12,7 @@ import math
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ _PREFIX = {"gloo": "cpu", "nccl": "cuda"}
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
-_CONNECT_S = 5.0
+_CONNECT_S = 2.0
 """How long torch's client may try to reach a store that took a connection a moment ago."""
 
 _GRACE_S = 0.5
@@ -137,6 +138,7 @@ class Forming:
         Raises GROUP_FAILED, REJECTED.
         """
         deadline = time.monotonic() + timeout_s
+        under_way.add(self)
         thread = threading.Thread(target=self._attempt, args=(deadline,), name=f"join-{self._member.name}", daemon=True)
         thread.start()
         # The attempt knows the deadline as well: past it, it is given up only if it does not end by itself.
@@ -149,6 +151,13 @@ class Forming:
         if not self._ended.is_set() or self._error is not None:
             raise self._failure(timeout_s, stopped=stop.is_set()) from self._error
 
+    def end(self, limit_s: float) -> None:
+        """Break it off and wait for that, at most so long: whoever waits in :meth:`run` is told."""
+        self._give_up.set()
+        if not self._ended.wait(min(_GRACE_S, limit_s)):
+            self._cut()
+            self._ended.wait(limit_s)
+
     def _attempt(self, deadline: float) -> None:
         try:
             group = self._group(self._connect(deadline), deadline)
@@ -159,6 +168,7 @@ class Forming:
             # hold: without them the device's thread and descriptors are gone now, not with the next cyclic collection.
             self._error = error.with_traceback(None)
         finally:
+            under_way.discard(self)
             self._ended.set()
 
     def _group(self, store: TCPStore, deadline: float) -> Any:
@@ -233,6 +243,12 @@ class Forming:
             f"group {member.name}, rank {member.rank} of {member.world_size}: {cause}",
             metadata={"missing_ranks": ",".join(map(str, missing))} if missing else None,
         )
+
+
+under_way: weakref.WeakSet[Forming] = weakref.WeakSet()
+"""Attempts that have not ended, given up ones among them. The interpreter must not end a thread inside of torch: that
+ends the process with an abort.
+"""
 
 
 class RendezvousEnded(Exception):

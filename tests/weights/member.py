@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 
@@ -83,6 +85,12 @@ def main(role: str, port: int, name: str) -> None:
         group.broadcast([tensor], options).wait()
         sys.stdout.write(f"{tensor.tolist()}\n")
         dist.destroy_process_group(group)
+    elif role == "exits-while-joining":
+        meet = functools.partial(join, ("127.0.0.1", port), name=name, rank=1, world_size=2, timeout_s=600)
+        threading.Thread(target=meet, daemon=True).start()
+        client = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        while not any(f"{name}/" in key for key in client.list_keys()):
+            time.sleep(0.01)
     else:
         member = join(("127.0.0.1", port), name=name, rank=1, world_size=2, timeout_s=20, broadcast_timeout_s=600)
         if role == "forks":

@@ -204,6 +204,10 @@ def test_a_sender_that_dies_or_stops_between_two_tensors(store: GroupStore, star
     group.close()
 
 
+def test_a_process_ends_while_it_joins(store: GroupStore, start: Start) -> None:
+    assert start("exits-while-joining", store.port).wait(30) == 0
+
+
 def test_a_process_ends_while_it_receives(store: GroupStore, start: Start) -> None:
     process = start("exits-while-receiving", store.port)
     group = joined(store)
