@@ -304,6 +304,11 @@ class Reason(enum.Enum):
         "`rlctl memory resume` first.",
     )
     MEMORY_NOT_RELEASABLE = (PreconditionFailed, "The region cannot be released now.", "")
+    MEMORY_FULL = (
+        Exhausted,
+        "There is no room for a memory region.",
+        "Let whoever shares the device give memory back, and resume again.",
+    )
     ACTIVE_REQUESTS = (
         PreconditionFailed,
         "Requests are waiting or running.",

@@ -65,12 +65,16 @@ class KVCache:
         return (self.tokens + 1) * per_token * self._dtype.itemsize + self._rows * self._longest * 8
 
     def allocate(self) -> None:
-        """Allocate everything, zeroed."""
-        for layer in self._layers:
-            shape = (self.tokens + 1, layer.heads)
-            self.keys.append(torch.zeros(*shape, layer.key_size, dtype=self._dtype, device=self._device))
-            self.values.append(torch.zeros(*shape, layer.value_size, dtype=self._dtype, device=self._device))
-        self.table = torch.zeros(self._rows, self._longest, dtype=torch.int64, device=self._device)
+        """Allocate everything, zeroed; where there is no room for all of it, nothing."""
+        try:
+            for layer in self._layers:
+                shape = (self.tokens + 1, layer.heads)
+                self.keys.append(torch.zeros(*shape, layer.key_size, dtype=self._dtype, device=self._device))
+                self.values.append(torch.zeros(*shape, layer.value_size, dtype=self._dtype, device=self._device))
+            self.table = torch.zeros(self._rows, self._longest, dtype=torch.int64, device=self._device)
+        except RuntimeError:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Drop the tensors; their memory goes back to the allocator."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport, ReleaseMemoryRequest, ResumeMemoryRequest
 from rlctl_torch.heap import give_back
@@ -42,14 +42,11 @@ class Release:
         rank.synchronise()
         freed = 0
         for tag in sorted(self._tags - rank.released):
-            if tag == MEMORY_TAG_KV_CACHE:
-                freed += rank.cache.nbytes
-                rank.cache.release()
-            else:
+            if tag == MEMORY_TAG_WEIGHTS:
                 rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
-                freed += rank.model.release()
                 if rank.weights is Weights.WHOLE:
                     rank.weights = Weights.LOST
+            freed += _free(rank, tag)
             rank.released.add(tag)
         give_back(rank.device)
         return MemoryReport(released=sorted(rank.released), bytes=freed)
@@ -70,17 +67,44 @@ class Resume:
         """Nothing to undo."""
 
     def run(self) -> MemoryReport:
-        """Allocate the regions again."""
+        """Allocate the regions again: all of them at all ranks, or none at any. Raises MEMORY_FULL."""
         rank = self._rank
-        taken = 0
+        taken: dict[MemoryTag.ValueType, int] = {}
+        try:
+            rank.ranks.agree(lambda: self._take(taken))
+        except RlctlError:
+            for tag in taken:
+                _free(rank, tag)
+            give_back(rank.device)
+            raise
+        rank.released -= taken.keys()
+        return MemoryReport(released=sorted(rank.released), bytes=sum(taken.values()))
+
+    def _take(self, taken: dict[MemoryTag.ValueType, int]) -> None:
+        rank = self._rank
+        lacking = ""
         for tag in sorted(self._tags & rank.released):
-            if tag == MEMORY_TAG_KV_CACHE:
-                rank.cache.allocate()
-                taken += rank.cache.nbytes
-            else:
-                taken += rank.model.allocate()
-            rank.released.discard(tag)
-        return MemoryReport(released=sorted(rank.released), bytes=taken)
+            try:
+                taken[tag] = _allocate(rank, tag)
+            except RuntimeError as error:  # CUDA's has a class of its own, the host's has not
+                lacking = f"{MemoryTag.Name(tag).removeprefix('MEMORY_TAG_').lower()}: {error}".splitlines()[0]
+                break
+        if lacking:  # out here the traceback, and with it what was taken so far, is gone
+            raise Reason.MEMORY_FULL.error(lacking)
+
+
+def _allocate(rank: Rank, tag: MemoryTag.ValueType) -> int:
+    if tag == MEMORY_TAG_KV_CACHE:
+        rank.cache.allocate()
+        return rank.cache.nbytes
+    return rank.model.allocate()
+
+
+def _free(rank: Rank, tag: MemoryTag.ValueType) -> int:
+    if tag == MEMORY_TAG_KV_CACHE:
+        rank.cache.release()
+        return rank.cache.nbytes
+    return rank.model.release()
 
 
 def _tags(tags: Sequence[MemoryTag.ValueType]) -> set[MemoryTag.ValueType]:

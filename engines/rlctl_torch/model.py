@@ -115,9 +115,10 @@ class Model(LoadHooks):
         return freed
 
     def allocate(self) -> int:
-        """Give the tensors memory again, zeroed; returns the bytes."""
-        for tensor in self.tensors:
-            tensor.data = tensor.new_zeros(self._released[id(tensor)])
+        """Give the tensors memory again, zeroed; returns the bytes. Where there is not enough, none gets any."""
+        memory = [tensor.new_zeros(self._released[id(tensor)]) for tensor in self.tensors]
+        for tensor, data in zip(self.tensors, memory, strict=True):
+            tensor.data = data
         for name, local in _locate(self.module, self.places).items():
             self.shards.shards[name].local = local
         return sum(tensor.nbytes for tensor in self.tensors)

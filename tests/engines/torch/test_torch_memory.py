@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch_models import greedy, prompt_of
 from torch_source import digest_of, load
 from torch_stage import Stage
@@ -16,6 +19,7 @@ from rlctl.v1.common_pb2 import (
     MEMORY_TAG_CUDA_GRAPH,
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
+    OUTCOME_REJECTED,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
 )
@@ -131,6 +135,44 @@ async def test_nothing_is_released_under_requests_that_hold_entries(wide: Stage)
             await wide(ReleaseMemoryRequest(tags=[KV]))
             await wide(ResumeMemoryRequest(tags=[KV]))
             break
+
+
+@pytest.mark.parametrize("tag", [KV, WEIGHTS], ids=["kv_cache", "weights"])
+async def test_a_resume_that_finds_no_memory_is_refused_by_all_ranks_and_the_engine_lives(
+    wide: Stage, monkeypatch: pytest.MonkeyPatch, tag: int
+) -> None:
+    """A co-located trainer may still hold it."""
+    expected = greedy(wide.config.model_path, PROMPT, 5)
+    await wide(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    await wide(ReleaseMemoryRequest())
+    before = await resident(wide)
+    counts = itertools.count()
+
+    def few(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any, **options: Any) -> torch.Tensor:
+            if next(counts) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return real(*args, **options)
+
+        return allocate
+
+    with monkeypatch.context() as patch:
+        if tag == KV:
+            patch.setattr(torch, "zeros", few(torch.zeros))
+        else:
+            patch.setattr(torch.Tensor, "new_zeros", few(torch.Tensor.new_zeros))
+        error = await refusal(wide, ResumeMemoryRequest())
+    assert (error.reason, error.outcome) == (Reason.MEMORY_FULL, OUTCOME_REJECTED)
+    assert "2.00 GiB" in error.message
+    assert not wide.failures
+    for was, now in zip(before, await resident(wide), strict=True):
+        assert now - was < 10 << 20, "nothing of what was refused is kept"
+    error = await refusal(wide, ContinueGenerationRequest())
+    assert error.reason is Reason.MEMORY_RELEASED
+    assert [list(report.released) for report in await wide(ResumeMemoryRequest())] == [[]] * wide.config.tp_size
+    await load(wide, wide.config.model_path)
+    await wide(ContinueGenerationRequest())
+    assert await wide.tokens(PROMPT, 5) == expected
 
 
 async def test_regions_that_the_engine_does_not_have_are_refused(wide: Stage) -> None:
