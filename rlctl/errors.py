@@ -306,8 +306,8 @@ class Reason(enum.Enum):
     MEMORY_NOT_RELEASABLE = (PreconditionFailed, "The region cannot be released now.", "")
     MEMORY_FULL = (
         Exhausted,
-        "There is no room for a memory region.",
-        "Let whoever shares the device give memory back, and resume again.",
+        "The device has no memory left for it.",
+        "Let whoever shares the device give some back, and try again.",
     )
     ACTIVE_REQUESTS = (
         PreconditionFailed,

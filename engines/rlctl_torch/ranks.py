@@ -96,6 +96,8 @@ class Council:
             error = refusal
         except Broken:
             raise
+        except torch.OutOfMemoryError as lacking:
+            error = Reason.MEMORY_FULL.error(str(lacking).splitlines()[0])
         except Exception as unforeseen:  # noqa: BLE001 - files and plug-ins may break code in any way
             error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
         if self.size == 1:

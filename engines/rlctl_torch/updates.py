@@ -216,7 +216,7 @@ class FromDistributed(InUpdate):
             stream = [(groups[name], bucket) for name, bucket in self._stream]
             return update.receiver.receive(stream, self._deadline)
         except RlctlError as error:
-            if error.reason is Reason.GROUP_FAILED:
+            if error.reason in (Reason.GROUP_FAILED, Reason.MEMORY_FULL):
                 # The sources of the others would wait for this rank until their timeout.
                 for name, group in groups.items():
                     self._rank.groups.drop(name, group)

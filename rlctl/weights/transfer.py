@@ -121,7 +121,8 @@ class Receiver:
         Raises, before anything is received: ILLEGAL_STATE (no update was begun), OPERATION_CONFLICT (a receive is
         under way), FIELD_INVALID (a gap or repeat in the sequence, an unknown name, a shape or dtype that does not
         fit the shard map), GROUP_FAILED with outcome REJECTED (interrupted, or the group is spent). Afterwards:
-        GROUP_FAILED, DIRTY; the tensors of a bucket that did not come completely are not ``written``.
+        GROUP_FAILED, DIRTY; the tensors of a bucket that did not come completely are not ``written``. At any time:
+        MEMORY_FULL, DIRTY past the first tensor; the others still wait for this rank then.
         """
         with self._claim(groups=[group for group, _ in stream]):
             self._check(stream)
@@ -134,12 +135,8 @@ class Receiver:
                 if deadline is not None:
                     group.allow(deadline - time.monotonic())
                 try:
-                    if bucket.flattened:
-                        self._take_packed(group, bucket, stats)
-                    else:
-                        take = self._take_part if bucket.parts else self._take_tensor
-                        for meta in bucket.metas:
-                            take(group, meta, stats)
+                    with _enough_memory():
+                        self._take_bucket(group, bucket, stats)
                 except RlctlError as error:
                     # What was given up may still write into the buffer: it goes with the group.
                     self._buffer = None
@@ -165,8 +162,8 @@ class Receiver:
         all device work is done, in any of the threads; it raises when the memory is no longer good to read. The
         tensors are ``written`` only if it never did. ``threads``: at most so many copy at the same time.
 
-        Raises ILLEGAL_STATE, OPERATION_CONFLICT, CANCELLED (it was interrupted) and what ``proceed`` raises; the
-        outcome is DIRTY past the first tensor.
+        Raises ILLEGAL_STATE, OPERATION_CONFLICT, CANCELLED (it was interrupted), MEMORY_FULL and what ``proceed``
+        raises; the outcome is DIRTY past the first tensor.
         """
         started = time.perf_counter()
         with self._claim(source):
@@ -201,9 +198,10 @@ class Receiver:
                     name, tensor = queue.popleft()
                 except IndexError:
                     return
-                self._shards.place(name, tensor)
-                if self._received is not None:
-                    self._received.add(name, tensor)
+                with _enough_memory():
+                    self._shards.place(name, tensor)
+                    if self._received is not None:
+                        self._received.add(name, tensor)
                 if self._interrupted:
                     raise self._broken_off(source)
                 proceed()
@@ -326,6 +324,14 @@ class Receiver:
         if not castable(meta.dtype, shard.meta.dtype):
             raise Reason.FIELD_INVALID.error(f"{meta.name}: {meta.dtype} instead of {shard.meta.dtype}", field=dtype)
 
+    def _take_bucket(self, group: WeightGroup, bucket: Bucket, stats: ReceiveStats) -> None:
+        if bucket.flattened:
+            self._take_packed(group, bucket, stats)
+            return
+        take = self._take_part if bucket.parts else self._take_tensor
+        for meta in bucket.metas:
+            take(group, meta, stats)
+
     def _take_packed(self, group: WeightGroup, bucket: Bucket, stats: ReceiveStats) -> None:
         device = wire_device(group, self._shards.shards[bucket.metas[0].name].local.device)
         self._buffer = room_for(max(bucket.nbytes, self._largest), self._buffer, device)
@@ -385,3 +391,12 @@ class Receiver:
             self._shards.place(name, tensor)
         stats.load_s += time.perf_counter() - started
         stats.tensors += len(tensors)
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """A device without memory for a buffer refuses an update; it is no defect that an engine would have to end for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Reason.MEMORY_FULL.error(str(error).splitlines()[0]) from error

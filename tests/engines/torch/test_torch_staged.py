@@ -7,7 +7,11 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+import torch
+from rlctl_torch import updates
+from rlctl_torch.model import Model
 from rlctl_torch.sabotage import VARIABLE
+from rlctl_torch.shadow import Shadow
 from test_torch_updates import all_refuse, check_serves, digest
 from torch_models import dequantise_checkpoint, greedy, prompt_of, quantise_checkpoint
 from torch_source import Source, digest_of, load, prepare, tensors_of
@@ -122,6 +126,26 @@ async def test_the_old_weights_generate_until_the_swap_and_the_new_ones_after_it
     # And back again, in place: everything that knows where the weights lie has followed.
     await load(stage, old)
     await check_serves(stage, old)
+
+
+async def test_a_copy_that_there_is_no_memory_for_is_refused(
+    stage: Stage, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lacking(Shadow):
+        def __init__(self, model: Model) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "Shadow", Lacking)
+        error = await all_refuse(stage, PrepareUpdateRequest(apply=APPLY_MODE_STAGED), update="too large")
+    assert (error.reason, error.outcome) == (Reason.MEMORY_FULL, OUTCOME_REJECTED)
+    assert "16.00 GiB" in error.message
+    await check_serves(stage, stage.config.model_path)
+    update = await stage_update(stage)
+    await by_disk(stage, new, update)
+    await stage(SealUpdateRequest(), update=update)
+    await swap(stage, update)
+    await check_serves(stage, new)
 
 
 async def test_requests_run_while_the_copy_is_filled(stage: Stage, new: str) -> None:

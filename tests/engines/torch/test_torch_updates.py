@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import time
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
 from torch_models import greedy, make_checkpoint, prompt_of
@@ -33,6 +35,7 @@ from rlctl.v1.verbs_pb2 import (
     PrepareUpdateRequest,
     UpdateWeightsFromDiskRequest,
 )
+from rlctl.weights.buckets import room_for
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.source import as_source
 from rlctl.weights.transfer import send
@@ -392,6 +395,41 @@ async def test_a_sender_that_dies_fails_the_receive_at_once(stage: Stage, new: s
     async with again:
         await stage(PrepareUpdateRequest(), update=update)
         await again.send(tensors_of(new), update)
+        await stage(CommitUpdateRequest(), update=update)
+    await check_serves(stage, new)
+
+
+async def test_a_receive_that_finds_no_memory_ends_for_all_and_the_engine_lives(
+    stage: Stage, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a bucket's buffer, say: how large one is the trainer decides."""
+    counts = itertools.count()
+
+    def few(nbytes: int, buffer: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        if next(counts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
+        return room_for(nbytes, buffer, device)
+
+    async with Source(stage) as source:
+        update = await prepare(stage)
+        buckets = source.buckets(tensors_of(new))
+        with monkeypatch.context() as patch:
+            patch.setattr("rlctl.weights.transfer.room_for", few)
+            sending = asyncio.to_thread(send, as_source(tensors_of(new).items()), buckets, source.group)
+            started = time.monotonic()
+            answers, sent = await asyncio.gather(
+                stage.ranks(source.request(buckets), update=update), sending, return_exceptions=True
+            )
+        assert time.monotonic() - started < 5.0
+        assert [answer.reason for answer in answers] == [Reason.MEMORY_FULL, Reason.GROUP_FAILED][: len(answers)]
+        assert "4.00 GiB" in answers[0].message
+        assert answers[0].outcome == OUTCOME_DIRTY, "something had come before"
+        assert isinstance(sent, RlctlError)
+        assert sent.reason is Reason.GROUP_FAILED
+    assert not stage.failures
+    async with Source(stage) as source:
+        await stage(PrepareUpdateRequest(), update=update)
+        await source.send(tensors_of(new), update)
         await stage(CommitUpdateRequest(), update=update)
     await check_serves(stage, new)
 
