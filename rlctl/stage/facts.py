@@ -207,6 +207,9 @@ class Facts:
     def _refuse_update(self, request: verbs_pb2.PrepareUpdateRequest) -> None:
         if self.update is not None and self.update.staged != (request.apply == verbs_pb2.APPLY_MODE_STAGED):
             raise Reason.FIELD_CONFLICT.error("the update was opened with another apply mode", field="apply")
+        kind = (request.kind in _FULL, request.kind == verbs_pb2.UPDATE_KIND_ADAPTER)
+        if self.update is not None and kind != (self.update.full, self.update.adapter is not None):
+            raise Reason.FIELD_CONFLICT.error("the update was opened as one of another kind", field="kind")
         if MEMORY_TAG_WEIGHTS in self.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released; there is nothing to write into")
         if request.kind not in _FULL and self.update is None and self.weights is not Weights.WHOLE:

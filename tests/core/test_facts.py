@@ -237,6 +237,20 @@ def test_only_a_full_update_clears_dirty(ready: Facts) -> None:
     assert state(ready) == "READY"
 
 
+@pytest.mark.parametrize("kind", [v.UPDATE_KIND_PARTIAL, v.UPDATE_KIND_ADAPTER])
+def test_an_update_that_is_prepared_anew_stays_of_its_kind(ready: Facts, kind: int) -> None:
+    """Else what a full one has left half-written would be committed as weights that began whole."""
+    apply(ready, v.PrepareUpdateRequest(version=version(2), kind=v.UPDATE_KIND_FULL), update_id="u")
+    apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), OUTCOME_DIRTY, update_id="u")
+    other = v.PrepareUpdateRequest(version=version(2), kind=kind, adapter=v.Adapter(name="a"))
+    assert refused(ready, other, "u") == "FIELD_CONFLICT"
+    for same in (v.UPDATE_KIND_FULL, v.UPDATE_KIND_UNSPECIFIED):
+        apply(ready, v.PrepareUpdateRequest(version=version(2), kind=same), update_id="u")
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert state(ready) == "DIRTY"
+    assert refused(ready, other, "u") == "WEIGHTS_DIRTY"
+
+
 def test_a_check_that_finds_other_weights_than_were_confirmed_leaves_the_stage_dirty(ready: Facts) -> None:
     for outcome in (OUTCOME_REJECTED, OUTCOME_UNKNOWN):
         apply(ready, v.CheckWeightsRequest(), outcome)
