@@ -318,6 +318,8 @@ class Facts:
                 # A part of a checkpoint, or one of another format, is not what the stage could be started with.
                 whole = not request.target_modules and request.load_format in ("", "auto", "safetensors")
                 self.update.checkpoint = request.model_path if whole else ""
+            case _ if isinstance(request, _FILLS) and possible and self.update is not None and self.update.checkpoint:
+                self.update.checkpoint = ""  # something was written over what had been read
             case _:
                 changed = False
         finished = applied and isinstance(request, verbs_pb2.CommitUpdateRequest)
@@ -415,12 +417,13 @@ class Facts:
 
 _FULL = (verbs_pb2.UPDATE_KIND_UNSPECIFIED, verbs_pb2.UPDATE_KIND_FULL)
 
-_WRITES = (
+_FILLS = (
     verbs_pb2.UpdateWeightsFromDiskRequest,
     verbs_pb2.UpdateWeightsFromTensorRequest,
     verbs_pb2.UpdateWeightsFromDistributedRequest,
-    verbs_pb2.SealUpdateRequest,
 )
+
+_WRITES = (*_FILLS, verbs_pb2.SealUpdateRequest)
 """What fills the weights or the shadow copy, its completion among it."""
 
 

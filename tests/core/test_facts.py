@@ -514,6 +514,37 @@ def test_the_checkpoint_is_known_only_when_it_is_what_the_weights_are(
     assert ready.checkpoint == known
 
 
+@pytest.mark.parametrize("outcome", [OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN])
+@pytest.mark.parametrize(
+    "write",
+    [
+        v.UpdateWeightsFromDistributedRequest(group_name="g"),
+        v.UpdateWeightsFromTensorRequest(),
+        v.UpdateWeightsFromDiskRequest(model_path="/other", target_modules=["lm_head"]),
+    ],
+)
+def test_a_checkpoint_that_was_written_over_in_its_update_is_not_what_the_weights_are(
+    ready: Facts, write: Message, outcome: int
+) -> None:
+    """A coordinator that has lost its journal would heal others from it."""
+    apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
+    apply(ready, v.UpdateWeightsFromDiskRequest(model_path="/new"), update_id="u")
+    apply(ready, write, outcome, update_id="u")
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="u")
+    assert ready.checkpoint == ""
+
+
+def test_a_checkpoint_is_still_known_once_its_copy_is_sealed_or_a_write_was_refused(ready: Facts) -> None:
+    apply(ready, v.PrepareUpdateRequest(version=version(2), apply=v.APPLY_MODE_STAGED), update_id="u")
+    apply(ready, v.UpdateWeightsFromDiskRequest(model_path="/new"), update_id="u")
+    apply(ready, v.UpdateWeightsFromTensorRequest(), OUTCOME_REJECTED, update_id="u")
+    apply(ready, v.SealUpdateRequest(), OUTCOME_UNKNOWN, update_id="u")
+    assert refused(ready, v.CommitUpdateRequest(), "u") == "ILLEGAL_STATE"
+    apply(ready, v.SealUpdateRequest(), update_id="u")
+    apply(ready, v.CommitUpdateRequest(version=version(2)), update_id="u")
+    assert ready.checkpoint == "/new"
+
+
 def test_only_the_open_update_may_write(ready: Facts) -> None:
     write = v.UpdateWeightsFromDistributedRequest(group_name="g")
     assert refused(ready, write, "u") == "ILLEGAL_STATE"
