@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import rlctl
+from rlctl.client import part
 from rlctl.client.fleet import Fleet
 from rlctl.client.leading import Leading
 from rlctl.client.publisher import Publisher
@@ -167,7 +168,8 @@ def test_from_disk_the_weights_are_only_digested(fleet: Fleet, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", ["broadcast", "auto"])
-def test_one_at_a_time_and_given_up_on_request(fleet: Fleet, path: str) -> None:
+def test_one_at_a_time_and_given_up_on_request(fleet: Fleet, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "HANGS_S", 0.5)
     publisher = fleet.publisher("actor", path=path)
     model = demo_tiny.make(seed=14)
     publisher.update(model, version=f"{path}-before")
