@@ -220,6 +220,8 @@ class _Supervisor:
                     "  The stages serve until their lease runs out. Start it again: "
                     f"rlctl coordinator --listen {fleet.address} --journal {journal}"
                 )
+            if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
+                self._coordinator_failures = 0  # it had served for long: those before it say nothing of this one
             pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
             self._coordinator_at = time.monotonic() + pause_s
             self._coordinator_failures += 1

@@ -8,11 +8,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from children import Children
 
-from rlctl.cli import state
+from rlctl.cli import state, supervisor
 from rlctl.cli.settings import Settings
 from rlctl.cli.supervisor import _Supervisor
 from rlctl.errors import Reason, RlctlError
@@ -168,3 +170,25 @@ def test_a_change_that_does_not_come_to_an_end_gives_way_to_the_next(holder: _Su
     assert other.state is not None
     assert "a: stopped" in other.said
     assert kept().engines == ()
+
+
+@pytest.mark.parametrize(("served_s", "longest_s"), [(120.0, 1.0), (0.0, 60.0)], ids=["weeks", "at once"])
+def test_a_coordinator_that_ends_again_and_again_is_waited_for_only_if_it_does_so_at_once(
+    holder: _Supervisor, monkeypatch: pytest.MonkeyPatch, served_s: float, longest_s: float
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
+    fleet: Any = SimpleNamespace(directory=Path("/nowhere"), address="127.0.0.1:1", coordinator=None)
+    monkeypatch.setattr(holder, "_fleet", fleet)
+    process = SimpleNamespace(returncode=None, failure=lambda: Reason.ENGINE_FAILED.error("it was killed"))
+    fleet.restart_coordinator = lambda: setattr(process, "returncode", None)
+    fleet.coordinator = process
+    gone_s = []
+    for _ in range(10):
+        now += served_s
+        ended, process.returncode = now, -9
+        while process.returncode is not None:
+            holder._look_at_coordinator()
+            now += 0.25
+        gone_s.append(now - ended)
+    assert max(gone_s) == pytest.approx(longest_s, abs=0.5)
