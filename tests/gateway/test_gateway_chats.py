@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from http_calls import post
+from http_calls import events, post
 
 from rlctl.gateway.generation.tokenizers import LONG, Tokenizer
 from rlctl.testing.fleet import InProcessFleet
@@ -55,6 +55,22 @@ async def test_what_a_template_does_not_take_is_refused(http: aiohttp.ClientSess
     assert (status, reply["error"]["field"]) == (400, "messages"), reply
     status, reply = await post(http, chat("1", chat_template_kwargs={"enable_thinking": False}), CHATS)
     assert status == 200, reply
+
+
+async def test_a_refused_chat_is_no_stream(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], chat_model: str
+) -> None:
+    async with make_gateway(fleet, tokenizer=chat_model, max_inflight=1) as (server, http):
+        status, reply = await post(http, chat("1", lora_path="nobody", stream=True), CHATS)
+        assert (status, reply["error"]["reason"]) == (404, "ADAPTER_NOT_FOUND"), reply
+        async with http.post(CHATS, json=chat("1", stream=True)) as response:
+            told = events(await response.text())
+        assert told[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert [event for event in told if "role" in event["choices"][0]["delta"]] == told[:1]
+        server.generation.inflight = 1
+        async with http.post(CHATS, json=chat("1", stream=True)) as response:
+            assert (response.status, response.headers.get("Retry-After")) == (503, "1"), "clients try again"
+        server.generation.inflight = 0
 
 
 async def test_a_long_chat_keeps_nobody_waiting(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,14 +239,15 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
     head = _head(asked, (), chunk=True)
     ended: list[RolloutSample] = []
     characters = [0] * len(samples)  # of the tokens whose log probabilities were told
+    unbegun = range(len(samples) if asked.chat else 0)
     news = running.streamed(call, samples)
     try:
-        if asked.chat:
-            for index in range(len(samples)):
+        async for new in news:
+            for index in unbegun:  # not before: what is wrong with the request is an answer of its own
                 delta = {"role": "assistant", "content": ""}
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield event({**head, "choices": [first]})
-        async for new in news:
+            unbegun = range(0)
             if new.ended is not None:
                 ended.append(new.ended)
             choice = _choice(asked, new.index, new.part, new.ended, chunk=True, at=characters[new.index])
