@@ -82,6 +82,13 @@ def dtype(name: str) -> str:
     return name if name.startswith("torch.") else f"torch.{name}"
 
 
+def token_step(given: int) -> int:
+    """A trainer's step. Raises FIELD_INVALID for one below 0."""
+    if given < 0:
+        raise Reason.FIELD_INVALID.error(f"{given} is below 0", field="token_step")
+    return given
+
+
 def group(
     fields: Fields, *, name: str = "weight_update_group", backend: str = "nccl", offset: int = 0
 ) -> InitWeightsUpdateGroupRequest:

@@ -168,6 +168,7 @@ async def test_stages_are_named_or_unknown(http: aiohttp.ClientSession, client: 
         ("/update_weights_from_disk", {}, 422),
         ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}, (422, 502)),
         ("/update_weights_from_disk", {"model_path": "x", "manifest": {}}, 501),
+        ("/update_weights_from_disk", {"model_path": "x", "token_step": -1}, 422),
         ("/init_weights_update_group", {"master_address": "127.0.0.1"}, 422),
         ("/update_weights_from_distributed", {"names": ["a"], "dtypes": [], "shapes": [[1]]}, 422),
         ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, 422),

@@ -84,6 +84,7 @@ async def test_a_field_may_be_called_anything(http: aiohttp.ClientSession) -> No
         ("/init_weights_update_group", {"master_address": "x"}, "master_port"),
         ("/release_memory_occupation", {"tags": ["kv_cache", "x"]}, "tags[1]"),
         ("/update_weight_version", {"new_version": ""}, "new_version"),
+        ("/update_weights_from_disk", {"model_path": "x", "token_step": -1}, "token_step"),
         ("/weights_checker", {"skip_tensor_list": "x"}, "skip_tensor_list"),
     ],
 )

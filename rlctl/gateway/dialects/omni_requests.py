@@ -95,7 +95,7 @@ def _from_disk(fields: Fields) -> Message:
         model_path=fields.take("model_path", str),
         load_format=fields.take("load_format", str, ""),
         weight_version=fields.take("weight_version", str, ""),
-        token_step=fields.take("token_step", int, 0),
+        token_step=weights.token_step(fields.take("token_step", int, 0)),
         is_async=fields.take("is_async", bool, False),
         options=options,
     )

@@ -37,7 +37,7 @@ async def from_disk(asked: Asked) -> Reply:
         load_format=asked["load_format"] or "",
         weight_version=_label(asked["weight_version"]),
         is_async=asked["is_async"],
-        token_step=asked["token_step"],
+        token_step=weights.token_step(asked["token_step"]),
         options=options,
     )
     operation = await asked.call.fleet.call(request)
