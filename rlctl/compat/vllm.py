@@ -7,8 +7,9 @@ own communicator is a PyNccl one, which no torch process group can share; the re
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -25,8 +26,23 @@ TIMEOUT_S = 300.0
 SAYS_S = 1.0
 """How soon after a broadcast was cut off the engines say why."""
 
-_stores: dict[int, TCPStore] = {}
-"""By port, while the process lives: the engines' ranks meet there."""
+
+class _Store:
+    """Where the engines' ranks meet, for groups of different names: under one that was used they meet what is left of
+    the earlier group.
+    """
+
+    def __init__(self, host: str, port: int, world_size: int) -> None:
+        self.names: set[str] = set()
+        self.listening: TCPStore | None = TCPStore(host, port, world_size, is_master=True, wait_for_workers=False)
+
+    def close(self) -> None:
+        """Its port is free."""
+        self.listening = None
+
+
+_stores: weakref.WeakValueDictionary[int, _Store] = weakref.WeakValueDictionary()
+"""By port, each as long as one of its groups."""
 
 
 @dataclass
@@ -42,28 +58,51 @@ class NCCLTrainerSendWeightsArgs:
     packed_num_buffers: int = 2
 
 
-def trainer_init(init_info: Any, rank: int = 0) -> WeightGroup:
+def trainer_init(init_info: Any, rank: int = 0, *, stop: threading.Event | None = None) -> WeightGroup:
     """The group of rank 0, whose store listens at ``master_address:master_port``; returns when all have come.
 
     ``init_info``: a mapping or a dataclass with those and ``world_size``, and with ``packed`` and
     ``packed_buffer_size_bytes`` where the engines are told so. NCCL where torch has it and a GPU is there, else gloo:
-    what the gateway forms with where a request names no backend. Raises GROUP_FAILED.
+    what the gateway forms with where a request names no backend. ``stop`` ends it early. Raises GROUP_FAILED.
     """
     del rank
     info = asdict(init_info) if is_dataclass(init_info) and not isinstance(init_info, type) else dict(init_info)
     host, port, world_size = info["master_address"], int(info["master_port"]), int(info["world_size"])
-    if port not in _stores:
-        _stores[port] = TCPStore(host, port, world_size, is_master=True, wait_for_workers=False)
+    name = group_name(int(info.get("packed_buffer_size_bytes", PACKED_BYTES)) if info.get("packed") else 0)
     nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    return join(
-        (host, port),
-        name=group_name(int(info.get("packed_buffer_size_bytes", PACKED_BYTES)) if info.get("packed") else 0),
-        rank=0,
-        world_size=world_size,
-        backend="nccl" if nccl else "gloo",
-        timeout_s=TIMEOUT_S,
-        interface_host=host,
-    )
+    store = _store(host, port, world_size, name)
+    try:
+        group = join(
+            (host, port),
+            name=name,
+            rank=0,
+            world_size=world_size,
+            backend="nccl" if nccl else "gloo",
+            timeout_s=TIMEOUT_S,
+            interface_host=host,
+            stop=stop,
+        )
+    except BaseException:
+        del store  # whoever keeps the error would keep the port
+        raise
+    group.store = store
+    return group
+
+
+def _store(host: str, port: int, world_size: int, name: str) -> _Store:
+    """One at which there was no group of this name. Raises GROUP_FAILED: it cannot listen there."""
+    store = _stores.get(port)
+    if store is not None and name in store.names:
+        store.close()
+        store = None
+    if store is None:
+        try:
+            store = _stores[port] = _Store(host, port, world_size)
+        except RuntimeError as error:
+            said = (str(error).splitlines() or [""])[0]
+            raise Reason.GROUP_FAILED.error(f"no store can listen on {host}:{port}: {said}") from error
+    store.names.add(name)
+    return store
 
 
 def packed_nccl_broadcast_producer(
@@ -167,14 +206,33 @@ class NCCLTrainerWeightTransferEngine:
 
     @classmethod
     def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: SyncClient, source: Weights) -> Self:
-        """Form the group. Raises GROUP_FAILED, and what the client raises."""
+        """Form the group. Raises GROUP_FAILED, and what the client raises, at once where the engines refuse."""
         engine = cls(init_info, client, source)
         if engine.is_sender:
             told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
-            with ThreadPoolExecutor(1) as threads:
-                joined = threads.submit(client.init_weight_transfer_engine, {**told, "rank_offset": 1})
-                engine.model_update_group = trainer_init(init_info)
+            refused = threading.Event()
+
+            def tell() -> None:
+                try:
+                    client.init_weight_transfer_engine({**told, "rank_offset": 1})
+                except BaseException:
+                    refused.set()  # nobody comes any more
+                    raise
+
+            threads = ThreadPoolExecutor(1)
+            try:
+                joined = threads.submit(tell)
+                try:
+                    engine.model_update_group = trainer_init(init_info, stop=refused)
+                except RlctlError as error:
+                    _raise_why(error, joined)
+                    raise
                 joined.result()
+            except BaseException:
+                engine.shutdown()
+                raise
+            finally:
+                threads.shutdown(wait=False)  # engines that wait for what never comes end by their own time
         return engine
 
     def send_weights(self) -> None:
@@ -214,11 +272,7 @@ class NCCLTrainerWeightTransferEngine:
             try:
                 NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
             except RlctlError as error:
-                if error.reason is Reason.GROUP_FAILED:
-                    # Why the engines have left it says more than that they did.
-                    done, _ = wait([taken], SAYS_S)
-                    for each in done:
-                        each.result()
+                _raise_why(error, taken)
                 raise
             sent.set()
             taken.result()
@@ -231,6 +285,14 @@ class NCCLTrainerWeightTransferEngine:
         if self.model_update_group is not None:
             self.model_update_group.close()
             self.model_update_group = None
+
+
+def _raise_why(error: RlctlError, told: Future[None]) -> None:
+    """Raise why the engines have left a group that has failed, if they say so: it says more than that they did."""
+    if error.reason is Reason.GROUP_FAILED:
+        done, _ = wait([told], SAYS_S)
+        for each in done:
+            each.result()
 
 
 def _as_announced(source: Weights, announced: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,7 +57,10 @@ class WeightGroup:
         rank: this member's rank; 0 is the source.
         world_size: number of members.
         backend: "gloo" or "nccl".
+        store: the source's, where it is this group's alone; it listens until the group is spent.
     """
+
+    store: object = None
 
     def __init__(self, member: Member) -> None:
         """Use :func:`join`."""
@@ -144,10 +147,10 @@ class WeightGroup:
 
     def forget(self) -> None:
         """In a child of a fork: leave it to the parent, whose connections these are."""
-        keep_for_ever((self._member, self._work))
+        keep_for_ever((self._member, self._work, self.store))
         self._lock = threading.Lock()  # whoever held it is not here
         self._spent = "it belongs to the process that this one was forked from"
-        self._member, self._work, self._connections = None, None, []
+        self._member, self._work, self._connections, self.store = None, None, [], None
         self._idle.set()
 
     def _start(self, data: torch.Tensor, src: int) -> None:
@@ -213,6 +216,7 @@ class WeightGroup:
     def _spend(self, cause: str) -> str:
         """Make the group unusable and break what is under way; returns the first cause. Takes no lock."""
         self._spent = self._spent or cause
+        self.store = None
         member = self._member
         if member is not None and self.backend == "nccl":
             # It waits for the communicators to be given up.

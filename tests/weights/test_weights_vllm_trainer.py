@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,15 @@ import pytest
 import torch
 from weights_helpers import Background
 
-from rlctl.compat.vllm import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine, packed_nccl_broadcast_producer
+from rlctl.compat.vllm import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    packed_nccl_broadcast_producer,
+    trainer_init,
+)
 from rlctl.errors import Internal
-from rlctl.weights.groups import WeightGroup
+from rlctl.vllm_transfer import GROUP
+from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.tensors import TensorMeta, as_bytes
 
 Form = Callable[..., list[WeightGroup]]
@@ -47,7 +54,8 @@ class Client:
         self._happens = happens
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        raise AssertionError
+        self.told.append("init")
+        self._happens()
 
     def start_weight_update(self) -> None:
         self.told.append("start")
@@ -116,3 +124,60 @@ def test_a_group_that_breaks_by_itself_is_told(form: Form) -> None:
     with pytest.raises(Internal, match="broadcast"):
         trainer(sender, Client(wait)).send_weights()
     leave.set()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_why_the_engines_join_no_group_is_told_at_once() -> None:
+    info, client = NCCLTrainerInitInfo("127.0.0.1", free_port(), 2, rank=0), Client(refuse)
+    with pytest.raises(ConnectionRefusedError, match="do not want them"):
+        Background(lambda: NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=Weights())).result(
+            5
+        )
+    assert client.told == ["init"]
+
+
+@pytest.mark.parametrize(
+    ("before", "first"),
+    [("stands", "trainer"), *((how, who) for how in ("closed", "broken", "gone") for who in ("trainer", "engine"))],
+)
+def test_a_group_is_formed_anew_at_the_same_port(before: str, first: str) -> None:
+    where = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+
+    def late(who: str) -> None:
+        if who != first:
+            time.sleep(0.3)
+
+    def engine() -> WeightGroup:
+        late("engine")
+        return join(("127.0.0.1", where["master_port"]), name=GROUP, rank=1, world_size=2, timeout_s=5)  # type: ignore[arg-type]
+
+    def trainer() -> WeightGroup:
+        late("trainer")
+        return trainer_init(where)
+
+    def formed() -> tuple[WeightGroup, WeightGroup]:
+        joined = Background(engine)
+        return Background(trainer).result(8), joined.result(8)
+
+    sender: WeightGroup | None
+    sender, receiver = formed()
+    if before == "closed":
+        sender.close()
+    elif before == "broken":
+        sender.interrupt()
+    elif before == "gone":
+        sender = None
+    receiver.close()
+    again, receiver = formed()
+    received = torch.zeros(4)
+    taken = Background(lambda: receiver.broadcast(received))
+    again.broadcast(torch.ones(4))
+    taken.result(5)
+    assert received.tolist() == [1.0] * 4
+    again.close()
+    receiver.close()
