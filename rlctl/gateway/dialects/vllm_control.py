@@ -112,19 +112,44 @@ CONTROLS = (
 
 
 async def control(row: Control, call: Call) -> Reply:
-    """Carry out the steps; the first that fails is told. What was paused for the others goes on all the same."""
-    operation = Operation()
-    for number, step in enumerate(await row.steps(call)):
-        failed = number > 0 and operation.state != OPERATION_STATE_OK
+    """Carry out the steps; the first that fails is told. What was paused for the others goes on all the same.
+
+    What nobody can do is refused before anything is paused for it.
+    """
+    steps = await row.steps(call)
+    for step in steps[1:]:
+        await _refuse(call, step)
+    operation, refusal = Operation(), None
+    for number, step in enumerate(steps):
+        failed = refusal is not None or (number > 0 and operation.state != OPERATION_STATE_OK)
         if failed and not isinstance(step, ContinueGenerationRequest):
             continue
-        carried_out = await _carry_out(call, step, f"step {number}" if number else "")
+        try:
+            carried_out = await _carry_out(call, step, f"step {number}" if number else "")
+        except RlctlError as error:
+            if number == 0:
+                raise
+            refusal = refusal or error
+            continue
         if failed:
             continue
         operation = carried_out
         if isinstance(step, ResumeMemoryRequest) and operation.stage_results:
             operation = await _go_on(call, operation)
+    if refusal is not None:
+        raise refusal
     return await _told(call, row, operation)
+
+
+async def _refuse(call: Call, step: Message) -> None:
+    """Raise UNSUPPORTED_BY_ALL where nobody can do it."""
+    asked = type(step)()
+    asked.CopyFrom(step)
+    try:
+        await call.fleet.call(await engines.aimed(call, asked, "asked"), validate_only=True)
+    except RlctlError as error:
+        if error.reason is Reason.UNSUPPORTED_BY_ALL:
+            raise
 
 
 async def _go_on(call: Call, woken: Operation) -> Operation:

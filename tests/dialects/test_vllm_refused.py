@@ -1,0 +1,60 @@
+"""What is refused on the way leaves nothing paused that was paused for it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from google.protobuf.message import Message
+
+from rlctl.client.aio import AsyncFleet
+from rlctl.errors import Reason
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.verbs_pb2 import FlushCacheRequest
+
+RESET = "/reset_prefix_cache?reset_running_requests=true"
+
+
+async def paused(http: aiohttp.ClientSession) -> list[bool]:
+    async with http.get("/is_paused") as response:
+        return [each["body"]["is_paused"] for each in (await response.json()).values()]
+
+
+@pytest.mark.parametrize("at", ["", "/engines/a"])
+@pytest.mark.parametrize(
+    ("method", "path"), [("flush_cache", RESET), ("flush_cache", "/pause"), ("release_memory", "/sleep?level=1")]
+)
+async def test_what_nobody_can_do_pauses_nobody(
+    make_fleet: Callable[..., Any],
+    open_gateway: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    path: str,
+    at: str,
+) -> None:
+    monkeypatch.delattr(FakeEngine, method)
+    async with make_fleet(a=1, b=2) as fleet, open_gateway(fleet.server.address, "vllm") as http:
+        async with http.post(at + path) as response:
+            assert (response.status, (await response.json())["error"]["reason"]) == (501, "UNSUPPORTED_BY_ALL")
+        assert await paused(http) == [False, False]
+
+
+async def test_a_reset_that_is_refused_after_its_pause_lets_them_go_on(
+    fleet: InProcessFleet, open_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = AsyncFleet.call
+
+    async def refusing(self: AsyncFleet, request: Message, **how: Any) -> Operation:
+        if isinstance(request, FlushCacheRequest) and not how.get("validate_only"):
+            raise Reason.UPDATE_IN_PROGRESS.error("somebody has begun one")
+        return await call(self, request, **how)
+
+    monkeypatch.setattr(AsyncFleet, "call", refusing)
+    async with open_gateway(fleet.server.address, "vllm") as http:
+        async with http.post(RESET) as response:
+            assert (response.status, (await response.json())["error"]["reason"]) == (409, "UPDATE_IN_PROGRESS")
+        assert await paused(http) == [False, False]
