@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,9 @@ CALL_S = 10.0
 LOOK_S = 0.02
 ADD_S = 10.0
 """For a worker to be added. It is asked for again after that."""
+_PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
+"""Variables that it is started without: the web proxy that they name does not lead to its workers, which are here."""
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 REGULAR, PREFILL, DECODE = "regular", "prefill", "decode"
 """Its types of workers."""
 
@@ -96,7 +100,11 @@ class SglangRouter:
         with contextlib.ExitStack() as stack:
             output: Any = stack.enter_context(self._log.open("ab")) if self._log else STDERR
             self._process = subprocess.Popen(
-                dying_with_parent(launch), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                dying_with_parent(launch),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={name: value for name, value in os.environ.items() if name.lower() not in _PROXIES},
             )
         self._asked.clear()
         until = time.monotonic() + START_S
@@ -176,7 +184,7 @@ class SglangRouter:
             self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=CALL_S) as response:
+            with _open(request, timeout=CALL_S) as response:
                 return json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:
             if error.code == 404 and method == "DELETE":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,24 @@ async def ask(router: SglangRouter, body: Any = ASK) -> tuple[int, Any]:
 
 def header(*slots: str) -> common.RequestHeader:
     return common.RequestHeader(target=common.Target(slots=slots))
+
+
+async def test_what_is_in_the_fleet_is_not_asked_by_way_of_a_web_proxy(
+    make_fleet: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines of a cluster often have one, for what is outside."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with make_fleet(a=1, b=2) as fleet:
+        router = SglangRouter(log=tmp_path / "router.log")
+        server = GatewayServer(GatewayConfig(fleet.server.address, router=router))
+        try:
+            await server.start()
+            assert (await ask(router))[0] == 200
+        finally:
+            await server.stop()
 
 
 async def test_its_workers_are_the_stages_that_serve(fleet: InProcessFleet, router: SglangRouter) -> None:
