@@ -121,6 +121,8 @@ class Adapters(abc.ABC):
         self._update: OpenAdapter | None = None
         self._left: list[str] = []
         """What the server still holds, and nobody may ask for."""
+        self._unloading = asyncio.Lock()
+        self._sweeping: asyncio.Task[None] | None = None
 
     @property
     @abc.abstractmethod
@@ -164,6 +166,7 @@ class Adapters(abc.ABC):
         refuse_draft(request.selector, "selector")
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
+        await self._sweep()
         sent = None
         if request.HasField("adapter_config"):
             self._refuse_config(request.adapter_config, "adapter_config")
@@ -211,6 +214,8 @@ class Adapters(abc.ABC):
 
     def close(self) -> None:
         """The server has ended, or serves nobody: let go of what is held for it."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -221,6 +226,10 @@ class Adapters(abc.ABC):
         """Let the server load what lies at a path, found to fit."""
         self._drop_staged()
         await self._sweep()
+        async with self._unloading:  # what is being loaded is not to be swept
+            await self._load(update, path, call, pinned=pinned)
+
+    async def _load(self, update: OpenAdapter, path: str, call: Call, *, pinned: bool) -> None:
         config, stored = await asyncio.to_thread(lora.open_adapter, path)
         try:
             self._refuse_unfit(config, stored, path)
@@ -384,9 +393,15 @@ class Adapters(abc.ABC):
 
     async def _sweep(self) -> None:
         """Unload what nobody may ask for any more; what cannot be unloaded now is tried at the next occasion."""
-        for name in list(self._left):
-            if not self.stuck and not self._table.users(name) and await self.unload(name):
-                self._left.remove(name)
+        async with self._unloading:
+            for name in list(self._left):
+                if not self.stuck and not self._table.users(name) and await self.unload(name):
+                    self._left.remove(name)
+
+    def sweep_soon(self) -> None:
+        """A pause is over: unload what could not be unloaded in it, beside what comes next."""
+        if self._left and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.create_task(self._sweep())
 
 
 def _unread(update: OpenAdapter) -> RlctlError:

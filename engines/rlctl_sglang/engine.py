@@ -193,6 +193,7 @@ class SGLangEngine(ServerEngine):
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
         self._state.paused, self._state.holding = PAUSE_MODE_UNSPECIFIED, False
         self._requests.release()
+        self._adapters.sweep_soon()
 
     @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def test_adapters_are_loaded_switched_and_unloaded(fleet: Fleet, tiny: tuple[Any
 
 def test_a_trainer_sends_them(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
     adapter_steps.are_sent_by_a_trainer(fleet, tiny[0])
+
+
+def test_a_trainer_sends_more_versions_than_the_server_holds(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    with closing(fleet.publisher("actor", path="ipc", bucket_bytes=4096)) as publisher:
+        for number in range(2 + int(OPTIONS["max_loaded_loras"])):
+            tensors = lora(tiny[0], number).items()
+            publisher.update(tensors, version=f"n-{number}", adapter="sent", adapter_config=adapter_steps.CONFIG)
+    fleet.unload_adapter("sent")
 
 
 def test_what_does_not_fit_changes_nothing(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:

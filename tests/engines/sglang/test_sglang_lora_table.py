@@ -12,8 +12,9 @@ from rlctl_sglang.state import State
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_DIRTY
-from rlctl.v1.verbs_pb2 import Adapter, UnloadAdapterRequest
+from rlctl.testing.waiting import eventually
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED
+from rlctl.v1.verbs_pb2 import Adapter, PrepareUpdateRequest, UnloadAdapterRequest
 
 
 def held(table: LoraTable, name: str, version: str) -> Held:
@@ -71,6 +72,43 @@ async def test_what_has_taken_the_place_of_an_adapter_was_not_refused() -> None:
     with table.using("math"), pytest.raises(RlctlError) as failed:
         await adapters.drop(UnloadAdapterRequest(name="math"), Call("c", 0.0))
     assert (table.by_name, failed.value.outcome) == ({}, OUTCOME_DIRTY)
+
+
+class Unloading(Adapters):
+    """Of a server that does as it is told."""
+
+    def __init__(self, state: State, table: LoraTable) -> None:
+        silent: Any = Deaf()
+        super().__init__(silent, state, silent, silent, table, {})
+        self.unloaded: list[str] = []
+
+    async def unload(self, name: str) -> bool:
+        self.unloaded.append(name)
+        return True
+
+
+async def test_what_was_replaced_under_a_pause_is_unloaded_after_it() -> None:
+    """SGLang cannot let go of it before; each version that a trainer sends comes under one."""
+    table, state = LoraTable(), State(paused=PAUSE_MODE_IN_PLACE)
+    adapters = Unloading(state, table)
+    one, two = held(table, "math", "1"), held(table, "math", "2")
+    table.put(one)
+    adapters._update = OpenAdapter("u", two.info, staged=two)
+    await adapters.commit(Call("c", 0.0, update_id="u"))
+    assert adapters.unloaded == []
+    state.paused = PAUSE_MODE_UNSPECIFIED
+    adapters.sweep_soon()
+    await eventually(lambda: adapters.unloaded == [one.name])
+    state.paused = PAUSE_MODE_IN_PLACE
+    adapters._left.append("math@0")
+    adapters.sweep_soon()
+    call = Call("c", 0.0, update_id="v")
+    await adapters.prepare(PrepareUpdateRequest(adapter=two.info), call)
+    await adapters.abort(call)
+    assert adapters.unloaded == [one.name], "paused again"
+    state.paused = PAUSE_MODE_UNSPECIFIED
+    await adapters.prepare(PrepareUpdateRequest(adapter=two.info), call)
+    assert adapters.unloaded == [one.name, "math@0"], "before what is held is counted"
 
 
 @pytest.mark.parametrize(
