@@ -7,7 +7,7 @@ from typing import Any
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.dialect import Reply
-from rlctl.gateway.dialects.sglang_reads import fleet_of, stage_of
+from rlctl.gateway.dialects.sglang_reads import fleet_of, stage_of, telling
 from rlctl.gateway.dialects.sglang_words import saying_success, status_of
 from rlctl.gateway.table import Asked, Field, Row
 from rlctl.times import duration
@@ -108,10 +108,15 @@ async def weights_checker(asked: Asked) -> Reply:
         skip_tensors=asked["skip_tensor_list"] or [],
         selector=common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}"),
     )
-    results = (await asked.tell(request)).stage_results
+    operation = await asked.tell(request)
+    results = telling(operation)
+    skipped = {result.slot: result.error.message for result in operation.stage_results if not result.rank_results}
     ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
     wrong = sorted({name for _, rank in ranks for name in [*rank.check.changed, *rank.check.missing]})
-    body: dict[str, Any] = {"success": not wrong, "message": f"{action} of {len(results)} engines."}
+    cannot = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
+    body: dict[str, Any] = {"success": not wrong, "message": f"{action} of {len(results)} engines{cannot}."}
+    if skipped:
+        body["skipped"] = skipped
     if wrong:
         body["message"] = f"{len(wrong)} tensors differ from the snapshot, first {wrong[0]}"
     if action == "checksum":

@@ -13,14 +13,14 @@ from rlctl.gateway.table import Asked, Field, Row
 from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Fleet, Stage
-from rlctl.v1.results_pb2 import Operation
+from rlctl.v1.results_pb2 import Operation, StageResult
 from rlctl.version import __version__
 
 
 async def model_info(asked: Asked) -> Reply:
     """What is loaded, and its version."""
     operation = await asked.tell(verbs_pb2.GetModelInfoRequest())
-    result = operation.stage_results[0]
+    result = telling(operation)[0]
     info = result.rank_results[0].model_info
     version = result.weight_version if result.weight_version.sequence else info.weight_version
     if not asked.slot:
@@ -61,7 +61,7 @@ async def server_info(asked: Asked) -> Reply:
     """How the engines were started, and what they do now."""
     started = await asked.tell(verbs_pb2.GetServerInfoRequest())
     loads = await asked.tell(verbs_pb2.GetLoadsRequest(), "loads")
-    first = started.stage_results[0]
+    first = telling(started)[0]
     stage = stage_of(await fleet_of(asked), first.slot)
     info = first.rank_results[0].server_info
     states = _loads(loads)
@@ -80,7 +80,7 @@ async def server_info(asked: Asked) -> Reply:
             "engine": info.engine,
             "frontend": f"rlctl {__version__}",
             "startup_time": seconds(info.uptime),
-            "engines": [result.slot for result in started.stage_results],
+            "engines": [result.slot for result in telling(started)],
         }
     )
 
@@ -105,10 +105,15 @@ async def loads(asked: Asked) -> Reply:
     )
 
 
+def telling(operation: Operation) -> list[StageResult]:
+    """The results of the engines that can tell what was asked; those of others hold nothing."""
+    return [result for result in operation.stage_results if result.rank_results]
+
+
 def _loads(operation: Operation) -> list[dict[str, Any]]:
-    """One entry for each engine; of its ranks the one that schedules counts."""
+    """One entry for each engine that has loads; of its ranks the one that schedules counts."""
     states = []
-    for index, result in enumerate(operation.stage_results):
+    for index, result in enumerate(telling(operation)):
         of = [rank.loads for rank in result.rank_results]
         running, waiting = max(load.running for load in of), max(load.waiting for load in of)
         used, most = max(load.used_tokens for load in of), max(load.max_tokens for load in of)

@@ -82,6 +82,7 @@ async def server_info(call: Call) -> Reply:
     told = {
         result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
         for result in operation.stage_results
+        if result.rank_results  # others cannot tell
     }
     stages = await engines.asked(call)
     config = {
