@@ -54,6 +54,14 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise Reason.FIELD_INVALID.error(f"{name} is {shown}; it must be {words}", field=f"sampling_params.{name}")
 
 
+def check_samples(params: SamplingParams) -> None:
+    """Raise FIELD_INVALID for more samples of a prompt than may be, before they are made."""
+    if params.n > MOST_SAMPLES:
+        raise Reason.FIELD_INVALID.error(
+            f"n is {params.n}; it must be at most {MOST_SAMPLES}", field="sampling_params.n"
+        )
+
+
 def seed_of(params: SamplingParams, index: int) -> int | None:
     """The seed of a request's sample, of those that a request asks for; None: it asks for none."""
     return (params.seed + index) % (1 << 63) if params.HasField("seed") else None

@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from rlctl.errors import Reason, RlctlError, typed
+from rlctl.sampling import check_samples
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 
 ABORT_CALL_S = 25.0
@@ -140,6 +141,7 @@ class Requests:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
         """See :meth:`rlctl.engine.Engine.generate`."""
+        check_samples(request.sampling_params)
         rid = request.rid or uuid.uuid4().hex
         # Ids of one width: SGLang ends requests by the beginnings of their ids.
         engine_rids = [uuid.uuid4().hex for _ in range(request.sampling_params.n or 1)]

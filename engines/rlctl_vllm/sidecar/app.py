@@ -214,7 +214,7 @@ class Sidecar:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given:
             raise Reason.TOKEN_MISSING.error()
-        if not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+        if not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token.encode()):
             raise Reason.TOKEN_INVALID.error()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rlctl_servers.requests import refuse_prompt
 
 from rlctl.errors import Reason, RlctlError, typed
+from rlctl.sampling import check_samples
 from rlctl.sglang_api.asking import Asked, Asking
 from rlctl_vllm.generation import LONGEST_S, refused, tokenize
 from rlctl_vllm.requests import bodies
@@ -133,6 +134,7 @@ class Requests:
         made = []
         about = self._about
         for asked in asking.prompts:
+            check_samples(asked.request.sampling_params)
             for index in range(asked.samples):
                 rid = asked.rid if asked.samples == 1 else f"{asked.rid}_{index}"
                 if rid in self._running:

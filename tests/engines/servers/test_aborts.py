@@ -10,6 +10,7 @@ import pytest
 from rlctl_servers.generation import ABORT_S, Requests
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.sampling import MOST_SAMPLES
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 
 
@@ -168,3 +169,13 @@ async def test_a_sample_that_fails_unforeseen_ends_its_request() -> None:
     with pytest.raises(RlctlError, match="meta_info"):
         await asyncio.wait_for(generated(requests, asyncio.Event()), 5)
     assert requests.active == 0
+
+
+async def test_too_many_samples_are_refused_before_they_are_made() -> None:
+    request = GenerateRequest()
+    request.sampling_params.n = MOST_SAMPLES + 1
+    server = Server()
+    with pytest.raises(RlctlError) as refused:
+        await anext(Requests(server).generate(request))
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "sampling_params.n")
+    assert not server.begun.is_set()

@@ -259,6 +259,20 @@ async def test_admin_verbs_ask_for_the_token(session: aiohttp.ClientSession) -> 
             headers = {"Authorization": header} if header else {}
             async with session.post(f"{sidecar.url}/pause_generation", json={}, headers=headers) as response:
                 assert response.status == status
+        host, _, port = sidecar.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /pause_generation HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
+        await sidecar.stop()
+
+
+async def test_too_many_samples_are_refused_before_they_are_made(session: aiohttp.ClientSession) -> None:
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        body = {"input_ids": [5], "sampling_params": {"n": (1 << 32) - 1}}
+        async with asyncio.timeout(5), session.post(f"{sidecar.url}/generate", json=body) as response:
+            assert (response.status, (await response.json())["error"]["field"]) == (400, "sampling_params.n")
         await sidecar.stop()
 
 
