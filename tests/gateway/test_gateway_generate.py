@@ -343,14 +343,14 @@ async def test_the_callers_token_decides_and_not_the_gateways(
     one = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
     async with make_fleet(token=TOKEN, a=1) as fleet, make_gateway(fleet) as (_, http):
         async with http.post("/generate", json=one) as response:
-            assert response.status == 401
+            assert response.status == 401, await response.text()
             assert response.headers["WWW-Authenticate"] == "Bearer"
         status, reply = await post(http, one, Authorization="Bearer wrong")
         assert status == 401, reply
         assert (await post(http, one, Authorization="Basic x"))[0] == 401
         assert (await post(http, one, Authorization=f"Bearer {TOKEN}"))[0] == 200
         async with http.get("/v1/models") as response:
-            assert response.status == 401
+            assert response.status == 401, await response.text()
         async with http.get("/v1/models", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
             (card,) = (await response.json())["data"]
             assert (card["id"], card["weight_version_seq"]) == ("actor", 1)
