@@ -192,15 +192,20 @@ class Forming:
             try:
                 # torch's own client reports every refusal on stderr.
                 socket.create_connection(self._address, timeout=max(remaining, _FIRST_PAUSE_S)).close()
+            except OSError:
+                late = time.monotonic() > patient_until
+                if remaining <= 0 or late or self._give_up.wait(_LONGEST_PAUSE_S):
+                    raise
+                continue
+            try:
                 # It comes back to a store that has gone in this moment until its time is up, and cannot be stopped.
                 limit = datetime.timedelta(seconds=max(min(remaining, _CONNECT_S), _FIRST_PAUSE_S))
                 # One that torch's own rendezvous made waits until as many members as the group has have checked in.
                 store = TCPStore(host, port, self._member.world_size, False, timeout=limit, wait_for_workers=True)
                 store.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S)))
                 return store
-            except (OSError, RuntimeError):
-                late = time.monotonic() > patient_until
-                if remaining <= 0 or late or self._give_up.wait(_LONGEST_PAUSE_S):
+            except RuntimeError:
+                if remaining <= 0 or self._give_up.is_set():
                     raise
 
     def _gloo(self, store: PrefixStore, deadline: float) -> Any:
@@ -235,7 +240,7 @@ class Forming:
         elif missing:
             cause = f"after {timeout_s:g} s these ranks had not come: {', '.join(map(str, missing))}"
         elif member.store is None:
-            waited_s = min(timeout_s, self._patient_s) if reported else timeout_s
+            waited_s = min(timeout_s, self._patient_s) if isinstance(self._error, OSError) else timeout_s
             cause = f"the store at {host}:{port} did not answer within {waited_s:g} s: {reported or 'it is mute'}"
         else:
             cause = reported or f"it was not formed within {timeout_s:g} s"
