@@ -32,6 +32,7 @@ from rlctl.vllm_transfer import BACKEND
 from rlctl.weights.announced import Announced
 from rlctl.weights.buckets import Bucket
 from rlctl.weights.interfaces import probe
+from rlctl.weights.memberships import PATIENT_S
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 from rlctl.weights.vllm_group import unique_id
 from rlctl_vllm.workers import out_of_step
@@ -153,7 +154,8 @@ class Native:
             return
         place = (request.master_address, request.master_port)
         if request.probe_only:
-            await asyncio.to_thread(probe, place, self._host, timeout_s=_remaining(call))
+            patient_s = PATIENT_S if call.update_id else None
+            await asyncio.to_thread(probe, place, self._host, timeout_s=_remaining(call), patient_s=patient_s)
             return
         found = await asyncio.to_thread(unique_id, place, request.group_name, _remaining(call))
         await self._leave(call)

@@ -11,7 +11,7 @@ from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.interfaces import probe
 from rlctl.weights.rendezvous import GroupStore
 
-_PATIENT_S = 1.0
+PATIENT_S = 1.0
 """How long the store of an update may refuse connections: by then its source is there, or has gone."""
 
 
@@ -96,7 +96,7 @@ class Groups:
                 broadcast_timeout_s=broadcast_timeout_s,
                 interface_host=self._interface_host,
                 stop=stop,
-                patient_s=_PATIENT_S if update_id else None,
+                patient_s=PATIENT_S if update_id else None,
             )
         finally:
             with self._lock:
@@ -118,7 +118,7 @@ class Groups:
                 raise Reason.OPERATION_CONFLICT.error(f"group {name} is being joined")
             standing = self._groups.get(name)
         if standing is None:
-            place, patient_s = (membership.host, membership.port), _PATIENT_S if update_id else None
+            place, patient_s = (membership.host, membership.port), PATIENT_S if update_id else None
             probe(place, self._interface_host, timeout_s=timeout_s, patient_s=patient_s)
         elif standing[0] != membership:
             raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing[0]}, not {membership}")
