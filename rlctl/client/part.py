@@ -340,9 +340,10 @@ def cut_off(cause: BaseException) -> bool:
 
 async def explained(failure: BaseException, others: asyncio.Future[Any]) -> BaseException:
     """What a failure of this trainer rank's own is raised as: where ``others`` soon fails because a rank is gone, as
-    that, since such a rank breaks the trainer's own collectives too. A source's defect stays what it is.
+    that, since such a rank breaks the trainer's own collectives too, and the groups that it sends over. A source's
+    defect stays what it is.
     """
-    if isinstance(failure, RlctlError):
+    if isinstance(failure, RlctlError) and failure.reason is not Reason.GROUP_FAILED:
         return failure
     await asyncio.wait({others}, timeout=LOST_S)
     lost = others.exception() if others.done() and not others.cancelled() else None

@@ -162,3 +162,16 @@ def test_segments_lie_on_a_gpu_where_that_is_every_readers(monkeypatch: pytest.M
         assert parts._meeting_place(readers) == torch.device(place)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
         assert parts._meeting_place(readers) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("failed", "lost"), [("GROUP_FAILED", True), ("FIELD_INVALID", False)])
+async def test_a_group_that_broke_because_a_trainer_rank_is_gone_says_so(failed: str, lost: bool) -> None:
+    """The engines leave all groups when one source is gone: another one may see that first."""
+    others: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    raised = asyncio.create_task(parts.explained(Reason[failed].error("it failed"), others))
+    await asyncio.sleep(0)
+    others.set_exception(Reason.TRAINER_RANK_LOST.error("trainer rank 2 is gone"))
+    error = await raised
+    assert isinstance(error, RlctlError)
+    assert error.reason.name == ("TRAINER_RANK_LOST" if lost else failed)
+    assert others.exception() is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,7 @@ async def test_a_pause_of_one_of_a_pair_leaves_what_it_has_not_begun(engine: SGL
     """It would be computed after the pause, with whatever is there then."""
     server: Any = Server()
     engine._control, engine._requests = server, Requests(server)
+    engine._adapters = SimpleNamespace(sweep_soon=lambda: None)  # type: ignore[assignment]
     engine._facts, engine._state.paired, engine._ready = Facts({}, {}), paired, True
     running = asyncio.ensure_future(anext(engine._requests.generate(GenerateRequest(rid="r"))))
     while not engine._requests.active:  # noqa: ASYNC110 - it is a line away
