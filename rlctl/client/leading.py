@@ -64,6 +64,9 @@ HEAD_START_S = 0.002
 """The thread that goes through the weights keeps the interpreter from this loop for 5 ms at a time. So the command that
 makes the targets ready, which takes longer than that, is on its way first."""
 
+LINGERS_S = 1.0
+"""How long the store of an attempt that broke off stays, for ranks that were told to come there."""
+
 
 class Leading:
     """Runs the updates of one model, one after the other."""
@@ -321,11 +324,18 @@ class Leading:
         try:
             if plan.groups:
                 await asyncio.sleep(HEAD_START_S)
-            return await self._take_turns(source, attempt, ship, fleet)
+            sent = await self._take_turns(source, attempt, ship, fleet)
+        except BaseException:
+            if store is not None:
+                # SGLang's ranks, on their way to a store that has gone, come back to it until they are given up as
+                # stuck: one that is there, and goes, ends their waiting.
+                asyncio.get_running_loop().call_later(LINGERS_S, store.close)
+            raise
         finally:
             fleet.cancel()
-            if store is not None:
-                store.close()
+        if store is not None:
+            store.close()
+        return sent
 
     def _say_delivered(self) -> None:
         """No rank's weights are needed for another attempt any more."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import rlctl
-from rlctl.client import part
+from rlctl.client import leading, part
 from rlctl.client.fleet import Fleet
 from rlctl.client.leading import Leading
 from rlctl.client.publisher import Publisher
@@ -22,6 +24,7 @@ from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing.interrupted import Interrupted
+from rlctl.weights.rendezvous import GroupStore
 from rlctl.weights.segment_sender import SegmentSender
 from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
@@ -208,6 +211,41 @@ def retry_until_free(publisher: Publisher, model: Any, version: str) -> None:
 
     publisher._loop.call(ended())
     publisher.update(model, version=version)
+
+
+def test_the_store_of_an_update_that_broke_off_stays_a_moment_for_ranks_on_their_way(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = []
+
+    class Store(GroupStore):
+        def __init__(self, host: str) -> None:
+            super().__init__(host)
+            stores.append(self.address(host))
+
+    monkeypatch.setattr(leading, "GroupStore", Store)
+    monkeypatch.setattr(leading, "LINGERS_S", 3.0)
+    publisher = fleet.publisher("actor", path="broadcast")
+    weights = Held(demo_tiny.make(seed=21))
+    pending = publisher.update_async(weights, version="broken-off")
+    assert weights.reached.wait(60)
+    weights.go_on.set()
+    pending.cancel()
+    with pytest.raises(RlctlError, match="CANCELLED"):
+        pending.wait()
+    (address,) = stores
+
+    def listens() -> bool:
+        with socket.socket() as coming:
+            return coming.connect_ex(address) == 0
+
+    assert listens()
+    until = time.monotonic() + 30
+    while listens():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    publisher.update(demo_tiny.make(seed=22), version="whole-again")
+    publisher.close()
 
 
 def test_closing_ends_what_is_pending(fleet: Fleet) -> None:
