@@ -153,10 +153,11 @@ class Forming:
 
     def end(self, limit_s: float) -> None:
         """Break it off and wait for that, at most so long: whoever waits in :meth:`run` is told."""
+        until = time.monotonic() + limit_s
         self._give_up.set()
         if not self._ended.wait(min(_GRACE_S, limit_s)):
             self._cut()
-            self._ended.wait(limit_s)
+            self._ended.wait(until - time.monotonic())
 
     def _attempt(self, deadline: float) -> None:
         try:
@@ -192,21 +193,17 @@ class Forming:
             try:
                 # torch's own client reports every refusal on stderr.
                 socket.create_connection(self._address, timeout=max(remaining, _FIRST_PAUSE_S)).close()
+                break
             except OSError:
                 late = time.monotonic() > patient_until
                 if remaining <= 0 or late or self._give_up.wait(_LONGEST_PAUSE_S):
                     raise
-                continue
-            try:
-                # It comes back to a store that has gone in this moment until its time is up, and cannot be stopped.
-                limit = datetime.timedelta(seconds=max(min(remaining, _CONNECT_S), _FIRST_PAUSE_S))
-                # One that torch's own rendezvous made waits until as many members as the group has have checked in.
-                store = TCPStore(host, port, self._member.world_size, False, timeout=limit, wait_for_workers=True)
-                store.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S)))
-                return store
-            except RuntimeError:
-                if remaining <= 0 or self._give_up.is_set():
-                    raise
+        # It comes back to a store that has gone in this moment until its time is up, and cannot be stopped.
+        limit = datetime.timedelta(seconds=max(min(remaining, _CONNECT_S), _FIRST_PAUSE_S))
+        # A store that torch's own rendezvous made waits until as many members as the group has have checked in.
+        store = TCPStore(host, port, self._member.world_size, False, timeout=limit, wait_for_workers=True)
+        store.set_timeout(datetime.timedelta(seconds=max(deadline - time.monotonic(), _FIRST_PAUSE_S)))
+        return store
 
     def _gloo(self, store: PrefixStore, deadline: float) -> Any:
         member = self._member

@@ -103,9 +103,9 @@ def main(role: str, port: int, name: str) -> None:
                 assert os.waitpid(child, 0)[1] == 0
         # The receiver gets one tensor of two.
         member.broadcast(torch.tensor(VALUES), src=1)
-        if role == "sender-of-much":
+        while role == "sender-of-much":
             member.broadcast(torch.ones(MUCH), src=1)
-        if role in ("sender-of-half", "sender-of-much"):
+        if role == "sender-of-half":
             threading.Event().wait()
         elif role == "exits-while-receiving":
             receiving = threading.Thread(target=member.broadcast, args=(torch.zeros(1),), daemon=True)

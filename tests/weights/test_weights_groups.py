@@ -279,6 +279,22 @@ def test_a_store_that_is_known_to_have_listened_is_not_waited_for() -> None:
     assert "did not answer within 0.1 s: [Errno 111] Connection refused" in job.result(SOON_S).message
 
 
+def test_what_is_no_store_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    other.accept()[0].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        job = Background(lambda: refused_join(other.getsockname(), timeout_s=LONG_S))
+        assert "did not answer" in job.result(SOON_S).message
+        other.shutdown(socket.SHUT_RDWR)
+
+
 def test_members_wait_for_a_store_that_is_late() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
