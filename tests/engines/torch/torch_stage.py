@@ -41,6 +41,10 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def _receiving(engine: TorchEngine) -> None:
+    await until(lambda: any(group.under_way for group in engine._rank.receiver._groups))
+
+
 class Follower:
     """A process that holds the second ranks of any number of engines."""
 
@@ -170,6 +174,9 @@ class _Server:
     async def interrupt(self, _: int, engine: int, update_id: str) -> None:
         await self._engines[engine].interrupt(update_id)
 
+    async def receiving(self, _: int, engine: int) -> None:
+        await _receiving(self._engines[engine])
+
     async def set_attribute(self, _: int, module: str, name: str, value: Any) -> None:
         setattr(importlib.import_module(module), name, value)
 
@@ -283,6 +290,12 @@ class Stage:
         await self.engine.withdraw(command_id)
         if self.follower is not None:
             await asyncio.wrap_future(self.follower.ask("withdraw", self.number, command_id)[1])
+
+    async def receiving(self) -> None:
+        """Return once every rank waits for a broadcast: what happens next happens to all of them alike."""
+        await _receiving(self.engine)
+        if self.follower is not None:
+            await asyncio.wrap_future(self.follower.ask("receiving", self.number)[1])
 
     async def interrupt(self, update: str) -> None:
         """Interrupt an update at every rank."""
