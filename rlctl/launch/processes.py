@@ -16,17 +16,18 @@ from typing import IO
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched
+from rlctl.launch.logs import keep_short, last_line, log_end
 from rlctl.process import ANNOUNCEMENT
 
 STOP_S = 10.0
 READ_S = 1.0
 """For what a process that has ended said last to be read."""
-LOG_BYTES = 8192
-"""How far back a log is looked into for its last line."""
+TEND_S = 30.0
+"""How often it is looked whether a log has become too long."""
 
 
 class Process:
-    """One rlctl server in a process of its own, logging to a file.
+    """One rlctl server in a process of its own, logging to a file that is kept short.
 
     Its standard input is a pipe that this process holds: when this process dies, however it dies, the child ends too.
     """
@@ -48,6 +49,8 @@ class Process:
         self.log = log
         self.facts: dict[str, str] = {}
         self._announced = threading.Event()
+        self._silent = threading.Event()
+        """Nothing more is said: neither by it nor by a child of its own."""
         self._log_from = log_end(log)
         with log.open("ab") as stderr:
             self._popen = subprocess.Popen(
@@ -63,6 +66,7 @@ class Process:
                 os.sched_setaffinity(self._popen.pid, cpus)
         self._reader = threading.Thread(target=self._read, name=f"announcements of {name}", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._tend, name=f"log of {name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -145,23 +149,11 @@ class Process:
                         self.facts = {key: str(value) for key, value in said.items()}
                         self._announced.set()
         self._announced.set()
+        self._silent.set()
 
-
-def log_end(log: Path) -> int:
-    """Where a log ends that may be another's before; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        return log.stat().st_size
-    return 0
-
-
-def last_line(log: Path, start: int = 0) -> str:
-    """The last line of a log from ``start`` on that says something; "" where there is none, or the log is on another
-    machine."""
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_BYTES))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")
-    return ""
+    def _tend(self) -> None:
+        while not self._silent.wait(TEND_S):
+            keep_short(self.log)
 
 
 def end(process: Launched) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError, from_detail
-from rlctl.launch.processes import STOP_S, last_line, log_end
+from rlctl.launch.logs import last_line, log_end
+from rlctl.launch.processes import STOP_S
 from rlctl.launch.spec import EngineSpec, Reservation
 from rlctl.transport.auth import token_variables
 from rlctl.v1.common_pb2 import ErrorDetail

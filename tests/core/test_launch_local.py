@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from children import Child
 
 from rlctl.errors import InvalidRequest, Reason, RlctlError
+from rlctl.launch import processes
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.local_launcher import LocalLauncher
+from rlctl.launch.logs import keep_short
 from rlctl.launch.processes import Process
 from rlctl.launch.spec import GatewaySpec
 from rlctl.transport.auth import load_token
@@ -30,12 +34,25 @@ print(json.dumps({"rlctl": "test", "cpus": sorted(os.sched_getaffinity(0)), "thr
 sys.stdin.read()
 """
 
+LOGS = """
+import json, sys
+print(json.dumps({"rlctl": "test"}), flush=True)
+for line in sys.stdin:
+    sys.stderr.write(line)
+    sys.stderr.flush()
+"""
+
 LEAVES_A_CHILD = """
 import json, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], stdin=subprocess.DEVNULL)
 print(json.dumps({"rlctl": "test", "child": child.pid}), flush=True)
 sys.stdin.read()
 """
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -98,6 +115,49 @@ def test_a_process_has_ended_though_one_of_its_children_goes_on(tmp_path: Path, 
     finally:
         os.kill(child, signal.SIGKILL)
         process.wait()
+
+
+def test_a_log_that_has_become_long_begins_anew_and_the_process_goes_on(
+    tmp_path: Path, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TEND_S", 0.01)
+    monkeypatch.setattr(processes, "keep_short", functools.partial(keep_short, at_most=1000))
+    (tmp_path / "logs.py").write_text(LOGS)
+    log, kept = tmp_path / "a.log", tmp_path / "a.log.1"
+    log.write_text("of a process before\n")
+    process = Process("a", [], log, {}, "logs")
+    try:
+        process.announced(20)
+
+        def logs(line: str) -> None:
+            assert process._popen.stdin is not None
+            process._popen.stdin.write(line.encode() + b"\n")
+            process._popen.stdin.flush()
+
+        for letter in "xy":
+            logs(letter * 2000)
+            wait_for(lambda letter=letter: kept.exists() and letter in kept.read_text() and not log.read_bytes())  # type: ignore[misc]
+            assert process.said() == ""
+            logs("the end")
+            wait_for(lambda: log.read_bytes() == b"the end\n")
+            assert process.said() == "the end"
+        assert kept.read_text() == "the end\n" + "y" * 2000 + "\n"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_log_that_cannot_be_copied_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("x" * 2000)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    keep_short(log, 1000)
+    assert log.stat().st_size == 2000
+    assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
 
 
 def test_a_process_that_the_system_does_not_start_has_failed(
