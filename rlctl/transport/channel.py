@@ -19,9 +19,15 @@ AT_ONCE = 16
 """So many of them are taken in at a time: what the first ones lead to is under way while the rest is taken in.
 Otherwise both sides of a busy stream take turns, and each is idle for half of the time."""
 
+FLOW_CONTROL: tuple[tuple[str, int], ...] = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20))
+"""Of channels and servers. gRPC finds out how much a connection takes by pings, one for each few messages: of what a
+stage sends in a fan-out, more than half of the packets were pings, their answers and new windows (docs/benchmarks.md,
+fanout). The window has the width from the start that it would come to."""
+
 # A peer that was stopped is noticed after ping_timeout, not after gRPC's 60 s; a peer that came back is found within
 # reconnect_backoff, not after minutes.
 OPTIONS: tuple[tuple[str, int], ...] = (
+    *FLOW_CONTROL,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),

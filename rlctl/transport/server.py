@@ -17,12 +17,13 @@ from grpc_reflection.v1alpha import reflection
 from rlctl.errors import Reason
 from rlctl.transport.addresses import join, refuse_insecure, split
 from rlctl.transport.auth import TokenGuard
-from rlctl.transport.channel import MAX_MESSAGE_BYTES
+from rlctl.transport.channel import FLOW_CONTROL, MAX_MESSAGE_BYTES
 
 MAX_PENDING = 100_000
 """Calls that may wait to be taken in. From gRPC's own 1,000 on some are cancelled by lot, as if by their callers."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
+    *FLOW_CONTROL,
     ("grpc.so_reuseport", 0),  # two servers must not share a port silently
     # Clients ping every 10 s; more often than this they would be sent away ("too many pings"), 5 minutes by default.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
