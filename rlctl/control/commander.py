@@ -39,7 +39,7 @@ def taken_along(remaining_s: float) -> float:
     return remaining_s - min(HOP_S, remaining_s / 10)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Issued:
     """A command that was sent.
 

@@ -165,7 +165,7 @@ class Executor:
                         error = Reason.EPOCH_FENCED.error(
                             "this stream's commander was not accepted, or has been replaced"
                         )
-                        _answer(link, message.command, self._commanded.refuse(error))
+                        self._answer(link, message.command, self._commanded.refuse(error))
                     case "command":
                         self._obey(link, message.command)
                     case "cancel" if self._commanded.obeys(link):
@@ -199,14 +199,19 @@ class Executor:
                 command.command_id, command.request, seconds(command.time_remaining), accepted, together=True
             )
         except RlctlError as error:
-            _answer(link, command, self._commanded.refuse(error))
+            self._answer(link, command, self._commanded.refuse(error))
             return
         if record.task is None:
-            _answer(link, command, CommandResult.FromString(record.result))
+            self._answer(link, command, CommandResult.FromString(record.result))
         else:
             record.task.add_done_callback(
-                lambda done: None if done.cancelled() else _answer(link, command, done.result())
+                lambda done: None if done.cancelled() else self._answer(link, command, done.result())
             )
+
+    def _answer(self, link: Link[ControlResponse, ControlRequest], command: Command, result: CommandResult) -> None:
+        response = ControlResponse(result=result, sent_at=self._now())
+        response.result.command_id = command.command_id
+        _reply(link, response)
 
     async def _run(self, record: _Record, packed: Any, call: Call) -> CommandResult:
         mutates = False
@@ -246,12 +251,6 @@ def unpack(packed: Any) -> Message:
         raise Reason.VERB_UNKNOWN.error(f"{name or 'an empty command'} is no verb of this version") from None
     except DecodeError as error:
         raise Reason.FIELD_INVALID.error(f"{name} cannot be parsed: {error}", field="request") from None
-
-
-def _answer(link: Link[ControlResponse, ControlRequest], command: Command, result: CommandResult) -> None:
-    response = ControlResponse(result=result)
-    response.result.command_id = command.command_id
-    _reply(link, response)
 
 
 def _reply(link: Link[ControlResponse, ControlRequest], message: ControlResponse) -> None:

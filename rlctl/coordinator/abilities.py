@@ -15,7 +15,7 @@ from rlctl.verbs import of_request
 
 def unsupported(slot: Slot, verb_name: str) -> RlctlError | None:
     """Why a stage cannot do a verb at all, or None."""
-    if verb_name in slot.capabilities.verbs:
+    if verb_name in slot.verbs:
         return None
     why = slot.capabilities.unsupported.get(verb_name, "")
     engine = slot.record.registration.engine

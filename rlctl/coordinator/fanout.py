@@ -68,7 +68,7 @@ class Fanout:
         """
         verb = of_request(request)
         packed = self._pack(request)
-        mutates = verb.mutates(request) and not aside
+        changes = verb.mutates(request)
         results: dict[Slot, StageResult] = {}
         waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
         unanswered: set[Slot] = set()
@@ -83,7 +83,7 @@ class Fanout:
 
         def file(slot: Slot, result: StageResult) -> None:
             if slot not in results and not given_up:
-                results[slot] = self._vetted(slot, verb, request, result, mutates=mutates)
+                results[slot] = self._vetted(slot, verb, result, changes=changes, mutates=changes and not aside)
                 on_result(results[slot])
 
         # No task for each stage, and no wait: of many stages, they would cost as much as their commands. Nothing is
@@ -111,7 +111,7 @@ class Fanout:
                 file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))
         finally:
             given_up = True
-        if verb.mutates(request) and verb.waits:
+        if changes and verb.waits:
             spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
             spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}
             try:
@@ -173,17 +173,17 @@ class Fanout:
             state=slot.state,
         )
 
-    def _vetted(self, slot: Slot, verb: Verb, request: Message, result: StageResult, *, mutates: bool) -> StageResult:
+    def _vetted(self, slot: Slot, verb: Verb, result: StageResult, *, changes: bool, mutates: bool) -> StageResult:
         """The result, if it answers what was asked: by this incarnation of this stage, under this epoch, with one entry
         for every rank that is no worse than the whole. Anything else is UNKNOWN and says why.
         """
         wrong = ""
         if (result.slot, result.incarnation) != (slot.name, slot.record.incarnation):
             wrong = f"it came from incarnation {result.incarnation} of {result.slot!r}"
-        elif verb.mutates(request) and result.header.fleet_epoch not in (0, self._roster.epoch):
+        elif changes and result.header.fleet_epoch not in (0, self._roster.epoch):
             wrong = f"it came under epoch {result.header.fleet_epoch}, the fleet is at {self._roster.epoch}"
         elif result.outcome not in _WITHOUT_RANKS or result.rank_results:
-            entries = one_per_rank(slot.record.registration.layout.workers, result.rank_results)
+            entries = one_per_rank(slot.workers, result.rank_results)
             outcome = of_ranks(verb, entries, mutates=mutates)
             if outcome != result.outcome:
                 wrong = f"it says {Outcome.Name(result.outcome)}, its ranks' results make {Outcome.Name(outcome)}"
@@ -191,5 +191,5 @@ class Fanout:
             return result
         error = Reason.ANSWER_INVALID.error(f"{slot.name}'s answer cannot be right: {wrong}", outcome=OUTCOME_UNKNOWN)
         invalid = self._failed(slot, error)
-        invalid.rank_results.extend(one_per_rank(slot.record.registration.layout.workers, result.rank_results))
+        invalid.rank_results.extend(one_per_rank(slot.workers, result.rank_results))
         return invalid

@@ -102,7 +102,7 @@ class FromPeer:
 
     def _joining(self, group: str) -> InitWeightsUpdateGroupRequest:
         layout = self._peer.record.registration.layout
-        ranks = len(self._slot.record.registration.layout.workers)
+        ranks = len(self._slot.workers)
         return InitWeightsUpdateGroupRequest(
             master_address=layout.store_host,
             master_port=layout.store_port,

@@ -100,7 +100,7 @@ def members(targets: Sequence[Slot]) -> list[GroupMember]:
     listed: list[GroupMember] = []
     offset = 1
     for slot in targets:
-        count = len(slot.record.registration.layout.workers)
+        count = len(slot.workers)
         listed.append(GroupMember(slot=slot.name, rank_offset=offset, num_ranks=count))
         offset += count
     return listed

@@ -286,6 +286,8 @@ class Healer:
 
     def _holding(self, model: str) -> _Heal | None:
         """A heal whose operation has stages of this model, whichever it is at."""
+        if not self._heals:
+            return None
         names = {slot.name for slot in self._roster.slots.values() if slot.model == model}
         return next((heal for heal in self._heals if not names.isdisjoint(heal.slots)), None)
 

@@ -81,7 +81,7 @@ class Planner:
                 UpdateTarget(
                     slot=slot.name,
                     incarnation=slot.record.incarnation,
-                    workers=slot.record.registration.layout.workers,
+                    workers=slot.workers,
                     transport=transports[slot.name],
                 )
                 for slot in targets
@@ -342,7 +342,7 @@ def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueT
 
 def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
     """Whether the update's NCCL collectives would go on beside those of the target's own steps."""
-    alone = len(slot.record.registration.layout.workers) == 1
+    alone = len(slot.workers) == 1
     return request.apply == APPLY_MODE_STAGED and not alone and transport == TRANSPORT_TORCH_NCCL
 
 
@@ -357,6 +357,6 @@ def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:
 
 
 def _shares_memory(request: BeginWeightUpdateRequest, slot: Slot) -> bool:
-    workers = slot.record.registration.layout.workers
+    workers = slot.workers
     here = all(worker.host_id and worker.host_id in request.host_ids for worker in workers)
     return here and TRANSPORT_SHARED_MEMORY in slot.capabilities.transports

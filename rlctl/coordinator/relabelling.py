@@ -115,7 +115,7 @@ def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -
         result.outcome = OUTCOME_UNKNOWN if told else OUTCOME_REJECTED
         error = Reason.RANK_SILENT if told else Reason.WEIGHTS_STALE
         result.error.CopyFrom(error.error(f"{slot.name} does not hold version {version.label!r}").detail())
-    for worker in slot.record.registration.layout.workers:
+    for worker in slot.workers:
         # A version's name is kept by the stage, for all of its ranks.
         rank = result.rank_results.add(coordinates=worker, outcome=result.outcome, evidence=EVIDENCE_ENGINE)
         if result.HasField("error"):

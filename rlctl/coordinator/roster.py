@@ -29,6 +29,7 @@ from rlctl.v1.common_pb2 import (
     StageState,
     Target,
     WeightVersion,
+    WorkerCoordinates,
 )
 from rlctl.v1.fleet_pb2 import (
     FLEET_EVENT_KIND_CHANGED,
@@ -73,6 +74,9 @@ class Slot:
     Attributes:
         record: what is journaled.
         name: the slot's, which stays.
+        model, stage: the model that its stage serves, and the logical stage that it belongs to.
+        verbs: what it can do at all.
+        workers: its ranks.
         commander: its link, while one stands.
         report: the stage's own word, from the present incarnation.
         lease_until: no later than this, on the clock's ``now``, the stage may still be serving.
@@ -89,6 +93,10 @@ class Slot:
 
     record: SlotRecord
     name: str = field(init=False)
+    model: str = field(init=False)
+    stage: str = field(init=False)
+    verbs: frozenset[str] = field(init=False)
+    workers: Sequence[WorkerCoordinates] = field(init=False)
     commander: Commander | None = None
     report: StageReport | None = None
     lease_until: float = float("-inf")
@@ -101,23 +109,21 @@ class Slot:
     unhealable: str = ""
 
     def __post_init__(self) -> None:
-        """Take the name from the record."""
-        self.name = self.record.registration.slot
+        """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
+        registration = self.record.registration
+        self.name, self.model, self.stage = registration.slot, registration.model, registration.stage or "main"
+        self.verbs = frozenset(registration.capabilities.verbs)
+        self.workers = list(registration.layout.workers)
+
+    def fill(self, registration: StageRegistration) -> None:
+        """The same process has registered again, and may say something else of itself."""
+        _fill(self.record, registration)
+        self.__post_init__()
 
     @property
     def held(self) -> bool:
         """Whether generation is paused because an update paused it, not because somebody asked by name."""
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
-
-    @property
-    def model(self) -> str:
-        """Model that its stage serves."""
-        return self.record.registration.model
-
-    @property
-    def stage(self) -> str:
-        """Logical stage that it belongs to."""
-        return self.record.registration.stage or "main"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -249,7 +255,7 @@ class Roster:
                     address = former.record.registration.address
                     self.formers.add(address, former.model, former.lease_until, self._clock.now())
             else:
-                _fill(slot.record, registration)
+                slot.fill(registration)
         self.changed()
         return slot
 

@@ -100,7 +100,6 @@ def _later(slot: Slot) -> StageResult:
     assert slot.report is not None
     names = ", ".join(MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in slot.report.released)
     why = Reason.MEMORY_RELEASED.error(f"released: {names}; it goes on when that is resumed").detail()
-    registration = slot.record.registration
     return StageResult(
         slot=slot.name,
         incarnation=slot.record.incarnation,
@@ -108,7 +107,5 @@ def _later(slot: Slot) -> StageResult:
         state=slot.state,
         weight_version=slot.report.weight_version,
         error=why,
-        rank_results=[
-            RankResult(coordinates=worker, outcome=OUTCOME_SKIPPED, error=why) for worker in registration.layout.workers
-        ],
+        rank_results=[RankResult(coordinates=worker, outcome=OUTCOME_SKIPPED, error=why) for worker in slot.workers],
     )

@@ -87,7 +87,9 @@ class ControlResponse(_message.Message):
     PONG_FIELD_NUMBER: _builtins.int
     SENT_AT_FIELD_NUMBER: _builtins.int
     sent_at: _builtins.int
-    """With attached and pong: when it was sent, microseconds on the sender's own monotonic clock. Grants bring it back."""
+    """With attached, pong and result: when it was sent, microseconds on the sender's own monotonic clock. Grants bring it
+    back.
+    """
     @_builtins.property
     def attached(self) -> Global___Attached:
         """Answer to attach."""

@@ -123,6 +123,16 @@ async def test_a_command_is_accepted_and_answered(wire: Wire) -> None:
     assert wire.rank.carried_out == ["c"]
 
 
+async def test_an_answer_says_when_it_was_sent(wire: Wire) -> None:
+    """As a pong does: who answers commands need not be asked whether it is there, nor its lease begin any earlier."""
+    commander = wire.connect()
+    assert commander.echo == 0
+    for _ in range(2):  # the second time it is recorded
+        asked = CLOCK.now()
+        await answer(commander.issue("c", "o", packed(), soon()))
+        assert asked <= commander.echo / 1e6 + 1e-6 <= commander.echoed_at + 1e-6
+
+
 async def test_a_repeat_gets_the_recorded_result_and_attaches_while_it_runs(wire: Wire) -> None:
     commander = wire.connect()
     wire.rank.gate.clear()

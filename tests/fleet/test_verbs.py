@@ -33,6 +33,7 @@ from rlctl.v1.common_pb2 import (
     RequestHeader,
     Target,
 )
+from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
     OPERATION_STATE_OK,
@@ -368,8 +369,11 @@ async def test_a_stage_that_lacks_a_verb_is_skipped_with_the_reason(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot = fleet.server.coordinator.roster.slots["a"]
-    slot.capabilities.verbs.remove("FlushCache")
-    slot.capabilities.unsupported["FlushCache"] = "it has no cache"
+    registration = StageRegistration()
+    registration.CopyFrom(slot.record.registration)
+    registration.capabilities.verbs.remove("FlushCache")
+    registration.capabilities.unsupported["FlushCache"] = "it has no cache"
+    slot.fill(registration)
     operation = await fleet.stub.FlushCache(v.FlushCacheRequest())
     assert operation.state == OPERATION_STATE_OK
     assert [r.outcome for r in operation.stage_results] == [OUTCOME_SKIPPED, OUTCOME_APPLIED]
