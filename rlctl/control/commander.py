@@ -117,13 +117,17 @@ class Commander:
     def issue(self, command_id: str, operation_id: str, request: Any, deadline: float, *, again: bool = True) -> Issued:
         """Send a command; ``deadline`` is on the clock's ``now``. Never blocks; failures are in the result.
 
-        An id that is still without an answer on this link is not sent again: both wait for the same answer.
+        An id that is still without an answer on this link is not sent again: both wait for the same answer. Where it
+        came with another body, that is no answer to this one: REQUEST_ID_REUSED.
         """
-        if command_id in self._pending:
-            return self._pending[command_id]
+        pending = self._pending.get(command_id)
+        if pending is not None and pending.request == request:
+            return pending
         loop = asyncio.get_running_loop()
         issued = Issued(command_id, operation_id, request, deadline, loop.create_future(), loop.create_future(), again)
         try:
+            if pending is not None:
+                raise Reason.REQUEST_ID_REUSED.error(f"command {command_id} is under way with another body")
             self._ask(issued)
         except RlctlError as error:
             _settle(issued, error)

@@ -157,6 +157,20 @@ async def test_the_same_id_with_another_body_is_refused(wire: Wire) -> None:
     assert wire.rank.carried_out == ["c"]
 
 
+async def test_what_runs_does_not_answer_for_another_body_under_its_id(wire: Wire) -> None:
+    commander = wire.connect()
+    wire.rank.gate.clear()
+    read = commander.issue("c", "o", packed(v.GetModelInfoRequest()), soon())
+    await read.accepted
+    write = commander.issue("c", "o", packed(), soon())
+    with pytest.raises(RlctlError) as caught:
+        await answer(write)
+    assert (caught.value.reason, caught.value.outcome) == (Reason.REQUEST_ID_REUSED, OUTCOME_REJECTED)
+    wire.rank.gate.set()
+    assert (await answer(read)).rank.outcome == OUTCOME_APPLIED
+    assert wire.rank.carried_out == ["c"]
+
+
 async def test_after_a_broken_link_the_result_is_there_for_the_asking(wire: Wire) -> None:
     commander = wire.connect()
     wire.rank.gate.clear()

@@ -253,6 +253,28 @@ async def test_a_repeat_returns_the_recorded_result_and_another_body_is_refused(
     assert (error.reason, error.field) == (Reason.REQUEST_ID_REUSED, "header.request_id")
 
 
+async def test_the_answer_to_a_read_is_not_taken_for_that_to_a_pause_under_its_id(fleet: InProcessFleet) -> None:
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def hold(engine: FakeEngine, method: str, call: Call) -> None:
+        if method == "get_model_info":
+            begun.set()
+            await release.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = hold
+    mine = header("a", request_id=new_uuid7())
+    reading = asyncio.ensure_future(fleet.stub.GetModelInfo(v.GetModelInfoRequest(header=mine)))
+    await begun.wait()
+    pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=mine)))
+    await asyncio.wait([pausing], timeout=0.2)
+    release.set()
+    (paused,) = (await pausing).stage_results
+    assert (paused.outcome, paused.error.reason) == (OUTCOME_REJECTED, "REQUEST_ID_REUSED")
+    (read,) = (await reading).stage_results
+    assert (read.outcome, read.rank_results[0].model_info.model_type) == (OUTCOME_APPLIED, "fake")
+    assert fleet.stage("a").routable
+
+
 async def test_the_sdk_takes_a_message_again_for_another_call(fleet: InProcessFleet) -> None:
     request = v.FlushCacheRequest()
     async with await aio.connect(fleet.server.address) as client:
