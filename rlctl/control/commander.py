@@ -106,7 +106,7 @@ class Commander:
         return self._lost is not None
 
     async def attach(self, attach: Attach) -> Attached:
-        """Take charge of the peer. Raises what the peer refused with, or LINK_LOST."""
+        """Take charge of the peer. Raises what the peer refused or ended the stream with, or LINK_LOST."""
         self._attached = asyncio.get_running_loop().create_future()
         self._send(ControlRequest(attach=attach))
         attached = await self._attached
@@ -175,15 +175,19 @@ class Commander:
     async def run(self) -> None:
         """Receive until the link ends; then ``on_lost`` gets what is pending. Cancelling closes the link."""
         pinger = asyncio.create_task(self._ping())
+        ended = Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN)
         try:
             async for message in self._link.receive():
                 self.last_heard = self._clock.now()
                 if message.sent_at > self.echo:
                     self.echo, self.echoed_at = message.sent_at, self.last_heard
                 self._take(message)
+        except RlctlError as error:
+            ended = error
+            raise
         finally:
             pinger.cancel()
-            self._fail(Reason.LINK_LOST.error(outcome=OUTCOME_UNKNOWN))
+            self._fail(ended)
             await self._link.close()
 
     def _take(self, message: ControlResponse) -> None:

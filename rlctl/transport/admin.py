@@ -10,12 +10,12 @@ from google.protobuf.message import Message
 
 from rlctl.checks import check
 from rlctl.control.executor import Executor
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock
 from rlctl.times import seconds
 from rlctl.transport.handlers import Bidirectional, Unary
 from rlctl.transport.links import ServedLink, serve_links
-from rlctl.v1.control_pb2 import CommandResult
+from rlctl.v1.control_pb2 import Attached, CommandResult, ControlResponse
 from rlctl.verbs import Service, Verb, offered_by
 
 
@@ -33,7 +33,12 @@ def admin_methods(
 
     async def obey(link: ServedLink) -> None:
         try:
-            await executor().serve(link)
+            try:
+                obeying = executor()
+            except RlctlError as error:
+                await _refuse(link, error)
+                raise
+            await obeying.serve(link)
         finally:
             on_link_end(link)
 
@@ -41,6 +46,14 @@ def admin_methods(
     for verb in offered_by(service):
         methods[verb.name] = _unary(verb, executor, clock)
     return methods
+
+
+async def _refuse(link: ServedLink, error: RlctlError) -> None:
+    """Answer the attach: gRPC loses the status of a stream that ends before its first message is written."""
+    async for _ in link.receive():
+        link.send(ControlResponse(attached=Attached(error=error.detail())))
+        link.end()
+        return
 
 
 def _unary(verb: Verb, executor: Callable[[], Executor], clock: Clock) -> Unary:

@@ -95,12 +95,14 @@ def _bidirectional(
         try:
             if implementation is None:
                 raise _unimplemented(method)
-            read = (_message(request_type, data) async for data in requests)
-            async with contextlib.aclosing(implementation(read)) as answers:
+            async with contextlib.aclosing(implementation(_messages(request_type, requests))) as answers:
                 async for answer in answers:
                     await context.write(answer)
         except RlctlError as error:
             await abort(context, error)
+        except Exception as error:
+            log.exception("%s failed", method.full_name)
+            await abort(context, typed(error))
 
     return grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialise)
 
@@ -119,6 +121,11 @@ def _message(request_type: type[Message], data: bytes) -> Message:
         raise Reason.FIELD_INVALID.error(
             f"the request is no {request_type.DESCRIPTOR.name}: {error}", field=request_type.DESCRIPTOR.name
         ) from None
+
+
+async def _messages(request_type: type[Message], requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async for data in requests:  # not before somebody reads: gRPC warns of one that was made and never read
+        yield _message(request_type, data)
 
 
 def _unimplemented(method: MethodDescriptor) -> RlctlError:

@@ -155,7 +155,9 @@ class ServedLink:
 def serve_links(
     obey: Callable[[ServedLink], Any],
 ) -> Callable[[AsyncIterator[Any]], AsyncGenerator[Any, None]]:
-    """A handler that lets ``obey`` (a coroutine function) have each link for as long as it stands."""
+    """A handler that lets ``obey`` (a coroutine function) have each link for as long as it stands; what it raises ends
+    the stream.
+    """
 
     async def control(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         link = ServedLink(requests)
@@ -167,5 +169,7 @@ def serve_links(
         finally:
             obeying.cancel()
             await asyncio.gather(obeying, return_exceptions=True)
+        if not obeying.cancelled():
+            obeying.result()
 
     return control

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from aiohttp import web
 
 import rlctl
 from rlctl.client import aio
-from rlctl.engine import EngineConfig, recognise
+from rlctl.engine import EngineConfig, EngineInfo, recognise
 from rlctl.errors import Reason, RlctlError
 from rlctl.stage.server import StageConfig, StageServer
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
@@ -96,6 +98,28 @@ async def test_a_stage_that_does_not_answer_leaves_nothing_behind(stages: list[s
     assert gone in error.message
     error = await refusal(stages, listen="0.0.0.0:0")
     assert error.reason is Reason.INSECURE_BIND
+
+
+async def test_a_stage_that_still_loads_is_said_to_load(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = StageServer(StageConfig("a", "actor", "fake", EngineConfig(checkpoint("one"))))
+    loaded, start = asyncio.Event(), FakeEngine.start
+
+    async def load(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
+        await loaded.wait()
+        return await start(engine, setup)
+
+    monkeypatch.setattr(FakeEngine, "start", load)
+    starting = asyncio.create_task(server.start())
+    await eventually(lambda: bool(server.rollout_address))
+    error = await refusal([server.address])
+    assert (error.reason, error.message) == (Reason.STAGE_NOT_SERVING, "a is still loading")
+    loaded.set()
+    await starting
+    with await asyncio.to_thread(rlctl.embedded, [server.address]):
+        pass
+    await server.stop()
 
 
 async def test_a_client_that_does_not_connect_leaves_nothing_behind(

@@ -419,6 +419,15 @@ async def test_unary_verbs_on_a_stage_need_the_held_epoch(fleet: InProcessFleet)
     assert isinstance(held, results_pb2.StageResult)
 
 
+async def test_a_command_stream_that_cannot_be_read_is_ended_with_the_reason(fleet: InProcessFleet) -> None:
+    async with open_channel(fleet.stages["a"].address) as channel:
+        call = channel.stream_stream("/rlctl.v1.StageService/Control")()
+        await call.write(b"\xff")
+        error = await refusal(call.read())
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "ControlRequest")
+    assert fleet.stage("a").routable
+
+
 async def test_a_followers_unary_verbs_read_and_refuse_to_act_alone(fleet: InProcessFleet) -> None:
     from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
 
