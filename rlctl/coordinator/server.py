@@ -62,9 +62,14 @@ class CoordinatorServer:
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)
 
     async def start(self) -> None:
-        """Take over the fleet that the journal describes, then serve."""
-        await self.coordinator.start()
-        self.address = await self._server.start(self.config.listen)
+        """Take over the fleet that the journal describes, then serve. The journal is closed where that fails."""
+        try:
+            await self.coordinator.start()
+            self.address = await self._server.start(self.config.listen)
+        except BaseException:
+            await self.coordinator.stop()
+            self._journal.close()
+            raise
 
     async def stop(self) -> None:
         """Take no new calls, end what is open, close the journal."""

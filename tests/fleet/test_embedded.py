@@ -100,6 +100,15 @@ async def test_a_stage_that_does_not_answer_leaves_nothing_behind(stages: list[s
     assert error.reason is Reason.INSECURE_BIND
 
 
+async def test_one_that_could_not_start_leaves_its_journal_to_the_next(stages: list[str], tmp_path: Path) -> None:
+    journal = tmp_path / "journal.db"
+    for listen, reason in (("0.0.0.0:0", Reason.INSECURE_BIND), (stages[0], Reason.FIELD_INVALID)):
+        assert (await refusal(stages, journal=journal, listen=listen)).reason is reason
+        assert "journal" not in [thread.name for thread in threading.enumerate()]
+    with await asyncio.to_thread(rlctl.embedded, stages, journal=journal):
+        pass
+
+
 async def test_a_stage_that_still_loads_is_said_to_load(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
