@@ -24,6 +24,7 @@ from rlctl.coordinator.keys import Keys
 from rlctl.coordinator.operations import RETAINED, Operations, Run
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
+from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, model_put, names
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.waking import Waking
@@ -130,8 +131,8 @@ class Coordinator:
 
     async def start(self) -> None:
         """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
-        for _, body in self._journal.read("fleet"):
-            self.roster.epoch = FleetRecord.FromString(body).fleet_epoch
+        for key, body in self._journal.read("fleet"):
+            self.roster.epoch = parsed("fleet", key, body, FleetRecord).fleet_epoch
         await self._take_over(self.roster.epoch)
         self.roster.load()
         self._peers.outlive_predecessor()

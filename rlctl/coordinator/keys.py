@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from rlctl.coordinator.records import parsed
 from rlctl.errors import Reason
 from rlctl.ports import Delete, Journal, Put
 from rlctl.v1.journal_pb2 import KeyRecord
@@ -32,7 +33,7 @@ class Keys:
 
     def load(self) -> None:
         """Take in what the journal holds."""
-        found = [(key, KeyRecord.FromString(body)) for key, body in self._journal.read("key")]
+        found = [(key, parsed("key", key, body, KeyRecord)) for key, body in self._journal.read("key")]
         self._records = dict(sorted(found, key=lambda each: each[1].request_id))
 
     async def reserve(self, key: str, body_sha256: bytes) -> str:

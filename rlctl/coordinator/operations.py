@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from google.protobuf.message import Message
 
+from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, names
 from rlctl.errors import Reason, RlctlError, typed
 from rlctl.outcomes import explain_operation, of_targets
@@ -167,10 +168,11 @@ class Operations:
         """
         for _, body in self._journal.read("forgotten"):
             self._forgotten = body.decode()
-        phases = {key: UpdateRecord.FromString(body).phase for key, body in self._journal.read("update")}
+        updates = self._journal.read("update")
+        phases = {key: parsed("update", key, body, UpdateRecord).phase for key, body in updates}
         changes: list[Put | Delete] = [Delete("update", key) for key in phases]
         for key, body in self._journal.read("operation"):
-            record = OperationRecord.FromString(body)
+            record = parsed("operation", key, body, OperationRecord)
             if record.operation.state == OPERATION_STATE_RUNNING:
                 record.operation.state = OPERATION_STATE_UNKNOWN
                 published = phases.get(key) == UPDATE_PHASE_PUBLISHED

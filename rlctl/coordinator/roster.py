@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from rlctl.control.commander import Commander
 from rlctl.coordinator.followers import Followers
 from rlctl.coordinator.formers import Formers
+from rlctl.coordinator.records import parsed
 from rlctl.errors import Reason
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.times import duration
@@ -222,11 +223,11 @@ class Roster:
 
     def load(self) -> None:
         """Take in what the journal holds."""
-        for _, body in self._journal.read("slot"):
-            record = SlotRecord.FromString(body)
+        for name, body in self._journal.read("slot"):
+            record = parsed("slot", name, body, SlotRecord)
             self.slots[record.registration.slot] = Slot(record)
         for name, body in self._journal.read("model"):
-            model = ModelRecord.FromString(body)
+            model = parsed("model", name, body, ModelRecord)
             admitted = [model.latest] if model.latest.sequence else []
             self.models[name] = ModelState(model, admitted)
 

@@ -320,3 +320,18 @@ async def test_a_quarantine_is_lifted_whatever_its_cause_says(make_fleet: Callab
             await roster.quarantine({roster.slots["a"]: cause})
             await roster.lift_quarantine([roster.slots["a"]])
             assert not roster.slots["a"].record.HasField("quarantine"), number
+
+
+@pytest.mark.parametrize("kind", ["fleet", "slot", "model", "update", "operation", "key"])
+async def test_a_record_that_is_damaged_is_named_and_kept(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "journal.db"
+    journal = SqliteJournal(path)
+    await journal.write([Put(kind, "one", b"\xff")])
+    journal.close()
+    with pytest.raises(RlctlError, match=f"{kind} record 'one' is damaged") as caught:
+        await CoordinatorServer(CoordinatorConfig(path, "127.0.0.1:0")).start()
+    assert caught.value.reason is Reason.JOURNAL_FAILED
+    assert caught.value.next_step.startswith("Put a copy")
+    journal = SqliteJournal(path)
+    assert ("one", b"\xff") in journal.read(kind)
+    journal.close()
