@@ -19,6 +19,7 @@ from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Link
 from rlctl.times import seconds
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
 from rlctl.v1.control_pb2 import (
     Attach,
     Attached,
@@ -40,6 +41,10 @@ REMEMBERED = 4096
 REMEMBERED_BYTES = 64 << 10
 """Of a result that is kept, unless it is of a command that changes something. A list of a model's tensors has
 megabytes."""
+
+MOST_BYTES = 63 << 20
+"""Of a result that is sent: at one that is larger its stream would break (transport/channel.py), with all that is under
+way on it, and again whenever it is asked for over the next one."""
 
 _REQUESTS = {verb.request.DESCRIPTOR.full_name: verb.request for verb in VERBS.values()}
 
@@ -228,7 +233,11 @@ class Executor:
                 log.exception("%s could not be answered", verb.name)
                 cause = f"{type(defect).__name__}: {defect}"
                 result = self._commanded.refuse(Reason.INTERNAL.error(cause, outcome=verb.after_defect(request)))
-        record.end(result.SerializeToString())
+        body = result.SerializeToString()
+        if len(body) > MOST_BYTES:
+            result = self._commanded.refuse(_too_large(len(body), OUTCOME_UNKNOWN if mutates else OUTCOME_REJECTED))
+            body = result.SerializeToString()
+        record.end(body)
         if len(record.result) > REMEMBERED_BYTES and not mutates:
             self._records.pop(call.command_id, None)  # whoever asks again has it carried out again
         return result
@@ -251,6 +260,14 @@ def unpack(packed: Any) -> Message:
         raise Reason.VERB_UNKNOWN.error(f"{name or 'an empty command'} is no verb of this version") from None
     except DecodeError as error:
         raise Reason.FIELD_INVALID.error(f"{name} cannot be parsed: {error}", field="request") from None
+
+
+def _too_large(size: int, outcome: Outcome.ValueType) -> RlctlError:
+    return Reason.MESSAGE_TOO_LARGE.error(
+        f"the answer has {size} bytes; at most {MOST_BYTES} are sent",
+        next_step="Ask for less: without the list of tensors.",
+        outcome=outcome,
+    )
 
 
 def _reply(link: Link[ControlResponse, ControlRequest], message: ControlResponse) -> None:

@@ -330,6 +330,24 @@ async def test_what_a_read_has_found_is_not_kept_when_it_is_long(wire: Wire) -> 
     assert wire.rank.carried_out == ["read", "check", "write", "read", "check"]
 
 
+@pytest.mark.parametrize(
+    ("request_", "outcome"),
+    [(v.CheckWeightsRequest(), OUTCOME_REJECTED), (v.PauseGenerationRequest(), OUTCOME_UNKNOWN)],
+)
+async def test_an_answer_that_would_break_the_stream_is_refused(
+    wire: Wire, request_: Message, outcome: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executing, "MOST_BYTES", 1000)
+    wire.rank.says = "x" * 1000
+    commander = wire.connect()
+    for _ in range(2):
+        result = (await answer(commander.issue("c", "o", packed(request_), soon()))).rank
+        assert (result.outcome, result.error.reason) == (outcome, "MESSAGE_TOO_LARGE")
+    assert wire.rank.carried_out == ["c"]
+    wire.rank.says = "x" * 900
+    assert (await answer(commander.issue("d", "o", packed(request_), soon()))).rank.outcome == OUTCOME_APPLIED
+
+
 async def test_the_last_results_are_kept_and_what_runs_is(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executing, "REMEMBERED", 3)
     commander = wire.connect()

@@ -275,6 +275,25 @@ async def test_the_answer_to_a_read_is_not_taken_for_that_to_a_pause_under_its_i
     assert fleet.stage("a").routable
 
 
+async def test_an_answer_that_is_too_large_is_refused_and_its_stage_stays_reachable(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [v.TensorDigest(name=f"{number}-" + "x" * (1 << 20)) for number in range(64)]
+    report = v.CheckReport(tensors=digests)
+
+    async def check_weights(_engine: FakeEngine, request: v.CheckWeightsRequest, _call: Call) -> v.CheckReport:
+        return report if request.per_tensor else v.CheckReport()
+
+    monkeypatch.setattr(FakeEngine, "check_weights", check_weights)
+    commander = fleet.server.coordinator.roster.slots["a"].commander
+    request = v.CheckWeightsRequest(header=header("a", timeout_s=10.0), per_tensor=True)
+    (result,) = (await fleet.stub.CheckWeights(request)).stage_results
+    assert (result.outcome, result.error.reason) == (OUTCOME_REJECTED, "MESSAGE_TOO_LARGE")
+    request.per_tensor = False
+    assert (await fleet.stub.CheckWeights(request)).state == OPERATION_STATE_OK
+    assert fleet.server.coordinator.roster.slots["a"].commander is commander, "the link broke"
+
+
 async def test_the_sdk_takes_a_message_again_for_another_call(fleet: InProcessFleet) -> None:
     request = v.FlushCacheRequest()
     async with await aio.connect(fleet.server.address) as client:
