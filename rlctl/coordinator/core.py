@@ -69,6 +69,11 @@ log = logging.getLogger(__name__)
 
 ASK_S = 5.0
 
+STOP_S = 4.0
+"""What runs may take so long when the coordinator stops: with the time in which calls are answered (``GRACE_S``), less
+than launchers wait. An operation's own time may be hours, that of a pause that drains say.
+"""
+
 REPLY_S = 0.5
 """Kept back of a call's own deadline, at most a tenth of it, so that the answer arrives before the caller leaves."""
 
@@ -161,10 +166,13 @@ class Coordinator:
         raise self._peers.succeeded_error()
 
     async def stop(self) -> None:
-        """Abort open updates, wait for what runs, close the links."""
+        """Abort open updates, wait a moment for what runs, close the links. What needed them still has no outcome then
+        that anybody will hear of: it ends UNKNOWN.
+        """
         await self.updates.stop()
-        await self.operations.stop()
+        await self.operations.stop(STOP_S)
         await self._peers.stop()
+        await self.operations.stop(STOP_S)
 
     # The table's verbs.
 

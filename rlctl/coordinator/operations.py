@@ -377,10 +377,11 @@ class Operations:
             if verb in ("", run.operation.verb) and state in (0, run.operation.state)
         ]
 
-    async def stop(self) -> None:
-        """Wait for what runs."""
+    async def stop(self, within_s: float) -> None:
+        """Wait for what runs, for so long."""
         running = [run.task for run in self._runs.values() if run.task and not run.task.done()]
-        await asyncio.gather(*running, return_exceptions=True)
+        if running:
+            await asyncio.wait(running, timeout=within_s)
 
     def refuse_held(self, targets: Sequence[Slot]) -> None:
         """Raise OPERATION_CONFLICT when an exclusive operation is running on one of these stages."""

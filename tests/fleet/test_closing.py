@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,14 @@ from rlctl.client import aio
 from rlctl.client.fleet import Fleet
 from rlctl.client.pending import Pending
 from rlctl.errors import Reason, RlctlError
+from rlctl.ports import new_uuid7
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.times import duration
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, RequestHeader
+from rlctl.v1.coordinator_pb2 import GetOperationRequest
+from rlctl.v1.results_pb2 import OPERATION_STATE_UNKNOWN
 from rlctl.weights.tensors import TensorMeta
 
 
@@ -180,3 +186,23 @@ async def test_several_threads_may_close_it(fleet: InProcessFleet, monkeypatch: 
     await asyncio.wait(closing, timeout=0.1)
     may_end.set()
     await asyncio.wait_for(asyncio.gather(*closing), 10)
+
+
+async def test_a_coordinator_that_stops_does_not_wait_for_all_of_an_operations_time(
+    make_fleet: Callable[..., Any],
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        held = Held(fleet, "pause_generation")
+        header = RequestHeader(request_id=new_uuid7(), timeout=duration(3600))
+        pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header)))
+        await held.begun.wait()
+        await asyncio.wait_for(fleet.server.stop(), 20)
+        await asyncio.gather(pausing, return_exceptions=True)
+        await fleet.channel.close()
+        await fleet.start_coordinator(fleet.server.address)
+        told = await fleet.stub.GetOperation(GetOperationRequest(operation_id=header.request_id))
+        assert told.state == OPERATION_STATE_UNKNOWN
+        assert [(r.slot, r.outcome, r.error.reason) for r in told.stage_results] == [
+            ("a", OUTCOME_UNKNOWN, "LINK_LOST")
+        ]
+        held.may_end.set()
