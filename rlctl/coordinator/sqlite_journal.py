@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rlctl.coordinator import records
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
 
@@ -24,10 +25,7 @@ LOCK_S = 0.5
 """How long to wait for a coordinator that is just leaving to let the file go."""
 
 NEXT_STEP = "Make the file writable and its disk big enough, or stop the coordinator that holds it."
-DAMAGED = (
-    "Nothing was changed. Put a copy of the journal back, or move the file and those named like it away to begin"
-    " without records; then restart the stages, which obey no older epoch."
-)
+DAMAGED = f"Nothing was changed. {records.NEXT_STEP}"
 
 MOVED = "Start a coordinator on the file that holds the fleet's records."
 
