@@ -26,6 +26,11 @@ class Marking:
         self._marked = False
         self._spoilt = False
 
+    @property
+    def spoilt(self) -> bool:
+        """Whether weights are of no version, and no update is open that says so."""
+        return self._spoilt
+
     async def mark(self, call: Call) -> bool:
         """Before the first byte; returns whether that had still to be said."""
         if self._label is None or self._marked:

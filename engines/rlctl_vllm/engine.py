@@ -10,7 +10,7 @@ from functools import partial
 from typing import ClassVar
 
 from rlctl_servers.checkpoints import digest_of
-from rlctl_servers.control import Control
+from rlctl_servers.control import LEAVING_S, Control
 from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
 from rlctl_servers.generation import Requests
 from rlctl_servers.http import Http
@@ -27,6 +27,7 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_SKIPPED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
     WorkerCoordinates,
@@ -158,6 +159,8 @@ class VLLMEngine(ServerEngine):
         """Stop generating."""
         self._check("PauseGeneration")
         mode = self._state.pause(request.mode)
+        if mode == PAUSE_MODE_DRAIN:
+            self._state.refuse_drain(active=await self._active(call), whole=self._updates.whole)
         call.accept()
         if mode == PAUSE_MODE_DRAIN:
             await self._drain(call)
@@ -217,15 +220,19 @@ class VLLMEngine(ServerEngine):
         return await memory.resume(self._control, self._state, request.tags, self._facts.memory_tags, call)
 
     async def _drain(self, call: Call) -> None:
-        """Let what runs end; what comes meanwhile waits. When the time is up, nothing is paused."""
+        """Let what runs end; what comes meanwhile waits. When the time is up, all is as before: nothing is paused, or
+        what was frozen is again.
+        """
         remaining = call.deadline - asyncio.get_running_loop().time()
+        timeout_s = remaining - min(LEAVING_S, remaining / 10)  # its caller is to hear what has become of it
         try:
-            answer = await self._server.http.call(f"/pause?{MODES[PAUSE_MODE_DRAIN]}", {}, timeout_s=remaining)
+            answer = await self._server.http.call(f"/pause?{MODES[PAUSE_MODE_DRAIN]}", {}, timeout_s=timeout_s)
         except TimeoutError:
-            if not self._state.stopped:
-                late = dataclasses.replace(call, deadline=asyncio.get_running_loop().time())
-                await self._control.must("/resume", {}, call=late, outcome=OUTCOME_UNKNOWN)
-            raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time; they go on") from None
+            late = dataclasses.replace(call, deadline=asyncio.get_running_loop().time())
+            path = f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}" if self._state.stopped else "/resume"
+            await self._control.must(path, {}, call=late, outcome=OUTCOME_UNKNOWN)
+            what = "they are held back again" if self._state.stopped else "they go on"
+            raise Reason.DEADLINE_EXCEEDED.error(f"the requests did not end in time; {what}") from None
         if not answer.ok:
             raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
 

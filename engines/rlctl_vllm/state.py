@@ -65,6 +65,19 @@ class State:
             raise Reason.UNSUPPORTED.error(f"vLLM has no pause mode {mode}", field="mode", outcome=OUTCOME_SKIPPED)
         return mode
 
+    def refuse_drain(self, *, active: int, whole: bool) -> None:
+        """Raise PAUSE_MODE_CONFLICT where a drain would let what is frozen in place, so many requests, go on with
+        weights that nobody may generate with; ``whole``: they are those of a version.
+
+        What a retract has sent back waits through a drain, too.
+        """
+        frozen = active if self.stopped and self.paused in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_IN_PLACE) else 0
+        if frozen and not whole:
+            raise Reason.PAUSE_MODE_CONFLICT.error(
+                f"{frozen} requests are frozen in place; drain would let them go on with weights that are not whole",
+                field="mode",
+            )
+
     def refuse_continue(self, *, updating: bool) -> None:
         """Raise MEMORY_RELEASED or ILLEGAL_STATE where generation must not go on: it would end the server."""
         if self.released:

@@ -102,6 +102,11 @@ class Updates:
         """Whether an update is open."""
         return self._update is not None
 
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are those of a version: no update is open, and none has left a mixture."""
+        return self._update is None and not self._marking.spoilt
+
     def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
         """Raise why such an update cannot be opened now, whatever runs."""
         if not call.update_id:

@@ -4,7 +4,9 @@ what is harmless, and the server serves on.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from server_stage import Driver, Source, broken_checkpoint, prompt, refusal
 
 import rlctl
 from rlctl.demo.tiny import encode
+from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
+from rlctl.ports import SystemClock
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.worker.core import Worker
 
 pytestmark = pytest.mark.timeout(300)
 _numbers = itertools.count(1)
@@ -115,6 +120,69 @@ def test_a_drain_that_takes_too_long_pauses_nothing(driver: Driver) -> None:
     assert len(driver.begin(prompt(encode("8"), 3)).result()) >= 1, "what comes is not held back"
     for each in running:
         assert each.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_LENGTH
+
+
+def test_a_drain_that_takes_too_long_freezes_again_what_was_frozen(driver: Driver) -> None:
+    running = [driver.begin(prompt(encode("7"), 450)).started() for _ in range(4)]
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_IN_PLACE))
+    error = refusal(driver, v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN), timeout_s=0.05)
+    assert error.reason is Reason.DEADLINE_EXCEEDED
+    came = [len(each.tokens) for each in running]
+    time.sleep(0.3)
+    assert [len(each.tokens) for each in running] == came, "an update that comes now finds nothing running"
+    assert driver.engine._state.stopped
+    driver.tell(v.ContinueGenerationRequest())
+    for each in running:
+        each.result()
+        assert len(each.tokens) == 450
+
+
+def test_a_drain_that_takes_too_long_is_answered_in_time(driver: Driver) -> None:
+    """Through a stage's worker, which says that nothing is known of what has not answered by its deadline."""
+    running = [driver.begin(prompt(encode("7"), 450)).started() for _ in range(8)]
+
+    async def carry_out() -> Any:
+        loop = asyncio.get_running_loop()
+        worker = Worker(driver.engine, driver.info.layout.workers[0], SystemClock())
+        call = Call("drain", loop.time() + 0.5)
+        return await worker.carry_out(v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN), call)
+
+    (result,) = driver.admin.submit(carry_out()).result(60)
+    assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, Reason.DEADLINE_EXCEEDED.name)
+    for each in running:
+        each.result()
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["inside", "after"])
+def test_a_drain_lets_nothing_go_on_with_weights_that_are_half_written(
+    driver: Driver, tiny: tuple[Any, Path], *, aborted: bool
+) -> None:
+    """vLLM's drain goes on with what an earlier pause has frozen: inside an update that ended the server."""
+    drain = v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN)
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_IN_PLACE))
+    with Source(driver, f"drained-{next(_numbers)}") as source:
+        plan = source.plan(tiny[0], large_bytes=1)
+        driver.tell(v.PrepareUpdateRequest(), update_id="u")
+        receiving = driver.submit(source.announce(plan[:1]), update_id="u")
+        source.group.broadcast(next(source.packed(tiny[0], plan)))
+        receiving.result(60)
+        if aborted:
+            driver.tell(v.AbortUpdateRequest(), update_id="u")
+        came = len(running.tokens)
+        error = refusal(driver, drain)
+        assert (error.reason, error.field) == (Reason.PAUSE_MODE_CONFLICT, "mode")
+        assert len(running.tokens) == came
+        driver.tell(v.AbortRequestsRequest(abort_all=True))
+        assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
+        driver.tell(drain)  # nothing is left that it would let go on
+        again = "u2" if aborted else "u"
+        driver.tell(v.PrepareUpdateRequest(), update_id=again)
+        plan = source.plan(tiny[0])
+        receiving = driver.submit(source.announce(plan), update_id=again)
+        source.send(tiny[0], plan)
+        receiving.result(60)
+        driver.commit(again, f"whole-{next(_numbers)}", next(_numbers) + 100)
 
 
 def test_a_request_that_is_held_back_by_a_pause_can_be_aborted(driver: Driver) -> None:
