@@ -60,7 +60,6 @@ def sidecar_vllm(
     end_with_parent: bool,
 ) -> None:
     """Run SGLang's HTTP interface in front of a vLLM."""
-    from rlctl_servers.options import key
     from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
 
     from rlctl.process import announce
@@ -80,7 +79,7 @@ def sidecar_vllm(
         device=device,
         python=python,
         start_s=start_timeout,
-        api_key=key({"api_key_file": api_key_file}, "api_key_file"),
+        api_key_file=api_key_file,
         coordinator=coordinator,
         routers=routers,
         advertise=advertise,

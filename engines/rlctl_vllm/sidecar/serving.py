@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 from rlctl_servers.http import Http
+from rlctl_servers.options import key
 
 from rlctl import http_callers
 from rlctl.engine import EngineConfig
@@ -44,7 +45,7 @@ class SidecarConfig:
         device: what it runs on, "cpu" or "cuda:0".
         python: interpreter that it is installed for.
         start_s: how long it may take to be ready, seconds.
-        api_key: the running vLLM's key for requests.
+        api_key_file: file with the running vLLM's key for requests.
         coordinator: address of the coordinator that drives the engine; empty: nobody does.
         routers: routers to register with.
         advertise: host under which they reach this one.
@@ -61,7 +62,7 @@ class SidecarConfig:
     device: str = "cpu"
     python: str = ""
     start_s: float = 900.0
-    api_key: str = field(default="", repr=False)
+    api_key_file: str = ""
     coordinator: str = ""
     routers: tuple[str, ...] = ()
     advertise: str = ""
@@ -151,12 +152,18 @@ class SidecarServer:
     async def _attach(self, path: str) -> RlctlError | None:
         """Let the plug-in drive a vLLM that runs already; why it cannot, else."""
         config = self._config
+        engine: VLLMEngine | None = None
         try:
             if not config.upstream.startswith("http"):
                 raise Reason.UNSUPPORTED.error("a vLLM behind a Unix socket is driven by whoever launched it")
-            engine = VLLMEngine(EngineConfig(path, options={"url": config.upstream}), self._on_failure)
+            options = {"url": config.upstream}
+            if config.api_key_file:
+                options["api_key_file"] = config.api_key_file
+            engine = VLLMEngine(EngineConfig(path, options=options), self._on_failure)
             await engine.start({})
         except RlctlError as error:
+            if engine is not None:
+                await engine.stop()  # else it watches the server, and ends this sidecar with it
             log.warning("admin verbs are refused: %s", error)
             return Reason.UNSUPPORTED.error(f"this vLLM is not driven here: {error.message}", next_step=error.next_step)
         self._engine = engine
@@ -190,11 +197,12 @@ class SidecarServer:
 
 
 def _http(config: SidecarConfig) -> Http:
+    api_key = key({"api_key_file": config.api_key_file}, "api_key_file")
     if config.upstream.startswith("unix:"):
-        return Http(PRODUCT, "http://vllm", config.api_key, socket=config.upstream.removeprefix("unix:"))
+        return Http(PRODUCT, "http://vllm", api_key, socket=config.upstream.removeprefix("unix:"))
     if not config.upstream.startswith(("http://", "https://")):
         raise Reason.FIELD_INVALID.error(f"{config.upstream!r} is no http address, and no unix:PATH", field="upstream")
-    return Http(PRODUCT, config.upstream.rstrip("/"), config.api_key)
+    return Http(PRODUCT, config.upstream.rstrip("/"), api_key)
 
 
 def _launched(config: SidecarConfig) -> EngineConfig:

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from rlctl_servers import server as watched
 from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
 
 from rlctl import http_callers
@@ -75,6 +76,34 @@ class Plain:
         finally:
             self.left.set()
         return response
+
+
+def keyed(key: str, model: str, *, without: str = "") -> web.Application:
+    """A vLLM with admin calls, as far as the plug-in asks it when it attaches, whose models only a key shows.
+    ``without``: a path that it does not have.
+    """
+    app = web.Application()
+
+    def tell(path: str, value: Any, status: int = 200) -> None:
+        async def told(request: web.Request) -> web.Response:
+            if path == "/v1/models" and request.headers.get("Authorization") != f"Bearer {key}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
+            return web.json_response(value, status=status)
+
+        if path != without:
+            app.router.add_route("*", path, told)
+
+    paths = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume"]
+    tell("/openapi.json", {"paths": {path: {} for path in paths}})
+    tell("/v1/models", {"data": [{"id": "m", "root": model, "max_model_len": 100}]})
+    tell("/version", {"version": "0"})
+    tell("/weight_info", {"weight_version": "default"})
+    tell("/server_info", {"vllm_config": {"model_config": {"max_model_len": 100}}})
+    tell("/health", {})
+    tell("/is_paused", {"is_paused": False})
+    tell("/collective_rpc", {"error": {"message": "no rlctl_call"}}, 500)
+    tell("/pause", {"status": "paused"})
+    return app
 
 
 @pytest.fixture
@@ -250,6 +279,33 @@ async def test_an_answer_that_a_router_reads_and_writes_again_has_the_same_lengt
     entries = json.loads(said)["meta_info"]["output_token_logprobs"]
     assert [entry[0] for entry in entries] == [entry["logprob"] for entry in small]
     assert json.dumps(json.loads(said), ensure_ascii=False, separators=(",", ":")).encode() == said
+
+
+async def test_admin_verbs_reach_a_vllm_that_asks_for_a_key(
+    session: aiohttp.ClientSession, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    app = keyed("secret", str(tiny[1]))
+    (tmp_path / "key").write_text("secret")
+    async with Serving(app) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, api_key_file=str(tmp_path / "key")))
+        async with session.post(f"{sidecar.url}/pause_generation", json={}) as response:
+            assert response.status == 200, await response.text()
+        await sidecar.stop()
+
+
+async def test_a_vllm_that_is_not_driven_may_be_started_again(
+    session: aiohttp.ClientSession, tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plug-in that could not attach to it does not watch it."""
+    monkeypatch.setattr(watched, "LOOK_S", 0.05)
+    (tmp_path / "key").write_text("secret")
+    async with Serving(keyed("secret", str(tiny[1]), without="/weight_info")) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, api_key_file=str(tmp_path / "key")))
+        async with session.post(f"{sidecar.url}/pause_generation", json={}) as response:
+            assert (await response.json())["error"]["reason"] == "UNSUPPORTED"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(sidecar.failed), 1)
+    await sidecar.stop()
 
 
 async def test_admin_verbs_ask_for_the_token(session: aiohttp.ClientSession) -> None:
