@@ -308,6 +308,26 @@ def test_weights_from_disk_and_their_version(launched: Served, tiny: tuple[Any, 
     assert launched.must("/get_weight_version") == {"weight_version": "step-9"}
 
 
+def test_what_is_frozen_in_place_is_computed_anew_where_an_update_flushes(
+    launched: Served, tiny: tuple[Any, Path]
+) -> None:
+    model = changed(tiny[0], seed=3)
+    model.save_pretrained(tiny[1].parent / "flushed")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(launched.generate, [5], new_tokens=450)
+        launched.until(lambda: launched.load() == 1)
+        launched.must("/pause_generation", {"mode": "in_place"})
+        body = {"model_path": str(tiny[1].parent / "flushed"), "weight_version": "31"}
+        assert launched.must("/update_weights_from_disk", body)["success"]
+        launched.must("/continue_generation", {})
+        answer = running.result()
+    before, after = answer["meta_info"]["weight_versions"]
+    assert (before["end"], after["version"], after["end"]) == (after["start"], 31, 450)
+    came = answer["output_ids"][: after["start"]]
+    assert answer["output_ids"][after["start"] :][:8] == greedy(model, [5, *came], 8)
+    launched.must("/update_weights_from_disk", {"model_path": str(tiny[1])})
+
+
 def test_weights_over_a_group_as_slime_sends_them(launched: Served, tiny: tuple[Any, Path]) -> None:
     """Paused, a call for each bucket, one broadcast for each tensor; what is not whole is never served."""
     model = changed(tiny[0], seed=2)
@@ -351,6 +371,15 @@ def test_weights_over_a_group_as_slime_sends_them(launched: Served, tiny: tuple[
             launched.must("/update_weights_from_disk", {"model_path": str(tiny[1])})
             launched.must("/continue_generation", {})
             assert launched.generate(encode("3+"))["output_ids"] == greedy(tiny[0], encode("3+"), 8)
+            with ThreadPoolExecutor(1) as asking:
+                running = asking.submit(launched.generate, [5], new_tokens=450)
+                launched.until(lambda: launched.load() == 1)
+                launched.must("/pause_generation", {"mode": "in_place"})
+                for part in (weights[:5], weights[5:]):  # none of which wants a flush: what is frozen keeps its entries
+                    assert send(part, weight_version="13")[0] == 200
+                launched.must("/continue_generation", {})
+                assert running.result()["meta_info"]["weight_version"] == 13
+            launched.must("/update_weights_from_disk", {"model_path": str(tiny[1])})
         finally:
             launched.must("/destroy_weights_update_group", {"group_name": "slime-pp_0"})
             group.close()

@@ -51,6 +51,10 @@ class Admin:
         self._dirty = ""
         self._update = ""
         self._held = False  # paused by the open update
+        self._flush = False  # asked for by what it has written
+        self._released = False  # of memory, something
+        self._due = False  # generation goes on once all of it is back
+        self._frozen = False  # paused in place, by name
         self._buckets = 0
         self._label: str | None = None
         self._sequence = 0
@@ -70,6 +74,8 @@ class Admin:
             raise Reason.FIELD_INVALID.error(f"it must be one of {', '.join(_MODES)}", field="mode")
         await self._tell(verbs_pb2.PauseGenerationRequest(mode=_MODES[mode]))
         self._paused = True
+        self._held = self._due = False  # it is the caller's now
+        self._frozen = mode == "in_place"
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def continue_generation(self, torch_empty_cache: bool = True) -> Any:
@@ -78,17 +84,20 @@ class Admin:
         if self._update:
             await self._commit(None)
         self.refuse_dirty()
-        await self._tell(verbs_pb2.ContinueGenerationRequest())
-        self._paused = False
+        await self._go_on()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
         """Give memory back."""
-        await self._tell(verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags)))
+        report = await self._tell(verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags)))
+        self._released = bool(report.released)
 
     async def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
-        """Take memory again."""
-        await self._tell(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)))
+        """Take memory again; an update that has ended meanwhile has left its pause to this."""
+        report = await self._tell(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)))
+        self._released = bool(report.released)
+        if self._due and not self._dirty:
+            await self._resume()
 
     # Weights.
 
@@ -108,7 +117,8 @@ class Admin:
         await self._begin(abort_all_requests)
         self._held = self._held and not keep_pause
         await self._write(verbs_pb2.UpdateWeightsFromDiskRequest(model_path=model_path, load_format=load_format or ""))
-        await self._commit(weight_version, flush=flush_cache)
+        self._flush = flush_cache
+        await self._commit(weight_version)
         return _done(f"Loaded {model_path}.")
 
     async def begin_weight_update(self, selector: str = "all") -> Any:
@@ -181,9 +191,10 @@ class Admin:
             await self._begin(abort_all_requests)
         bucket.sequence = self._buckets
         await self._write(verbs_pb2.UpdateWeightsFromDistributedRequest(group_name=group_name, buckets=[bucket]))
+        self._flush = flush_cache or (self._flush and self._buckets > 0)
         self._buckets += 1
         if alone:
-            await self._commit(weight_version, flush=flush_cache)
+            await self._commit(weight_version)
         elif weight_version is not None:
             self._label = str(weight_version)
         return _done(f"{len(names)} tensors were taken in.")
@@ -223,7 +234,7 @@ class Admin:
             mode = common_pb2.PAUSE_MODE_ABORT if abort_all else common_pb2.PAUSE_MODE_RETRACT
             await self._tell(verbs_pb2.PauseGenerationRequest(mode=mode))
             self._paused = True
-        self._update, self._buckets, self._label = f"sidecar-{next(_ids)}", 0, None
+        self._update, self._buckets, self._label, self._flush = f"sidecar-{next(_ids)}", 0, None, True
         try:
             await self._tell(verbs_pb2.PrepareUpdateRequest(kind=verbs_pb2.UPDATE_KIND_FULL))
         except RlctlError as error:
@@ -237,8 +248,10 @@ class Admin:
             await self._give_up(error)
             raise
 
-    async def _commit(self, label: str | int | None, *, flush: bool = True) -> None:
-        """Close the update; the version last, and generation after it."""
+    async def _commit(self, label: str | int | None) -> None:
+        """Close the update; the version last, and generation after it. For the flush that a write has asked for, what
+        is frozen in place gives its entries up, and is computed anew.
+        """
         self._sequence += 1
         name = str(label) if label is not None else self._label or str(self._sequence)
         version = common_pb2.WeightVersion(label=name, sequence=self._sequence)
@@ -249,7 +262,10 @@ class Admin:
             raise
         self._update, self._dirty = "", ""
         self.engine.set_version(version)
-        if flush:
+        if self._flush:
+            if self._frozen:
+                await self._tell(verbs_pb2.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_RETRACT))
+                self._frozen = False
             await self._tell(verbs_pb2.FlushCacheRequest())
         if self._held:
             await self._resume()
@@ -264,8 +280,14 @@ class Admin:
             await self._resume()
 
     async def _resume(self) -> None:
+        """Take the update's own pause back: while memory is released, once that is back."""
+        self._due = self._released
+        if not self._due:
+            await self._go_on()
+
+    async def _go_on(self) -> None:
         await self._tell(verbs_pb2.ContinueGenerationRequest())
-        self._paused = False
+        self._paused = self._due = self._frozen = False
 
     def refuse_dirty(self) -> None:
         """Raise WEIGHTS_DIRTY while the weights are a mixture."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +78,52 @@ class Plain:
         return response
 
 
+TOLD = web.AppKey("told", list[str])
+"""What it was told, in order."""
+
+
 def keyed(key: str, model: str, *, without: str = "") -> web.Application:
     """A vLLM with admin calls, as far as the plug-in asks it when it attaches, whose models only a key shows.
     ``without``: a path that it does not have.
     """
     app = web.Application()
 
-    def tell(path: str, value: Any, status: int = 200) -> None:
+    def tell(path: str, value: Any) -> None:
         async def told(request: web.Request) -> web.Response:
             if path == "/v1/models" and request.headers.get("Authorization") != f"Bearer {key}":
                 return web.json_response({"error": "Unauthorized"}, status=401)
-            return web.json_response(value, status=status)
+            return web.json_response(value)
 
         if path != without:
             app.router.add_route("*", path, told)
 
-    paths = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume"]
+    async def rpc(request: web.Request) -> web.Response:
+        method = (await request.json())["method"]
+        body = {"error": {"message": "no rlctl_call"}} if method == "rlctl_call" else {"results": [None]}
+        return web.json_response(body, status=500 if "error" in body else 200)
+
+    @web.middleware
+    async def noting(request: web.Request, handler: Any) -> Any:
+        app[TOLD].extend([request.path_qs] * (request.method == "POST"))
+        return await handler(request)
+
+    app.middlewares.append(noting)
+    app[TOLD] = []
+    names = ("pause", "resume", "collective_rpc", "update_weight_version", "sleep", "wake_up")
+    more = ("release_kv_cache_memory", "inference/v1/generate", "abort_requests", "reset_prefix_cache")
+    paths = [f"/{name}" for name in (*names, *more)]
+    for name in ("pause", "resume", "update_weight_version", "sleep", "wake_up", "release_kv_cache_memory"):
+        tell(f"/{name}", {})
+    app.router.add_post("/collective_rpc", rpc)
+    tell("/metrics", "")
+    tell("/reset_prefix_cache", {"success": True})
     tell("/openapi.json", {"paths": {path: {} for path in paths}})
     tell("/v1/models", {"data": [{"id": "m", "root": model, "max_model_len": 100}]})
     tell("/version", {"version": "0"})
     tell("/weight_info", {"weight_version": "default"})
-    tell("/server_info", {"vllm_config": {"model_config": {"max_model_len": 100}}})
+    tell("/server_info", {"vllm_config": {"model_config": {"max_model_len": 100, "enable_sleep_mode": True}}})
     tell("/health", {})
     tell("/is_paused", {"is_paused": False})
-    tell("/collective_rpc", {"error": {"message": "no rlctl_call"}}, 500)
-    tell("/pause", {"status": "paused"})
     return app
 
 
@@ -291,6 +312,63 @@ async def test_admin_verbs_reach_a_vllm_that_asks_for_a_key(
         async with session.post(f"{sidecar.url}/pause_generation", json={}) as response:
             assert response.status == 200, await response.text()
         await sidecar.stop()
+
+
+@pytest.fixture
+async def driven(
+    session: aiohttp.ClientSession, tiny: tuple[Any, Path], tmp_path: Path
+) -> AsyncIterator[tuple[Callable[..., Any], list[str]]]:
+    """A call to a sidecar that drives such a vLLM, and what that is told from then on."""
+    app = keyed("secret", str(tiny[1]))
+    (tmp_path / "key").write_text("secret")
+    async with Serving(app) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, api_key_file=str(tmp_path / "key")))
+
+        async def call(path: str, **body: Any) -> tuple[int, Any]:
+            async with session.post(sidecar.url + path, json=body) as response:
+                return response.status, await response.json()
+
+        app[TOLD].clear()
+        yield call, app[TOLD]
+        await sidecar.stop()
+
+
+async def test_a_pause_inside_an_update_outlasts_it(driven: tuple[Callable[..., Any], list[str]]) -> None:
+    call, told = driven
+    assert (await call("/begin_weight_update"))[0] == 200
+    assert (await call("/pause_generation", mode="retract"))[0] == 200
+    status, answer = await call("/end_weight_update")
+    assert (status, answer["error"]["reason"]) == (400, "WEIGHTS_INCOMPLETE")
+    assert "/resume" not in told
+    assert (await call("/continue_generation"))[0] == 200
+    assert told[-1] == "/resume"
+
+
+async def test_an_update_between_the_weights_and_the_kv_cache(
+    driven: tuple[Callable[..., Any], list[str]], tiny: tuple[Any, Path]
+) -> None:
+    """Generation goes on with the last of the memory, of which the update's end knows nothing else."""
+    call, told = driven
+    assert (await call("/release_memory_occupation"))[0] == 200
+    assert (await call("/resume_memory_occupation", tags=["weights"]))[0] == 200
+    status, answer = await call("/update_weights_from_disk", model_path=str(tiny[1]))
+    assert status == 200, answer
+    assert "/resume" not in told
+    assert (await call("/resume_memory_occupation", tags=["kv_cache"]))[0] == 200
+    assert told[-1] == "/resume"
+
+
+@pytest.mark.parametrize("flush", [True, False])
+async def test_an_update_under_a_pause_in_place(
+    driven: tuple[Callable[..., Any], list[str]], tiny: tuple[Any, Path], *, flush: bool
+) -> None:
+    """Requests that are frozen keep their entries from being flushed: they give them up."""
+    call, told = driven
+    assert (await call("/pause_generation", mode="in_place"))[0] == 200
+    told.clear()
+    assert (await call("/update_weights_from_disk", model_path=str(tiny[1]), flush_cache=flush))[0] == 200
+    *_, after = ",".join(told).partition("/collective_rpc,/update_weight_version")
+    assert after == ",/pause?mode=keep&clear_cache=true,/reset_prefix_cache" * flush
 
 
 async def test_a_vllm_that_is_not_driven_may_be_started_again(
