@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlctl.errors import RlctlError
-from rlctl.launch.engine_run import BACKOFF_AT_MOST_S
+from rlctl.errors import Reason, RlctlError
+from rlctl.launch.engine_run import BACKOFF_AT_MOST_S, REMIND_S, START_S
 from rlctl.launch.launcher import Launched
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import stop_all
@@ -26,6 +26,8 @@ class _Gateway:
     spec: GatewaySpec
     process: Launched
     at: GatewaySpec
+    since: float
+    remind_s: float = REMIND_S
     ready: bool = False
     failures: int = 0
     again_at: float = 0.0
@@ -89,7 +91,7 @@ class Gateways:
         for model, spec in wanted.items():
             if model not in self._running and not self._port_held(spec):
                 try:
-                    self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec)
+                    self._running[model] = _Gateway(spec, self._start(spec, coordinator), spec, time.monotonic())
                 except RlctlError as error:
                     self.errors.setdefault(model, error)  # tried again at the next look
                 else:
@@ -117,6 +119,7 @@ class Gateways:
                 except RlctlError as error:
                     self._failed(gateway, error)
                 else:
+                    gateway.since, gateway.remind_s = time.monotonic(), REMIND_S
                     del self.errors[model]
         elif gateway.process.returncode is not None:
             gateway.process.wait()
@@ -131,6 +134,23 @@ class Gateways:
             gateway.at = replace(gateway.spec, listen=_bound(address), router_listen=_bound(router))
             behind = f", {gateway.spec.router} at {router}" if router else ""
             self._say(f"{gateway.spec.process}: ready at {address}{behind}")
+        elif not gateway.ready:
+            self._wait_for(gateway)
+
+    def _wait_for(self, gateway: _Gateway) -> None:
+        """Say that it goes on; end one that takes too long."""
+        process, since_s = gateway.process, time.monotonic() - gateway.since
+        if since_s > START_S:
+            process.kill()
+            process.wait()
+            why = f"{process.name} did not come up in {START_S:g} s"
+            self._failed(gateway, Reason.DEADLINE_EXCEEDED.error(why, next_step=f"See {process.log}."))
+        elif since_s >= gateway.remind_s:
+            gateway.remind_s *= 2
+            said = process.said()
+            self._say(
+                f"{process.name}: still starting after {since_s:.0f} s" + (f"; its log says: {said}" if said else "")
+            )
 
     def _failed(self, gateway: _Gateway, error: RlctlError) -> None:
         self.errors[gateway.spec.model] = error

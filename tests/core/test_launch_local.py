@@ -17,6 +17,7 @@ import pytest
 from children import Child
 
 from rlctl.errors import InvalidRequest, Reason, RlctlError
+from rlctl.launch import gateways as gateways_module
 from rlctl.launch import processes
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.local_launcher import LocalLauncher
@@ -213,6 +214,42 @@ def test_a_gateway_that_is_changed_waits_for_the_port_of_the_one_before(listen: 
     gateways.look("c", restart=True)
     assert len(children) == 2
     children[1].facts = before.facts
+    gateways.look("c", restart=True)
+    assert gateways.settled
+
+
+def test_a_gateway_that_does_not_come_up_is_told_of_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rlctl up` would wait for it for ever, without a word."""
+    now, children, said = [100.0], [], []  # type: ignore[var-annotated]
+    monkeypatch.setattr(gateways_module.time, "monotonic", lambda: now[0])
+
+    class Launcher:
+        def start(self, name: str, arguments: Sequence[str]) -> Child:
+            children.append(Child(name, arguments))
+            return children[-1]
+
+    gateways = Gateways([GatewaySpec("actor", "127.0.0.1:0")], Launcher(), 1.0, said.append)  # type: ignore[arg-type]
+    gateways.look("c", restart=True)
+    children[0].last = "asking the router"
+    for _ in range(40):
+        now[0] += 1
+        gateways.look("c", restart=True)
+    assert said == [
+        f"gateway-actor: still starting after {passed} s; its log says: asking the router" for passed in (10, 20, 40)
+    ]
+    assert not gateways.errors
+    now[0] += gateways_module.START_S
+    gateways.look("c", restart=True)
+    assert gateways.errors["actor"].reason is Reason.DEADLINE_EXCEEDED
+    assert "gateway-actor did not come up in 300 s" in gateways.errors["actor"].message
+    assert children[0].returncode is not None, "it is ended"
+    assert not gateways.settled
+    now[0] += 1
+    gateways.look("c", restart=True)
+    gateways.look("c", restart=True)
+    assert len(children) == 2
+    assert not gateways.errors, "it has as long again"
+    children[1].facts = {"address": "http://127.0.0.1:3000"}
     gateways.look("c", restart=True)
     assert gateways.settled
 
