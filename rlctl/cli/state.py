@@ -101,13 +101,16 @@ def remove(name: str) -> None:
 
 
 @contextlib.contextmanager
-def claimed(name: str) -> Iterator[None]:
-    """Hold the fleet's lock. Raises BlockingIOError when another process does."""
+def claimed(name: str) -> Iterator[int]:
+    """Hold the fleet's lock. Raises BlockingIOError when another process does.
+
+    A child that is given the descriptor holds it too, and goes on holding it.
+    """
     directory = state_directory(name)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield lock.fileno()
 
 
 def identity(pid: int) -> str:

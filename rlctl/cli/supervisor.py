@@ -35,24 +35,38 @@ class Stopped(BaseException):
         self.number = number
 
 
-def supervise(settings: Settings, wanted: Deployment, on_ready: Callable[[FleetState], None]) -> NoReturn:
+def supervise(
+    settings: Settings, wanted: Deployment, on_ready: Callable[[FleetState], None], *, lock: int | None = None
+) -> NoReturn:
     """Start the fleet, keep it as it is wanted until a signal comes, take it down, exit with 128 + its number.
 
-    ``on_ready`` is told once every stage is routable. Raises OPERATION_CONFLICT when a fleet of this name is up, and
-    what the launcher raises.
+    ``on_ready`` is told once every stage is routable. ``lock``: descriptor of the fleet's lock, where whoever started
+    this process holds it already. Raises OPERATION_CONFLICT when a fleet of this name is up, and what the launcher
+    raises.
     """
     try:
         with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(state.claimed(wanted.name))
-            except BlockingIOError:
-                raise taken(wanted.name) from None
+            if lock is None:
+                stack.enter_context(claimed(wanted.name))
+            else:
+                os.set_inheritable(lock, False)
             stack.enter_context(_stop_signals())
             stack.callback(state.remove, wanted.name)
             _Supervisor(settings, wanted).hold(on_ready)
     except Stopped as stopped:
         settings.say(f"Fleet {wanted.name} is down.")
         sys.exit(128 + stopped.number)
+
+
+@contextlib.contextmanager
+def claimed(name: str) -> Iterator[int]:
+    """Hold the fleet's lock; its descriptor. Raises OPERATION_CONFLICT when a fleet of this name is up."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(state.claimed(name))
+        except BlockingIOError:
+            raise taken(name) from None
+        yield lock
 
 
 def taken(name: str) -> RlctlError:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlctl.cli import state
+from rlctl.cli.failures import machine_readable
 from rlctl.cli.options import pass_settings
 from rlctl.cli.output import View, show
 from rlctl.cli.settings import ENDPOINT, Settings
@@ -39,6 +41,7 @@ _READY = "Ready."
 @options
 @click.option("-d", "--detach", is_flag=True, help="Leave a supervisor running and return when the fleet is ready.")
 @click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
+@click.option("--lock", type=int, hidden=True, help="For the supervisor: descriptor of the fleet's lock.")
 @click.option("--end-with-parent", is_flag=True, hidden=True, help="End when standard input ends.")
 @pass_settings
 def up(
@@ -47,6 +50,7 @@ def up(
     file: Path | None,
     detach: bool,
     deployment: Path | None,
+    lock: int | None,
     end_with_parent: bool,
     **given: Any,
 ) -> None:
@@ -68,7 +72,7 @@ def up(
         end()
     if deployment is not None:
         wanted = Deployment.of(json.loads(deployment.read_text()))
-        supervise(settings, wanted, lambda ready: _announce(settings, ready))
+        supervise(settings, wanted, lambda ready: _announce(settings, ready), lock=lock)
     prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
     wanted = prepared.deployment
@@ -117,32 +121,41 @@ def _announce(settings: Settings, ready: FleetState) -> None:
 
 def _detach(settings: Settings, wanted: Deployment) -> None:
     """Start a supervisor in a session of its own, tell what it tells until the fleet is ready."""
+    from rlctl.cli.supervisor import claimed
+
     directory = state_directory(wanted.name)
     log = directory / "logs" / "supervisor.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     deployment = directory / "deployment.json"
-    deployment.write_text(json.dumps(wanted.data, indent=2))
-    arguments = ["--timeout", f"{settings.timeout_s}s"] if settings.timeout_s else []
-    arguments += ["up", "--deployment", str(deployment)]
-    with log.open("w") as output, log.open() as lines:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "rlctl", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
-            start_new_session=True,
-        )
+    # Held before anything of another one could be overwritten; the supervisor inherits it.
+    with claimed(wanted.name) as lock:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        deployment.write_text(json.dumps(wanted.data, indent=2))
+        with log.open("w") as output:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "rlctl", *_as_given(settings), "up", "--deployment", str(deployment),
+                 "--lock", str(lock)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )  # fmt: skip
+    said: list[str] = []
+    with log.open() as lines:
 
         def tell() -> None:
             for line in lines:
                 if not line.startswith(_READY):
-                    settings.say(line.rstrip("\n"))
+                    said.append(line.rstrip("\n"))
+                    settings.say(said[-1])
 
         try:
             while True:
                 ended = supervisor.poll() is not None
                 tell()
                 if ended:
+                    if settings.quiet:
+                        click.echo("\n".join(_failure(said)), err=True)
                     raise SystemExit(supervisor.returncode if supervisor.returncode > 0 else 1)
                 ready = state.read(wanted.name)
                 if ready is not None and ready.pid == supervisor.pid and ready.phase == state.READY:
@@ -158,6 +171,22 @@ def _detach(settings: Settings, wanted: Deployment) -> None:
             raise
     show(settings, _state_view(ready))
     settings.say(f"{_READY} `rlctl down --name {ready.name}` takes it down.")
+
+
+def _as_given(settings: Settings) -> list[str]:
+    """Global options for the supervisor, as whoever starts it has them."""
+    given = {
+        "--context": settings.flags.get("context"),
+        "--output": settings.output if machine_readable(settings) else None,  # of an error
+        "--timeout": f"{settings.timeout_s}s" if settings.timeout_s else None,
+    }
+    return [word for name, value in given.items() if value for word in (name, value)]
+
+
+def _failure(said: Sequence[str]) -> Sequence[str]:
+    """What a supervisor that has ended said of the reason."""
+    first = next((at for at, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
+    return said[first:]
 
 
 def _refuse_used_port(listen: str) -> None:

@@ -327,6 +327,30 @@ def test_what_cannot_be_started_is_told_with_the_cause_and_nothing_is_left(up: l
         assert state.read("default") is None
 
 
+@pytest.mark.parametrize("arguments", [(), ("-d",)])
+def test_what_cannot_be_started_is_told_to_who_asked_for_errors_only_and_to_scripts(
+    up: list[str], arguments: tuple[str, ...]
+) -> None:
+    (Path(up[2]) / "weights.txt").unlink()
+    code, _, err = call("-q", *up, *arguments)
+    assert code == 1
+    assert err.startswith("Error: actor-0 ended with 2: CHECKPOINT_NOT_FOUND")
+    code, _, err = call("-o", "json", *up, *arguments)
+    assert code == 1
+    assert json.loads(err.splitlines()[-1])["error"]["reason"] == "ENGINE_FAILED"
+
+
+def test_a_supervisor_that_is_left_running_goes_by_the_context_of_who_started_it(up: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "config" / "rlctl" / "config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("current: lab\ncontexts: {lab: {token: sesame}, other: {color: never}}")
+    code, out, err = call("--context", "other", *up, "-d", "-o", "json")
+    assert code == 0, err
+    code, _, err = call("--context", "other", "--endpoint", json.loads(out)["endpoint"], "status")
+    assert (code, err) == (0, "")
+    assert call("down")[0] == 0
+
+
 def test_starting_takes_no_longer_than_its_time(up: list[str]) -> None:
     for arguments in ([], ["-d"]):
         code, _, err = call(*up, "--timeout", "100ms", *arguments)

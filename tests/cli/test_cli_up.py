@@ -123,6 +123,20 @@ def test_where_the_state_cannot_be_kept_is_told_by_name(
     assert "Not a directory" in ran.err
 
 
+def test_what_a_fleet_is_started_from_is_not_overwritten_by_another_start(cli: Cli, up: list[str]) -> None:
+    """Two at once: the first one's supervisor would run the second one's engines, and log into the same file."""
+    directory = state.state_directory()
+    files = [directory / "deployment.json", directory / "logs" / "supervisor.log"]
+    with state.claimed("default"):
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("the first one's")
+        ran = cli(*up, "-d")
+    assert ran.code == 7
+    assert "fleet 'default' is up already" in ran.err
+    assert [file.read_text() for file in files] == ["the first one's"] * 2
+
+
 def test_the_journal_of_an_earlier_fleet_is_kept_aside(tmp_path: Path) -> None:
     (tmp_path / "journal.previous.db-wal").write_text("older still")
     (tmp_path / "journal.db").write_text("old")
