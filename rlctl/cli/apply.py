@@ -12,7 +12,8 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,18 +50,26 @@ class Request:
 
     def failed(self, error: RlctlError) -> None:
         """It is not."""
-        detail = {
-            "reason": error.reason.name,
-            "message": error.message,
-            "field": error.field,
-            "next_step": error.next_step,
-        }
-        self._send({"error": detail})
-        self._connection.close()
+        _refuse(self._connection, error)
 
     def _send(self, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has left
-            self._connection.sendall(json.dumps(answer).encode() + b"\n")
+        _tell(self._connection, answer)
+
+
+def _refuse(connection: socket.socket, error: RlctlError) -> None:
+    detail = {
+        "reason": error.reason.name,
+        "message": error.message,
+        "field": error.field,
+        "next_step": error.next_step,
+    }
+    _tell(connection, {"error": detail})
+    connection.close()
+
+
+def _tell(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it has left
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 class Requests:
@@ -81,8 +90,11 @@ class Requests:
             with connection.makefile("rb") as lines:
                 asked = json.loads(lines.readline())
                 deployment, against = Deployment.of(asked["wanted"]), dict(asked["against"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             connection.close()
+            return None
+        except RlctlError as error:
+            _refuse(connection, error)
             return None
         return Request(connection, deployment, against)
 
@@ -109,9 +121,10 @@ def apply(
 
     ``running``: what ``deployment`` was planned against. Raises what the supervisor refuses with or an engine fails
     with, OPERATION_CONFLICT when it is not ready to be asked, or somebody else has changed the fleet since then, or
-    does before this is done; DEADLINE_EXCEEDED after ``timeout_s`` without a word: it goes on all the same.
+    does before this is done; DEADLINE_EXCEEDED after ``timeout_s``: it goes on all the same.
     """
     directory = Path(running.directory)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX) as connection, _short(directory / SOCKET) as name:
         connection.settimeout(timeout_s)
         try:
@@ -125,16 +138,30 @@ def apply(
             asked = {"wanted": deployment.data, "against": running.deployment}
             connection.sendall(json.dumps(asked).encode() + b"\n")
             with connection.makefile("rb") as lines:
-                return _follow(lines, say)
+                return _follow(_before(deadline, connection, lines), say)
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(
-                f"nothing was heard for {timeout_s:g} s; the supervisor goes on", next_step="`rlctl status` shows it."
+                f"it is not done after {timeout_s:g} s; the supervisor goes on", next_step="`rlctl status` shows it."
             ) from None
         except OSError:
             raise _ended() from None
 
 
-def _follow(lines: IO[bytes], say: Callable[[str], None]) -> FleetState:
+def _before(deadline: float | None, connection: socket.socket, lines: IO[bytes]) -> Iterator[bytes]:
+    """The lines that come in time. Raises TimeoutError, however many there are."""
+    while True:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            connection.settimeout(left_s)
+        line = lines.readline()
+        if not line:
+            return
+        yield line
+
+
+def _follow(lines: Iterable[bytes], say: Callable[[str], None]) -> FleetState:
     for line in lines:
         answer = json.loads(line)
         if "say" in answer:

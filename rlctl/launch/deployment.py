@@ -107,7 +107,17 @@ class Deployment:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Deployment:
-        """From :attr:`data`."""
+        """From :attr:`data`. Raises UNSUPPORTED for what another version of rlctl has made of one."""
+        try:
+            return cls._of(data)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise Reason.UNSUPPORTED.error(
+                f"the fleet that is up and this command are of different versions of rlctl ({error!r})",
+                next_step="Use the version that started it, or take it down with `rlctl down` and start it again.",
+            ) from error
+
+    @classmethod
+    def _of(cls, data: Mapping[str, Any]) -> Deployment:
         engines = tuple(EngineSpec.of(spec) for spec in data["engines"])
         reserved = tuple(
             Reservation(**{**place, "places": tuple(place.get("places", ()))}) for place in data.get("reserved", ())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +17,13 @@ from typing import Any
 
 import pytest
 from children import Children
+from cli_helpers import Cli
 
 from rlctl.cli import state, supervisor
+from rlctl.cli.apply import Requests, apply, listening
 from rlctl.cli.settings import Settings
 from rlctl.cli.supervisor import _Supervisor
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import DeadlineExceeded, Reason, RlctlError
 from rlctl.launch.deployment import Deployment
 from rlctl.launch.engine_run import Limits
 from rlctl.launch.spec import EngineSpec, Reservation
@@ -170,6 +176,58 @@ def test_a_change_that_does_not_come_to_an_end_gives_way_to_the_next(holder: _Su
     assert other.state is not None
     assert "a: stopped" in other.said
     assert kept().engines == ()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> state.FleetState:
+    """What is known of a fleet whose supervisor is the test."""
+    pid, deployment = os.getpid(), json.loads(json.dumps(Deployment("lab", "127.0.0.1:0", ()).data))
+    return state.FleetState("lab", pid, state.identity(pid), state.READY, "127.0.0.1:1", str(tmp_path), {}, deployment)
+
+
+def test_a_change_takes_no_longer_than_its_time_however_much_is_told(running: state.FleetState) -> None:
+    """An engine that loads is told of again and again."""
+    left, said = threading.Event(), []  # type: ignore[var-annotated]
+
+    def talk(requests: Requests) -> None:
+        request = requests.wait(10)
+        assert request is not None
+        while not left.wait(0.1):
+            request.say("actor-1: still loading")
+        request.done(running)
+
+    with listening(Path(running.directory)) as requests:
+        talking = threading.Thread(target=talk, args=(requests,))
+        talking.start()
+        threading.Timer(5, left.set).start()  # or a test that fails would not end
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"not done after 0.5 s; the supervisor goes on"):
+            apply(running, Deployment.of(running.deployment), said.append, timeout_s=0.5)
+        assert time.monotonic() - began < 4
+        left.set()
+        talking.join()
+    assert said
+
+
+def test_a_fleet_of_another_version_is_told_to_be_one(running: state.FleetState, cli: Cli, tmp_path: Path) -> None:
+    """As after an upgrade of rlctl: a supervisor that cannot read what is wanted has not ended."""
+    newer = dataclasses.replace(running, deployment=running.deployment | {"colour": "blue"})
+    wanted = SimpleNamespace(name="lab", data=newer.deployment)
+    with listening(Path(running.directory)) as requests:
+        asked = threading.Thread(target=requests.wait, args=(10,))
+        asked.start()
+        with pytest.raises(RlctlError, match="different versions of rlctl") as caught:
+            apply(running, wanted, lambda _: None, timeout_s=10)  # type: ignore[arg-type]
+        asked.join()
+    assert caught.value.reason is Reason.UNSUPPORTED
+    state.write(newer)
+    file = tmp_path / "lab.yaml"
+    groups = "[{worker_type: regular, num_gpus: 1}]"
+    file.write_text(f"models: [{{name: a, model_path: {tmp_path}, engine: fake, server_groups: {groups}}}]")
+    for command in ("plan", "up"):
+        ran = cli(command, str(file), "--name", "lab", "-o", "json")
+        assert ran.error["reason"] == "UNSUPPORTED"
+        assert "different versions of rlctl" in ran.error["message"]
 
 
 @pytest.mark.parametrize(("served_s", "longest_s"), [(120.0, 1.0), (0.0, 60.0)], ids=["weeks", "at once"])
