@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.serve import serve
-from rlctl.cli.types import DURATION
+from rlctl.cli.types import DURATION, LEVEL
 
 
 @click.command()
@@ -71,7 +71,7 @@ from rlctl.cli.types import DURATION
 @click.option("--drain", default="30s", show_default=True, type=DURATION, help="Time for what runs when it ends.")
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
-@click.option("--log-level", default="INFO", show_default=True, help="Level of the log on stderr.")
+@click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
 def gateway(
     coordinator: str,

@@ -156,7 +156,7 @@ def token(settings: Settings, plan: Plan) -> str | None:
     if plan.topology.token_file:
         from rlctl.transport.auth import load_token
 
-        return load_token({}, file=str(Path(plan.topology.token_file).expanduser()))
+        return load_token({}, file=os.path.expanduser(plan.topology.token_file))
     return settings.token
 
 
@@ -258,7 +258,7 @@ def _bound(url: str) -> str:
 
 def _absolute(path: str) -> str:
     """A directory that is there, absolute; anything else as it was written."""
-    found = Path(path).expanduser()
+    found = Path(os.path.expanduser(path))
     return str(found.resolve()) if path and found.is_dir() else path
 
 

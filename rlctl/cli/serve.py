@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.state import state_directory
-from rlctl.cli.types import pairs
+from rlctl.cli.types import LEVEL, pairs
 
 
 def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +22,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
         ),
         click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token."),
-        click.option("--log-level", default="INFO", show_default=True, help="Level of the log on stderr."),
+        click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
         click.option("--end-with-parent", is_flag=True, help="End when standard input ends."),
     )
     return _with(command, options)

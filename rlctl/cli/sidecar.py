@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from rlctl.cli.serve import serve
-from rlctl.cli.types import DURATION, pairs
+from rlctl.cli.types import DURATION, LEVEL, pairs
 
 
 @click.command("vllm")
@@ -38,7 +38,7 @@ from rlctl.cli.types import DURATION, pairs
 @click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Until it must be ready.")
 @click.option("--token-file", default="", help="Token that admin verbs ask for. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @click.option("--insecure", is_flag=True, help="Bind where other hosts can reach it though there is no token.")
-@click.option("--log-level", default="INFO", show_default=True, help="Level of the log on stderr.")
+@click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
 def sidecar_vllm(
     upstream: str,

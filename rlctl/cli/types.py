@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ else:  # generic only in the newest releases
     ParamType = click.ParamType
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+LONGEST_S = 10 * 365 * 86400.0
+"""Timers and deadlines hold some hundred years at most."""
 _NUMBERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
 
@@ -38,6 +41,8 @@ class DurationType(ParamType):
             seconds = float(match[1]) * _UNITS[match[2]]
         if not 0 < seconds < math.inf:
             self.fail(f"{value!r} is not a time above zero; write 500ms, 30s, 2m or 1h", param, ctx)
+        if seconds > LONGEST_S:
+            self.fail(f"{value!r} is too long a time: at most {LONGEST_S / 3600:.0f}h", param, ctx)
         return seconds
 
 
@@ -64,6 +69,23 @@ class NumbersType(ParamType):
 
 
 NUMBERS = NumbersType()
+
+
+class LevelType(ParamType):
+    """A level of Python's logging by its name, whatever its case. Converts to the name."""
+
+    name = "level"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name."""
+        known = logging.getLevelNamesMapping()
+        level = str(value).upper()
+        if level not in known:
+            self.fail(f"{value!r} is none of {', '.join(sorted(known, key=known.__getitem__))}", param, ctx)
+        return level
+
+
+LEVEL = LevelType()
 
 
 class EnumType(ParamType):

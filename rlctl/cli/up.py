@@ -178,7 +178,7 @@ def _as_given(settings: Settings) -> list[str]:
     given = {
         "--context": settings.flags.get("context"),
         "--output": settings.output if machine_readable(settings) else None,  # of an error
-        "--timeout": f"{settings.timeout_s}s" if settings.timeout_s else None,
+        "--timeout": f"{settings.timeout_s:.9f}s" if settings.timeout_s else None,
     }
     return [word for name, value in given.items() if value for word in (name, value)]
 

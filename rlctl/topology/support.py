@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
-from pathlib import Path
 
 from rlctl.engine import brings_ranks, spans_nodes
 from rlctl.topology.plan import Plan
@@ -61,7 +61,7 @@ def missing(plan: Plan, *, gpus: int, cores: int, routers: Collection[str] = ROU
         return found
     for model in topology.models:
         engines = [engine for engine in plan.engines if engine.spec.model == model.name]
-        if engines and not Path(model.model_path).expanduser().is_dir():
+        if engines and not os.path.isdir(os.path.expanduser(model.model_path)):
             found.append(
                 Problem(
                     topology.source, model.line, f"{model.path}.model_path", f"there is no directory {model.model_path}"

@@ -234,3 +234,20 @@ def test_where_the_coordinator_is_to_listen_is_checked_before_anything_is_starte
 def test_an_address_that_is_none_is_refused_and_no_traceback(address: str) -> None:
     with pytest.raises(InvalidRequest, match="is not host:port"):
         split(address)
+
+
+@pytest.mark.parametrize("key", ["model_path", "token_file"])
+def test_the_home_of_nobody_is_no_directory(
+    cli: Cli, checkpoint: Callable[[str], str], tmp_path: Path, key: str
+) -> None:
+    given = {"model_path": checkpoint("one"), "token_file": "", key: "~nobody-is-called-so/lab"}
+    auth = f"auth: {{token_file: {given['token_file']}}}" if given["token_file"] else ""
+    file = tmp_path / "lab.yaml"
+    file.write_text(
+        f"fleet: {{engine: fake, {auth}}}\n"
+        f"models: [{{name: a, model_path: {given['model_path']}, "
+        "server_groups: [{worker_type: regular, num_gpus: 1}]}]"
+    )
+    ran = cli("up", str(file))
+    assert ran.code == 2
+    assert "~nobody-is-called-so/lab" in ran.err

@@ -7,13 +7,14 @@ import time
 
 import click
 import pytest
+from cli_helpers import run
 from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.cli import fields, results, text
 from rlctl.cli.output import plain_data
-from rlctl.cli.types import DURATION, EnumType
+from rlctl.cli.types import DURATION, LEVEL, EnumType
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
@@ -33,6 +34,29 @@ def test_durations_are_read(written: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused(written: str) -> None:
     with pytest.raises(click.BadParameter, match="time above zero"):
         DURATION.convert(written, None, None)
+
+
+def test_a_level_of_the_log_is_a_name_in_either_case() -> None:
+    assert LEVEL.convert("debug", None, None) == "DEBUG"
+    with pytest.raises(click.BadParameter, match=r"'loud' is none of NOTSET, .*CRITICAL"):
+        LEVEL.convert("loud", None, None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["coordinator", "stage --slot a --model-path /", "worker --rank 1 --model-path /", "gateway", "sidecar vllm"],
+)
+def test_a_server_refuses_a_level_that_there_is_not(words: str) -> None:
+    ran = run(*words.split(), "--log-level", "loud")
+    assert ran.code == 2
+    assert "Invalid value for '--log-level': 'loud'" in ran.err
+
+
+@pytest.mark.parametrize("written", ["99999999999999h", "9" * 400])
+def test_a_time_that_no_timer_holds_is_refused(written: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"too long|above zero"):
+        DURATION.convert(written, None, None)
+    assert run("--endpoint", "127.0.0.1:1", "--timeout", written, "status").code == 2
 
 
 @given(st.text())
