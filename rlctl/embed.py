@@ -16,11 +16,13 @@ from rlctl.client import aio
 from rlctl.client.fleet import Fleet
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.engine import recognise
+from rlctl.errors import Reason
 from rlctl.launch.engine_run import REMIND_S
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import Process, stop_all
 from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.loops import LoopThread
+from rlctl.transport.addresses import refuse_unreachable
 from rlctl.transport.auth import load_token
 
 READY_S = 10.0
@@ -57,10 +59,14 @@ def embedded(
         heal_by_hand: models whose late joiners and restarted engines wait for :meth:`Fleet.heal`; others are brought to
             the published version without being asked.
 
-    Raises UNREACHABLE for a stage or server that does not answer, FIELD_INVALID for a URL at which something else does,
-    ENGINE_FAILED when a server cannot be attached to, JOURNAL_FAILED, INSECURE_BIND. Then nothing is left behind.
+    Raises UNREACHABLE for a stage or server that does not answer, FIELD_INVALID for what is no address and for a URL at
+    which something else answers, ENGINE_FAILED or DEADLINE_EXCEEDED when a server cannot be attached to,
+    JOURNAL_FAILED, INSECURE_BIND. Then nothing is left behind.
     """
     token = token if token is not None else load_token()
+    for stage in stages:
+        if "://" not in stage:
+            refuse_unreachable(stage, "stages")
     with ExitStack() as resources:
         if journal is None:
             journal = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-"))) / "journal.db"
@@ -107,6 +113,8 @@ def _announced(child: Process) -> dict[str, str]:
                 "%s: still attaching after %.0f s%s", child.name, since_s, f"; its log says: {said}" if said else ""
             )
         time.sleep(LOOK_S)
+    if not child.serves and child.returncode is None:
+        raise Reason.DEADLINE_EXCEEDED.error(f"{child.name} is not attached after {LOAD_S:g} s; its log is {child.log}")
     facts = child.announced(LOOK_S)
     log.info("%s: attached at %s", child.name, facts["address"])
     return facts

@@ -15,6 +15,7 @@ from rlctl.client.generation import GENERATE_S, Generator, Sampling, build_reque
 from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
+from rlctl.transport.addresses import refuse_unreachable
 from rlctl.transport.auth import load_token
 from rlctl.v1.fleet_pb2 import Model, Stage
 from rlctl.v1.rollout_pb2 import GenerateResponse
@@ -56,8 +57,10 @@ class Rollouts(TypedDict, total=False):
 async def connect(address: str, *, token: str | None = None, timeout_s: float = CONNECT_S) -> AsyncFleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
-    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE.
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE; FIELD_INVALID for
+    what is no such address.
     """
+    refuse_unreachable(address)
     connection = Connection(address, token if token is not None else load_token())
     try:
         await connection.ready(timeout_s)

@@ -34,7 +34,8 @@ class _OnLoop(Generic[A_co]):
 def connect(address: str, *, token: str | None = None, timeout_s: float = aio.CONNECT_S) -> Fleet:
     """Connect to a coordinator at ``host:port`` or ``unix:PATH``.
 
-    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE.
+    The token is the argument, else RLCTL_TOKEN_FILE, else RLCTL_TOKEN, else none. Raises UNREACHABLE; FIELD_INVALID for
+    what is no such address.
     """
     loop = LoopThread("rlctl client")
     try:

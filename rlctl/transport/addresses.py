@@ -17,6 +17,15 @@ def split(address: str, field: str = "address") -> tuple[str, int]:
     return host, int(port)
 
 
+def refuse_unreachable(address: str, field: str = "address") -> None:
+    """Raise FIELD_INVALID for what nobody can be dialled at: neither ``host:port`` nor ``unix:PATH``.
+
+    gRPC takes the port of what names none to be 443, and of one that is too large its lowest 16 bits.
+    """
+    if not address.startswith("unix:"):
+        split(address, field)
+
+
 def join(host: str, port: int) -> str:
     """``host:port``, with brackets where IPv6 needs them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

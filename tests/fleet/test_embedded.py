@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from children import Child
 
 import rlctl
+from rlctl import embed
 from rlctl.client import aio
 from rlctl.engine import EngineConfig, EngineInfo, recognise
 from rlctl.errors import Reason, RlctlError
+from rlctl.launch.processes import Process
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.waiting import eventually
@@ -235,3 +238,30 @@ async def test_a_server_that_cannot_be_attached_to_is_said_to_be_with_its_reason
     assert str(tmp_path) in error.message
     assert "logs/actor-0.log" in error.next_step
     await runner.cleanup()
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:", "127.0.0.1:99999"])
+async def test_what_is_no_address_is_not_dialled(address: str) -> None:
+    """gRPC would go to port 443, or to what is left of the port in 16 bits: to somebody else."""
+    for error in (
+        await refusal([address]),
+        await refused_by(lambda: rlctl.connect(address)),
+    ):
+        assert error.reason is Reason.FIELD_INVALID
+        assert f"{address!r} is not host:port" in error.message
+
+
+async def refused_by(connecting: Callable[[], object]) -> RlctlError:
+    with pytest.raises(RlctlError) as caught:
+        await asyncio.to_thread(connecting)
+    return caught.value
+
+
+def test_a_server_that_does_not_get_attached_is_told_with_the_time_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed, "LOAD_S", 0.2)
+    child: Any = Child("actor-0", [])
+    child.announced = Process.announced.__get__(child)
+    child._announced = threading.Event()
+    with pytest.raises(RlctlError, match=r"actor-0 is not attached after 0.2 s") as caught:
+        embed._announced(child)
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED
