@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -59,6 +60,8 @@ def demo(
     """
     if plot is not None and not os.access(plot if plot.exists() else plot.absolute().parent, os.W_OK):
         raise click.BadParameter(f"{plot} cannot be written", param_hint="--plot")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.BadParameter("matplotlib is not installed: pip install 'rlctl[demo]'", param_hint="--plot")
     if engine != "torch" and sabotage not in (None, "skip-sync"):
         raise click.BadParameter(f"{sabotage} breaks the torch engine only", param_hint="--sabotage")
     if engine == "vllm" and tp not in (None, 1):

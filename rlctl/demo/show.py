@@ -142,5 +142,5 @@ def plot(steps: Sequence[Step], verdict: Verdict, path: Path) -> None:
     below.legend(loc="upper right")
     figure.suptitle("rlctl demo: GRPO through a fleet of two engines (TP 2 and TP 1)")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)

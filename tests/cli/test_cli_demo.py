@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from cli_helpers import Cli
 from rich.console import Console
 
 from rlctl.demo.judge import Judge, Step, Verdict
-from rlctl.demo.show import Display
+from rlctl.demo.show import Display, plot
 from rlctl.errors import Reason
 
 
@@ -107,3 +108,19 @@ def test_what_a_failed_demo_names_is_kept_and_the_rest_is_not(
     monkeypatch.setattr(loop, "run", interrupt)
     assert cli("demo").code != 0
     assert list(tmp_path.glob("rlctl-demo-*")) == [directory]
+
+
+def test_a_plot_is_a_png_whatever_its_file_is_called(tmp_path: Path) -> None:
+    judge = Judge()
+    judge.look(step(1))
+    plot([step(1)], judge.verdict(0.25, 0.5), tmp_path / "reward.of.today")
+    assert (tmp_path / "reward.of.today").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_made_is_refused_before_the_training(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    ran = cli("demo", "--steps", "1", "--plot", str(tmp_path / "plot.png"))
+    assert ran.code == 2
+    assert "matplotlib is not installed" in ran.err
