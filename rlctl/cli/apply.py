@@ -85,6 +85,9 @@ class Requests:
             connection, _ = self._listener.accept()
         except TimeoutError:
             return None
+        except OSError:  # no file descriptor is left, say: who asks waits, and the fleet goes on
+            time.sleep(timeout_s)
+            return None
         connection.settimeout(READ_S)
         try:
             with connection.makefile("rb") as lines:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
@@ -228,8 +228,10 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
     except OSError as error:
         if error.errno not in _UNWRITABLE and error.filename is None:
             raise
-        _give_up(sys.stdout)
         from rlctl.cli.failures import report_click
+        from rlctl.cli.output import let_go
+
+        let_go(sys.stdout)
 
         what = "could not write" if error.filename is None else error.filename
         code = report_click(settings, click.ClickException(f"{what}: {error.strerror}"))
@@ -243,15 +245,6 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
 
         code = report(settings, error)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _give_up(stream: TextIO) -> None:
-    """Let go what a stream does not take; Python would try again at its end, and exit with 120."""
-    try:
-        stream.flush()
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _output_given(arguments: Sequence[str]) -> str | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from google.protobuf.message import Message
@@ -80,6 +81,15 @@ def show_tables(settings: Settings, shown: Sequence[Table], *, whole_ids: bool =
         console.print(tables.rich(shown, width=console.width, whole_ids=not shortened))
     for line in captured.get().splitlines():
         click.echo(_TRAILING.sub(_RESET if _RESET in line else "", line), color=True)
+
+
+def let_go(stream: TextIO) -> None:
+    """Let go what a stream does not take; Python would try again at its end, and exit with 120."""
+    try:
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def plain_data(data: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rlctl.cli import state
 from rlctl.cli.apply import Request, Requests, listening
+from rlctl.cli.output import let_go
 from rlctl.cli.session import time_limit
 from rlctl.cli.settings import Settings
 from rlctl.cli.state import FleetState
@@ -121,7 +122,11 @@ class _Supervisor:
                 self._state = dataclasses.replace(self._state, endpoint=fleet.start())
             with listening(fleet.directory) as requests:
                 self._tell_state(state.READY)
-                on_ready(self._state)
+                try:
+                    on_ready(self._state)
+                except OSError as error:  # nobody reads it any more, or its disk is full: the fleet goes on
+                    let_go(sys.stdout)
+                    self._say(f"Ready. Warning: what there is could not be written: {error.strerror}")
                 while True:
                     self._look()
                     request = requests.wait(LOOK_S)

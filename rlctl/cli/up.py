@@ -100,6 +100,7 @@ def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None
     """Have the supervisor of the fleet that is up do it."""
     from rlctl.cli import text
     from rlctl.cli.apply import apply
+    from rlctl.cli.session import interruptible
     from rlctl.topology.diff import REMOVE, UNCHANGED, difference
 
     changes = [change for change in difference(prepared.plan.specs, prepared.present) if change.action != UNCHANGED]
@@ -109,7 +110,13 @@ def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None
     gone = [change.slot for change in changes if change.action == REMOVE]
     if gone:
         settings.confirm(f"Drain and remove {', '.join(gone)}?")
-    ready = apply(running, prepared.deployment, settings.say, timeout_s=settings.timeout_s)
+
+    def farewell() -> None:
+        there = f"How it stands: rlctl status, and {running.directory}/logs"
+        click.echo(f"\nStopped waiting; the supervisor goes on.\n  {there}", err=True)
+
+    with interruptible(farewell):
+        ready = apply(running, prepared.deployment, settings.say, timeout_s=settings.timeout_s)
     show(settings, _state_view(ready))
     settings.say(f"{_READY} {text.count(len(changes), 'engine')} changed.")
 

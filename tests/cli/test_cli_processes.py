@@ -279,6 +279,20 @@ def test_a_fleet_in_the_foreground_goes_down_on_a_signal(up: list[str], number: 
     assert not any(state.identity(pid) for pid in fleet["processes"].values())
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_fleet_goes_on_where_nobody_can_be_told_that_it_is_ready(up: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rlctl", *up]
+        process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = read_until(process.stderr, "Ready.")
+    assert "No space left on device" in said
+    fleet = state.read("default")
+    assert fleet is not None
+    assert call("--endpoint", fleet.endpoint, "status")[0] == 0
+    process.terminate()
+    assert finish(process)[0] == 143
+
+
 def test_a_foreground_fleet_is_taken_down_from_another_terminal(up: list[str]) -> None:
     process = start(*up, "-o", "jsonl")
     read_until(process.stdout, '"ready"')
@@ -374,6 +388,28 @@ def test_an_interrupt_while_an_engine_loads_takes_everything_down_at_once(up: li
     assert "Fleet default is down." in err
     assert "Traceback" not in err
     assert state.read("default") is None
+
+
+def test_who_stops_waiting_for_a_change_is_told_that_it_goes_on(up: list[str], tmp_path: Path) -> None:
+    model = "{{name: {}, engine: fake, model_path: {}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}"
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    os.mkfifo(slow / "weights.txt")
+    file = tmp_path / "fleet.yaml"
+    models = [model.format("actor", up[2]), model.format("late", slow)]
+    for wanted in (models[:1], models):
+        file.write_text(f"fleet: {{listen: '127.0.0.1:0'}}\nmodels: [{', '.join(wanted)}]")
+        process = start("up", str(file), "-d")
+        if wanted == models:
+            read_until(process.stderr, "late-0: loading")
+            process.send_signal(signal.SIGINT)
+        code, _, err = finish(process)
+    assert code == 130
+    assert "Stopped waiting; the supervisor goes on." in err
+    fleet = state.read("default")
+    assert fleet is not None
+    assert fleet.engines == {"actor-0": "ready", "late-0": "loading"}
+    assert call("down")[0] == 0
 
 
 def test_who_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,16 @@ def test_a_change_that_does_not_come_to_an_end_gives_way_to_the_next(holder: _Su
     assert kept().engines == ()
 
 
+def test_who_cannot_be_heard_does_not_end_a_fleet() -> None:
+    """Without a file descriptor nobody who asks can be let in; every engine ended with the supervisor."""
+
+    def accept() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    listener: Any = SimpleNamespace(settimeout=lambda _: None, accept=accept)
+    assert Requests(listener).wait(0.01) is None
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> state.FleetState:
     """What is known of a fleet whose supervisor is the test."""
