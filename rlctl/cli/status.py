@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Generator
 
@@ -31,21 +32,24 @@ def status(settings: Settings, model: str, watch: bool) -> None:
     """
     if watch:
         deadline = None if settings.timeout_s is None else time.monotonic() + settings.timeout_s
+        seen = threading.Event()
         try:
             with time_limit(settings.timeout_s, "watching"):
-                _watch(settings, model)
+                _watch(settings, model, seen)
         except RlctlError as error:
-            if error.reason is not Reason.DEADLINE_EXCEEDED or deadline is None or time.monotonic() < deadline:
+            up = error.reason is Reason.DEADLINE_EXCEEDED and deadline is not None and time.monotonic() >= deadline
+            if not (up and seen.is_set()):
                 raise
         return
     with bounded(settings) as fleet:
         show(settings, roster.fleet_view(fleet.status(model), settings.endpoint))
 
 
-def _watch(settings: Settings, model: str) -> None:
+def _watch(settings: Settings, model: str, seen: threading.Event) -> None:
+    """``seen``: set once the fleet was."""
     console = tables.console(settings.color) if settings.output in ("table", "wide") else None
     if console is None or not console.is_terminal or not console.file.isatty():
-        with contextlib.closing(_changes(settings, model)) as changes:
+        with contextlib.closing(_changes(settings, model, seen)) as changes:
             for fleet in changes:
                 show(settings, roster.fleet_view(fleet, settings.endpoint))
         return
@@ -57,7 +61,7 @@ def _watch(settings: Settings, model: str) -> None:
         # On the terminal's other screen, and printed once more at the end: what stays is whole, wherever the
         # interrupt hit.
         live = Live(console=console, auto_refresh=False, screen=True)
-        with live, contextlib.closing(_changes(settings, model)) as changes:
+        with live, contextlib.closing(_changes(settings, model, seen)) as changes:
             for fleet in changes:
                 view = roster.fleet_view(fleet, settings.endpoint)
                 live.update(tables.rich(view.tables(wide), width=console.width, whole_ids=wide), refresh=True)
@@ -66,17 +70,19 @@ def _watch(settings: Settings, model: str) -> None:
             show(settings, view)
 
 
-def _changes(settings: Settings, model: str) -> Generator[Fleet, None, None]:
+def _changes(settings: Settings, model: str, seen: threading.Event) -> Generator[Fleet, None, None]:
     """The fleet now and after every change. A coordinator that goes away is waited for."""
-    seen, said = False, ""
+    said = ""
     while True:
         try:
             with connected(settings) as fleet, contextlib.closing(fleet.watch(model)) as events:
                 for _ in events:
-                    seen, said = True, ""
-                    yield fleet.status(model)
+                    now = fleet.status(model)
+                    seen.set()
+                    said = ""
+                    yield now
         except RlctlError as error:
-            if not seen or error.reason is not Reason.UNREACHABLE:
+            if not seen.is_set() or error.reason is not Reason.UNREACHABLE:
                 raise
             if error.message != said:
                 settings.say(f"{error.message}; trying again")

@@ -131,6 +131,15 @@ def test_watching_prints_a_line_for_every_change_until_it_is_interrupted(rlctl: 
     assert finish(process)[0] == 130
 
 
+def test_watching_what_never_answered_has_not_gone_well() -> None:
+    """A coordinator that is stopped: a script would have taken nothing for all there is."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        code, out, err = call("--endpoint", address, "status", "-w", "--timeout", "1s")
+    assert (code, out) == (6, "")
+    assert "within 1 s" in err or "longer than 1 s" in err
+
+
 def test_watching_ends_when_its_time_is_up(rlctl: LiveFleet) -> None:
     code, out, err = call("--endpoint", rlctl.endpoint, "status", "-w", "-o", "jsonl", "--timeout", "1s")
     assert code == 0, err
