@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -48,8 +47,12 @@ def down(settings: Settings, name: str) -> None:
         return
     settings.confirm(f"Take down fleet {name!r} ({len(running.processes)} processes at {running.endpoint})?")
     if running.alive:
-        with contextlib.suppress(ProcessLookupError):  # it ends by itself
+        try:
             os.kill(running.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ends by itself
+        except PermissionError:
+            raise click.ClickException(f"supervisor {running.pid} is another user's; nothing was done") from None
     limit_s = settings.timeout_s or STOP_S
     deadline = time.monotonic() + limit_s
     while running.alive:

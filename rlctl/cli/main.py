@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.options import Command, global_options, write_options
-from rlctl.cli.settings import Settings
+from rlctl.cli.settings import FORMATS, Settings
 from rlctl.version import __version__
 
 SECTIONS = FLEET, VERBS, GENERATION, TOOLS, SERVERS = (
@@ -248,14 +248,15 @@ def _exit(settings: Settings, run: Callable[[], Any]) -> NoReturn:
 
 
 def _output_given(arguments: Sequence[str]) -> str | None:
-    """The output format of a command line that could not be parsed."""
+    """The output format of a command line that could not be parsed; else that of the environment, where it is one."""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("-o", "--output"):
             return value if equals else next(iter(arguments[index + 1 :]), None)
         if argument.startswith("-o") and len(argument) > 2:
             return argument[2:]
-    return None
+    given = os.environ.get("RLCTL_OUTPUT")
+    return given if given in FORMATS else None
 
 
 @click.group(

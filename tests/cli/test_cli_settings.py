@@ -179,3 +179,14 @@ def test_a_command_line_is_repeated_with_its_request_id_or_for_other_stages() ->
     settings = Settings(["pause", "--slot", "a", "--slot=b", "--mode", "in place", "--request-id", "old", "-q"])
     assert settings.command(request_id="new") == ("rlctl pause --slot a --slot=b --mode 'in place' -q --request-id new")
     assert settings.command(slots=["c"]) == "rlctl pause --mode 'in place' -q --slot c"
+
+
+@pytest.mark.parametrize("words", [["--bogus"], ["status", "--bogus"], ["bogus"]])
+def test_a_command_line_that_cannot_be_read_is_told_as_data_where_the_environment_asks_for_data(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("RLCTL_OUTPUT", "json")
+    ran = cli(*words)
+    assert ran.code == 2
+    assert ran.error["reason"] == "USAGE"
+    assert "bogus" in ran.error["message"]

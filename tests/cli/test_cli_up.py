@@ -101,6 +101,19 @@ def test_a_fleet_that_ends_while_it_is_asked_about_is_down(cli: Cli, monkeypatch
     assert (ran.code, ran.err) == (0, "Fleet lab is down.\n")
 
 
+def test_a_fleet_of_another_user_is_not_taken_down(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.write(FLEET)
+
+    def kill(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", kill)
+    ran = cli("down", "--name", "lab", "-o", "json")
+    assert ran.code == 1
+    assert ran.error["message"] == f"supervisor {FLEET.pid} is another user's; nothing was done"
+    assert state.read("lab") == FLEET
+
+
 def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own answer to whoever opened its file before, and reads it after that."""
 
