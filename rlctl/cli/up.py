@@ -26,7 +26,7 @@ from rlctl.cli.state import FleetState, state_directory
 from rlctl.cli.tables import Table, facts
 from rlctl.cli.topology import TopologyCommand, flags, options
 from rlctl.errors import Reason
-from rlctl.transport.addresses import refuse_insecure, split
+from rlctl.transport.addresses import refuse_insecure, refuse_taken, split
 
 if TYPE_CHECKING:
     from rlctl.cli.prepare import Prepared
@@ -199,6 +199,7 @@ def _failure(said: Sequence[str]) -> Sequence[str]:
 def _refuse_used_port(listen: str) -> None:
     """Raise FIELD_INVALID when another process listens there already."""
     if listen.startswith("unix:"):
+        refuse_taken(listen)
         return
     host, port = split(listen, "listen")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -7,6 +7,8 @@ import socket
 
 from rlctl.errors import Reason
 
+PROBE_S = 1.0
+
 
 def split(address: str, field: str = "address") -> tuple[str, int]:
     """``host:port`` (``[::1]:port`` for IPv6) as a pair. Raises FIELD_INVALID."""
@@ -15,6 +17,23 @@ def split(address: str, field: str = "address") -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdigit()) or len(port) > 5 or int(port) > 65535:
         raise Reason.FIELD_INVALID.error(f"{address!r} is not host:port", field=field)
     return host, int(port)
+
+
+def refuse_taken(listen: str) -> None:
+    """Raise FIELD_INVALID for ``unix:PATH`` where somebody answers: gRPC would put its own socket in that place, and
+    whoever dials would reach somebody else.
+    """
+    if not listen.startswith("unix:"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(listen.removeprefix("unix:"))
+        except (TimeoutError, BlockingIOError):
+            pass  # somebody is too busy to answer
+        except OSError:
+            return
+    raise Reason.FIELD_INVALID.error(f"{listen} is in use by another process", field="listen")
 
 
 def refuse_unreachable(address: str, field: str = "address") -> None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rlctl.errors import Reason
-from rlctl.transport.addresses import join, refuse_insecure, split
+from rlctl.transport.addresses import join, refuse_insecure, refuse_taken, split
 from rlctl.transport.auth import TokenGuard
 from rlctl.transport.channel import FLOW_CONTROL, MAX_MESSAGE_BYTES
 
@@ -87,6 +87,7 @@ class GrpcServer:
         Raises INSECURE_BIND, or FIELD_INVALID when the address cannot be bound.
         """
         refuse_insecure(listen, token=self._token, insecure=self._insecure)
+        refuse_taken(listen)
         try:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as error:

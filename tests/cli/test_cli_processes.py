@@ -441,6 +441,16 @@ def test_a_port_in_use_is_named(up: list[str]) -> None:
     assert f"{address} is in use by another process" in err
 
 
+def test_a_socket_in_use_is_named_before_anything_is_started(up: list[str], tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(str(tmp_path / "s"))
+        holder.listen()
+        code, _, err = call(*up[:-1], f"unix:{tmp_path}/s")
+    assert code == 2
+    assert f"unix:{tmp_path}/s is in use by another process" in err
+    assert not (tmp_path / "state").exists()
+
+
 def test_down_never_signals_a_process_that_is_not_the_supervisor(up: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
         state.write(state.FleetState("default", stranger.pid, "another boot:1", state.READY, "127.0.0.1:1", "/x"))

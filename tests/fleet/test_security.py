@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +123,29 @@ async def test_an_address_in_use_is_a_clear_error(fleet: InProcessFleet, tmp_pat
     with pytest.raises(RlctlError, match="cannot be bound") as caught:
         await server.start()
     assert caught.value.field == "listen"
+    await server.stop()
+
+
+async def test_a_socket_in_use_is_left_to_whoever_answers_there(tmp_path: Path) -> None:
+    """gRPC takes the place of any that it finds: trainers and stages would come back to another fleet."""
+    first, second = (CoordinatorServer(CoordinatorConfig(tmp_path / name, f"unix:{tmp_path}/s")) for name in "ab")
+    await first.start()
+    with pytest.raises(RlctlError, match="in use by another process") as caught:
+        await second.start()
+    await second.stop()
+    assert caught.value.reason is Reason.FIELD_INVALID
+    async with await aio.connect(first.address) as fleet:
+        assert (await fleet.status()).header.fleet_epoch == 1
+    await first.stop()
+
+
+async def test_a_socket_that_was_left_behind_is_taken(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "s"))
+    server = CoordinatorServer(CoordinatorConfig(tmp_path / "a", f"unix:{tmp_path}/s"))
+    await server.start()
+    async with await aio.connect(server.address) as fleet:
+        assert not (await fleet.status()).stages
     await server.stop()
 
 
