@@ -168,10 +168,14 @@ def _fork(
     """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
     from rlctl import process
     from rlctl.gateway.workers import Workers, hold
+    from rlctl.transport.addresses import join, split, unbound
 
-    host, _, port = listen.rpartition(":")
-    held, bound = hold(host.strip("[]") or "127.0.0.1", int(port) if port.isdigit() else 0)
-    address = f"{host}:{bound}"
+    host, port = split(listen, "listen")
+    try:
+        held, bound = hold(host, port)
+    except OSError as error:
+        raise unbound(listen, error) from None
+    address = join(host, bound)
     parent = Workers(workers, lambda ready: run(address, lambda *_: ready(), end_with_parent=True))
     code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
     held.close()

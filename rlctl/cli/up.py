@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -25,8 +23,7 @@ from rlctl.cli.settings import ENDPOINT, Settings
 from rlctl.cli.state import FleetState, state_directory
 from rlctl.cli.tables import Table, facts
 from rlctl.cli.topology import TopologyCommand, flags, options
-from rlctl.errors import Reason
-from rlctl.transport.addresses import refuse_insecure, refuse_taken, split
+from rlctl.transport.addresses import refuse_insecure, refuse_used
 
 if TYPE_CHECKING:
     from rlctl.cli.prepare import Prepared
@@ -89,7 +86,7 @@ def up(
     if prepared.running is not None:
         _change(settings, prepared, prepared.running)
         return
-    _refuse_used_port(wanted.listen)
+    refuse_used(wanted.listen)
     if detach:
         _detach(settings, wanted)
     else:
@@ -194,26 +191,6 @@ def _failure(said: Sequence[str]) -> Sequence[str]:
     """What a supervisor that has ended said of the reason."""
     first = next((at for at, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
     return said[first:]
-
-
-def _refuse_used_port(listen: str) -> None:
-    """Raise FIELD_INVALID when another process listens there already."""
-    if listen.startswith("unix:"):
-        refuse_taken(listen)
-        return
-    host, port = split(listen, "listen")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            used = error.errno == errno.EADDRINUSE
-            raise Reason.FIELD_INVALID.error(
-                f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
-                field="listen",
-                next_step="Choose another --listen; port 0 takes any that is free." if used else "",
-            ) from None
 
 
 def _state_view(ready: FleetState) -> View:

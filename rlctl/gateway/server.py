@@ -23,7 +23,7 @@ from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope,
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
-from rlctl.transport.addresses import join, refuse_insecure, split
+from rlctl.transport.addresses import join, refuse_insecure, split, unbound
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class GatewayServer:
         self._lasting: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE, OSError."""
+        """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE."""
         config = self.config
         refuse_insecure(config.listen, token=config.token, insecure=config.insecure)
         host, port = split(config.listen, "listen")
@@ -101,7 +101,10 @@ class GatewayServer:
             shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
-        await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
+        try:
+            await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
+        except OSError as error:
+            raise unbound(config.listen, error) from None
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.router is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 
 PROBE_S = 1.0
 
@@ -70,3 +71,28 @@ def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
     host, _ = split(bind, "listen")
     if token is None and not insecure and not is_loopback(host):
         raise Reason.INSECURE_BIND.error(f"{bind} is reachable from other hosts and no token is set", field="listen")
+
+
+def unbound(listen: str, error: OSError) -> RlctlError:
+    """What binding an address fails with."""
+    used = error.errno == errno.EADDRINUSE
+    return Reason.FIELD_INVALID.error(
+        f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
+        field="listen",
+        next_step="Choose another --listen; port 0 takes any that is free." if used else "",
+    )
+
+
+def refuse_used(listen: str) -> None:
+    """Raise FIELD_INVALID when an address cannot be bound, since another process listens there say."""
+    if listen.startswith("unix:"):
+        refuse_taken(listen)
+        return
+    host, port = split(listen, "listen")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise unbound(listen, error) from None

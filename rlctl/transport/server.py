@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rlctl.errors import Reason
-from rlctl.transport.addresses import join, refuse_insecure, refuse_taken, split
+from rlctl.transport.addresses import join, refuse_insecure, refuse_taken, refuse_used, split
 from rlctl.transport.auth import TokenGuard
 from rlctl.transport.channel import FLOW_CONTROL, MAX_MESSAGE_BYTES
 
@@ -91,6 +91,7 @@ class GrpcServer:
         try:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
+            refuse_used(listen)
             raise Reason.FIELD_INVALID.error(f"{listen} cannot be bound: {error}", field="listen") from None
         await self._server.start()
         await self.serving(True)

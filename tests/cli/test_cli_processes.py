@@ -451,6 +451,16 @@ def test_a_socket_in_use_is_named_before_anything_is_started(up: list[str], tmp_
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_gateway_whose_port_is_in_use_says_so(rlctl: LiveFleet, workers: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        code, _, err = call(*("gateway", "--coordinator", rlctl.endpoint, "--listen", address), *("--workers", workers))
+    assert code == 2
+    assert f"{address} is in use by another process" in err
+    assert "Traceback" not in err
+
+
 def test_down_never_signals_a_process_that_is_not_the_supervisor(up: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
         state.write(state.FleetState("default", stranger.pid, "another boot:1", state.READY, "127.0.0.1:1", "/x"))

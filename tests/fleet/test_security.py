@@ -120,7 +120,7 @@ async def test_a_wide_bind_without_a_token_needs_to_be_said(tmp_path: Path) -> N
 
 async def test_an_address_in_use_is_a_clear_error(fleet: InProcessFleet, tmp_path: Path) -> None:
     server = CoordinatorServer(CoordinatorConfig(tmp_path / "other.db", fleet.server.address))
-    with pytest.raises(RlctlError, match="cannot be bound") as caught:
+    with pytest.raises(RlctlError, match="is in use by another process") as caught:
         await server.start()
     assert caught.value.field == "listen"
     await server.stop()

@@ -15,6 +15,7 @@ from rlctl_servers.options import key
 from rlctl import http_callers
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
+from rlctl.transport.addresses import join, unbound
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import PRODUCT
 from rlctl_vllm.sidecar.admin import Admin
@@ -177,9 +178,7 @@ class SidecarServer:
         try:
             await http_callers.Site(self._runner, config.host, config.port).start()
         except OSError as error:
-            raise Reason.FIELD_INVALID.error(
-                f"{config.host}:{config.port} cannot be bound: {error.strerror}", field="listen"
-            ) from None
+            raise unbound(join(config.host, config.port), error) from None
         port = self._runner.addresses[0][1]
         host = config.advertise or config.host
         if host in ("0.0.0.0", "::"):
