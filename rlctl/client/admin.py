@@ -91,7 +91,7 @@ class AsyncAdmin:
         request.CopyFrom(given)
         header: common_pb2.RequestHeader = request.header  # type: ignore[attr-defined]
         if model or slots or stages:
-            header.target.CopyFrom(common_pb2.Target(model=model, slots=slots, stages=stages))
+            header.target.CopyFrom(common_pb2.Target(model=model, slots=_listed(slots), stages=_listed(stages)))
         if timeout_s is not None:
             header.timeout.CopyFrom(duration(timeout_s))
         header.request_id = request_id or header.request_id
@@ -115,7 +115,7 @@ class AsyncAdmin:
         self, rids: Sequence[str] = (), *, abort_all: bool = False, **targets: Unpack[Targets]
     ) -> Operation:
         """End requests early; they return what they have."""
-        return await self.call(verbs_pb2.AbortRequestsRequest(rids=rids, abort_all=abort_all), **targets)
+        return await self.call(verbs_pb2.AbortRequestsRequest(rids=_listed(rids), abort_all=abort_all), **targets)
 
     async def flush_cache(self, *, idle_timeout_s: float | None = None, **targets: Unpack[Targets]) -> Operation:
         """Empty the KV caches."""
@@ -170,7 +170,7 @@ class AsyncAdmin:
             expected_digest=expected_digest,
             apply=apply,
             max_unavailable=max_unavailable,
-            target_modules=target_modules,
+            target_modules=_listed(target_modules),
         )
         return await self.call(request, **targets)
 
@@ -252,7 +252,7 @@ class AsyncAdmin:
 
         ``checkpoint``: read this directory, as the engines see it, instead of the version's own.
         """
-        request = coordinator_pb2.HealStageRequest(slots=slots, checkpoint=checkpoint)
+        request = coordinator_pb2.HealStageRequest(slots=_listed(slots), checkpoint=checkpoint)
         request.header.validate_only = validate_only
         if timeout_s is not None:
             request.header.timeout.CopyFrom(duration(timeout_s))
@@ -263,7 +263,7 @@ class AsyncAdmin:
 
     async def set_enabled(self, slots: Sequence[str], enabled: bool, *, validate_only: bool = False) -> Fleet:
         """Let stages be routed to, or not."""
-        request = coordinator_pb2.SetStageEnabledRequest(slots=slots, enabled=enabled)
+        request = coordinator_pb2.SetStageEnabledRequest(slots=_listed(slots), enabled=enabled)
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
@@ -276,4 +276,9 @@ class AsyncAdmin:
 
 
 def _tags(tags: Sequence[str]) -> Any:
-    return [number(common_pb2.MemoryTag.DESCRIPTOR, tag, "tags") for tag in tags]
+    return [number(common_pb2.MemoryTag.DESCRIPTOR, tag, "tags") for tag in _listed(tags)]
+
+
+def _listed(texts: Sequence[str]) -> Sequence[str]:
+    """A text is a sequence, too, of its characters: it is meant as the only one."""
+    return [texts] if isinstance(texts, str) else texts

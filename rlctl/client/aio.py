@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
@@ -11,7 +11,7 @@ from rlctl.client.admin import AsyncAdmin
 from rlctl.client.connection import Connection
 from rlctl.client.dispatch import Lines
 from rlctl.client.engine import AsyncEngine
-from rlctl.client.generation import GENERATE_S, Generator, Sampling, build_request
+from rlctl.client.generation import GENERATE_S, Generator, Sampling, batch_of, build_request
 from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
@@ -186,16 +186,17 @@ class AsyncFleet(AsyncAdmin):
         return await self._generator.generate(request, timeout_s, slot=slot)
 
     async def generate_batch(
-        self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Generating]
+        self, prompts: Iterable[str | Sequence[int]], **settings: Unpack[Generating]
     ) -> list[GenerateResponse]:
         """:meth:`generate` for every prompt, side by side; results in the prompts' order. Raises what the first one to
         fail fails with, when the others have been ended.
 
         With a ``seed``, prompt i gets ``seed + i``: equal prompts are sampled independently, and the batch repeatably.
         """
+        prompts = batch_of(prompts)
         requests: list[Generating] = [settings.copy() for _ in prompts]
         for index, request in enumerate(requests):
-            if "seed" in request:
+            if request.get("seed") is not None:
                 request["seed"] += index
         try:
             async with asyncio.TaskGroup() as group:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from rlctl.client.dispatch import Dispatch, Lines
 from rlctl.errors import Reason, RlctlError
@@ -13,6 +13,8 @@ from rlctl.rollout.policies import RoundRobin
 from rlctl.rollout.router import REFUSALS, Router, Wanted
 from rlctl.sampling import check_levels
 from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse, SamplingParams
+
+T = TypeVar("T")
 
 GENERATE_S = 600.0
 """How long a request may take when nobody says."""
@@ -22,7 +24,7 @@ ELSEWHERE = (*REFUSALS, Reason.UNREACHABLE, Reason.HANDOVER_FAILED)
 
 
 class Sampling(TypedDict, total=False):
-    """The fields of SamplingParams (rollout.proto), where their meaning and defaults stand."""
+    """The fields of SamplingParams (rollout.proto), where their meaning and defaults stand. ``stop`` may be a text."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -30,7 +32,7 @@ class Sampling(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     skip_special_tokens: bool
@@ -106,6 +108,8 @@ def build_request(
     fit, and for a prompt that is none.
     """
     check_levels(fields.get("engine_fields") or {})
+    if isinstance(stop := sampling.get("stop"), str):  # also a sequence, of its characters
+        sampling = {**sampling, "stop": [stop]}
     try:
         params = SamplingParams(**sampling)
         request = GenerateRequest(sampling_params=params, **{k: v for k, v in fields.items() if v is not None})
@@ -122,6 +126,13 @@ def build_request(
     except (TypeError, ValueError) as error:
         raise Reason.FIELD_INVALID.error(f"a prompt is a text or token ids: {error}", field="input_ids") from None
     return request
+
+
+def batch_of(prompts: Iterable[T]) -> list[T]:
+    """The prompts of a call, gone through once. Raises FIELD_INVALID for one text: its characters are no prompts."""
+    if isinstance(prompts, str):
+        raise Reason.FIELD_INVALID.error("one text is given in place of a list of prompts", field="prompts")
+    return list(prompts)
 
 
 def _refuse_unknown(sampling: Mapping[str, Any]) -> None:

@@ -7,16 +7,16 @@ import contextlib
 import dataclasses
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Unpack
 
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
-from rlctl.client.generation import GENERATE_S, Sampling, build_request
+from rlctl.client.generation import GENERATE_S, Sampling, batch_of, build_request
 from rlctl.client.line import Line
 from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unauthenticated, Unsupported
 from rlctl.rollout.admission import Admission, parse
 from rlctl.rollout.policies import policy as policy_of
-from rlctl.rollout.progress import Progress, begin, check_continuable
+from rlctl.rollout.progress import Progress, begin, check_continuable, check_resumable
 from rlctl.rollout.router import FAULTS, Router, Wanted
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.transport.channel import bearer
@@ -165,9 +165,10 @@ class AsyncRollout:
         """
         return (await self.generate_batch([prompt], **asking))[0]
 
-    async def generate_batch(self, prompts: Sequence[Prompt], **asking: Unpack[Asking]) -> list[list[RolloutSample]]:
+    async def generate_batch(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[list[RolloutSample]]:
         """:meth:`generate` for every prompt, side by side; the samples of each, in the prompts' order."""
         timeout_s = asking.get("timeout_s", GENERATE_S)
+        prompts = batch_of(prompts)
         jobs = self._jobs(prompts, asking)
         samples = await self._run_all(jobs, timeout_s)
         self._refuse_failed(samples)
@@ -175,12 +176,13 @@ class AsyncRollout:
         return [samples[start : start + n] for start in range(0, len(samples), n or 1)]
 
     async def resume(
-        self, samples: Sequence[RolloutSample], *, timeout_s: float = GENERATE_S, min_version: int = 0
+        self, samples: Iterable[RolloutSample], *, timeout_s: float = GENERATE_S, min_version: int = 0
     ) -> list[RolloutSample]:
         """Go on with samples that were cut, from the tokens that they have; finished ones are returned as they are.
 
         Raises as :meth:`generate`, and UNSUPPORTED for samples that cannot go on from their tokens.
         """
+        samples = list(samples)
         jobs = [self._again(sample, min_version) for sample in samples if not sample.finished]
         done = iter(await self._run_all(jobs, timeout_s))
         results = [sample if sample.finished else next(done) for sample in samples]
@@ -188,26 +190,31 @@ class AsyncRollout:
         return results
 
     async def generate_until(
-        self, count: int, prompts: Sequence[Prompt | RolloutSample], **asking: Unpack[Asking]
+        self, count: int, prompts: Iterable[Prompt | RolloutSample], **asking: Unpack[Asking]
     ) -> tuple[list[RolloutSample], list[RolloutSample]]:
         """Generate until ``count`` samples have finished, then stop the others: (finished, the rest, to be resumed).
 
-        ``prompts`` may contain samples that an earlier call cut: they go on. The rest keep tokens, log probabilities
+        ``prompts`` may contain samples of earlier calls: those that were cut go on, those that have finished count and
+        are returned as they are. The rest keep tokens, log probabilities
         and versions; some have none yet. More than ``count`` may have finished. No step waits for the longest samples.
         Source: Zhou et al., "APRIL: Active Partial Rollouts in Reinforcement Learning", 2025.
 
-        Raises as :meth:`generate`; RolloutFailed when fewer than ``count`` could be finished.
+        Raises as :meth:`resume`; RolloutFailed when fewer than ``count`` could be finished.
         """
         timeout_s = asking.get("timeout_s", GENERATE_S)
+        prompts = batch_of(prompts)
         fresh = [prompt for prompt in prompts if not isinstance(prompt, RolloutSample)]
-        cut = [sample for sample in prompts if isinstance(sample, RolloutSample)]
+        earlier = [sample for sample in prompts if isinstance(sample, RolloutSample)]
+        before = [sample for sample in earlier if sample.finished]
+        cut = [sample for sample in earlier if not sample.finished]
         jobs = [self._again(sample, asking.get("min_version", 0)) for sample in cut] + self._jobs(fresh, asking)
-        if not 1 <= count <= len(jobs):
-            raise Reason.FIELD_INVALID.error(f"count is {count}; it must be from 1 to {len(jobs)}", field="count")
+        most = len(before) + len(jobs)
+        if not 1 <= count <= most:
+            raise Reason.FIELD_INVALID.error(f"count is {count}; it must be from 1 to {most}", field="count")
         tasks = {asyncio.create_task(self._run(job, _deadline(timeout_s), timeout_s)): job for job in jobs}
         running = set(tasks)
         try:
-            finished = 0
+            finished = len(before)
             while running and finished < count:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -221,7 +228,7 @@ class AsyncRollout:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        samples = [
+        samples = before + [
             job.progress.result(self.latest) if task.cancelled() else task.result() for task, job in tasks.items()
         ]
         ended = [sample for sample in samples if sample.finished]
@@ -298,6 +305,8 @@ class AsyncRollout:
         return jobs
 
     def _again(self, sample: RolloutSample, min_version: int) -> _Job:
+        if sample.whole.output_ids:
+            check_resumable(sample.request.sampling_params, sample.prompt_ids)
         request = GenerateRequest()
         request.CopyFrom(sample.request)
         request.min_version_seq = max(request.min_version_seq, min_version)

@@ -92,10 +92,8 @@ class Progress:
 
     def _go_on(self, request: GenerateRequest) -> None:
         params = request.sampling_params
-        check_continuable(params)
+        check_resumable(params, self._prompt_ids)
         request.ClearField("logprob_start_len")
-        if not self._prompt_ids:
-            raise Reason.UNSUPPORTED.error("the engine has not said the prompt's tokens", field="text")
         request.input_ids.CopyFrom(TokenIds(ids=[*self._prompt_ids, *self._had.rest.output_ids]))
         missing = _limit(params) - self._base
         if missing <= 0:
@@ -200,6 +198,13 @@ def check_continuable(params: SamplingParams) -> None:
                 field=f"sampling_params.{name}",
                 next_step='Use repetition_penalty, or resume="return" and what was had.',
             )
+
+
+def check_resumable(params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+    """Raise UNSUPPORTED for a sample with output tokens that cannot go on from them."""
+    check_continuable(params)
+    if not prompt_ids:
+        raise Reason.UNSUPPORTED.error("the engine has not said the prompt's tokens", field="text")
 
 
 def derived_seed(seed: int, *numbers: int) -> int:

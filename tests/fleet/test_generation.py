@@ -328,6 +328,43 @@ async def test_the_sdk_refuses_parameters_that_do_not_exist(client: AsyncFleet) 
         await client.pause_generation("stop")
 
 
+async def test_one_text_is_not_taken_for_a_list_of_its_characters(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    generate = FakeEngine.generate
+
+    async def listening(engine: FakeEngine, request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        asked.append(list(request.sampling_params.stop))
+        async for part in generate(engine, request):
+            yield part
+
+    monkeypatch.setattr(FakeEngine, "generate", listening)
+    engine = await client.engine("a")
+    await client.generate("x", stop="END", max_new_tokens=1)
+    await client.rollout("actor").generate("x", stop="END", max_new_tokens=1)
+    await engine.generate("x", {"stop": "END", "max_new_tokens": 1})
+    await client.generate("x", stop=None, max_new_tokens=1)  # type: ignore[arg-type]
+    assert asked == [["END"]] * 3 + [[]]
+    generating = asyncio.create_task(client.generate("x", rid="mine", max_new_tokens=10**6))
+    await eventually(lambda: any("mine" in stage._engine._running for stage in fleet.stages.values()))
+    await client.abort_requests("mine")
+    assert (await asyncio.wait_for(generating, 5)).samples[0].finish_reason.type == r.FINISH_TYPE_ABORT
+    with pytest.raises(RlctlError, match="no stage fills slot 'none'"):
+        await client.flush_cache(slots="none")
+    with pytest.raises(RlctlError, match="no stage fills slot 'none'"):
+        await client.set_enabled("none", True)
+    for call in (client.generate_batch("12"), client.rollout("actor").generate_batch("12")):
+        with pytest.raises(RlctlError) as caught:
+            await call  # type: ignore[misc]
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "prompts")
+
+
+async def test_a_batch_takes_what_can_be_gone_through_once_and_no_seed(client: AsyncFleet) -> None:
+    responses = await client.generate_batch((prompt for prompt in ("x", "y")), seed=None, max_new_tokens=1)
+    assert len(responses) == 2
+
+
 async def test_connecting_to_nobody_fails_in_time() -> None:
     with pytest.raises(RlctlError) as caught:
         await aio.connect("127.0.0.1:1", timeout_s=0.5)

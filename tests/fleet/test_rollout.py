@@ -333,6 +333,65 @@ async def test_whether_a_stage_is_well_is_never_asked_by_generating(
         generating.cancel()
 
 
+async def test_samples_that_can_be_gone_through_once_are_not_lost(client: AsyncFleet) -> None:
+    rollout = client.rollout("actor")
+    assert [len(group) for group in await rollout.generate_batch(([i] for i in range(3)), n=2, max_new_tokens=1)] == (
+        [2] * 3
+    )
+    narrow = client.rollout("actor", max_inflight_samples=1)
+    _, rest = await narrow.generate_until(1, ([i] for i in range(3)), max_new_tokens=50)
+    assert rest
+    resumed = await rollout.resume(sample for sample in rest)
+    assert [len(sample.output_ids) for sample in resumed] == [50] * len(rest)
+    finished, none = await rollout.generate_until(len(rest), iter(rest))
+    assert (len(finished), none) == (len(rest), [])
+
+
+async def test_a_finished_sample_does_not_go_on_beyond_its_end(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = FakeEngine.generate
+
+    async def stopping(engine: FakeEngine, request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        async for part in generate(engine, request):
+            for sample in part.samples:
+                if 7 in sample.output_ids:
+                    sample.finish_reason.type = r.FINISH_TYPE_STOP
+            yield part
+            if any(sample.finish_reason.type for sample in part.samples):
+                return
+
+    monkeypatch.setattr(FakeEngine, "generate", stopping)
+    rollout = client.rollout("actor")
+    (ended,) = await rollout.generate([5], max_new_tokens=50)
+    assert (ended.finish, ended.output_ids) == ("stop", [6, 7])
+    finished, rest = await rollout.generate_until(2, [ended, [5]], max_new_tokens=50)
+    assert ([sample.output_ids for sample in finished], rest) == ([[6, 7]] * 2, [])
+    assert finished[0] == ended
+    assert await rollout.generate_until(1, [ended]) == ([ended], [])
+    assert await rollout.generate_until(1, [ended, ended]) == ([ended, ended], [])
+    assert not running(fleet)
+
+
+async def test_a_sample_that_cannot_go_on_is_refused_where_cut_ones_are_returned(
+    client: AsyncFleet, fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    """Whoever resumes until all have finished would do so for ever."""
+    rollout = client.rollout("actor", resume="return")
+    generating = asyncio.create_task(rollout.generate([0], presence_penalty=1.0, max_new_tokens=LONG))
+    await begun(fleet)
+    await new_weights(fleet, checkpoint("two"))
+    (cut,) = await generating
+    assert cut.output_ids
+    for again in (rollout.resume([cut]), rollout.generate_until(1, [cut])):
+        with pytest.raises(RlctlError) as caught:
+            await again
+        assert (caught.value.reason, caught.value.field) == (
+            Reason.UNSUPPORTED,
+            "sampling_params.presence_penalty",
+        )
+
+
 async def test_what_is_wrong_is_refused_at_once_and_by_name(client: AsyncFleet) -> None:
     for settings, field in (
         ({"policy": "random"}, "policy"),
