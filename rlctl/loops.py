@@ -74,8 +74,12 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it; from any other thread. An interrupt cancels it, and is raised when it
-        has ended, or when it takes long to end. Raises CANCELLED where the thread has ended, or ends meanwhile.
+        has ended, or when it takes long to end. Raises CANCELLED where the thread has ended, or ends meanwhile;
+        ILLEGAL_STATE on the thread itself, where a finalizer may come to run: it would wait for ever.
         """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise Reason.ILLEGAL_STATE.error("blocking code was called on the event loop that it would wait for")
         future = self.submit(work)
         try:
             return self.wait(future)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlctl.client.passing import Pass, in_thread
+from rlctl.client.passing import Described, Pass, in_thread
 from rlctl.client.pending import Progress
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.times import duration, seconds
@@ -34,7 +34,7 @@ from rlctl.weights.groups import LONGEST_S, WeightGroup, join
 from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
-from rlctl.weights.source import WeightSource, as_announced, atomic_lists, only
+from rlctl.weights.source import Weights, WeightSource, as_announced, as_source, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
 from rlctl.weights.vllm_group import join_vllm
 
@@ -79,6 +79,20 @@ class Part:
         for group in groups.values():
             group.close()
 
+    async def read(self, weights: Weights, progress: Progress) -> WeightSource:
+        """The weights as a source. Describing them, and collecting pairs, is the trainer's own code, which may gather,
+        hang, or call the fleet: it happens in a thread, too. Raises ILLEGAL_STATE, or what that code raises.
+        """
+        await self._refuse_hanging()
+        self._pass = Pass()
+
+        def describe_them() -> WeightSource:
+            with progress.ordering.after():
+                return Described(as_source(weights))
+
+        work, self._under_way = in_thread(describe_them, lambda: None, "rlctl weights")
+        return await asyncio.shield(work)
+
     async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, progress: Progress) -> Sent:
         """Do this process's part; cancelling it breaks what is under way. Says in ``progress`` when the weights have
         been read for the last time, if no other attempt can follow.
@@ -87,11 +101,7 @@ class Part:
         in the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not
         what was offered), ILLEGAL_STATE (the pass before hangs), or what the weights themselves raise.
         """
-        if not await self.settle(HANGS_S):
-            raise Reason.ILLEGAL_STATE.error(
-                "going through the weights for an earlier update has not ended: the trainer's own collectives hang",
-                next_step="Restart the trainer.",
-            )
+        await self._refuse_hanging()
         stop = threading.Event()
         loop = asyncio.get_running_loop()
         shipping: list[concurrent.futures.Future[None]] = []
@@ -133,6 +143,13 @@ class Part:
         except BaseException:
             self._leave()
             raise
+
+    async def _refuse_hanging(self) -> None:
+        if not await self.settle(HANGS_S):
+            raise Reason.ILLEGAL_STATE.error(
+                "going through the weights for an earlier update has not ended: the trainer's own collectives hang",
+                next_step="Restart the trainer.",
+            )
 
     async def settle(self, quiet_s: float) -> bool:
         """Wait for the last pass through the weights to end, unless no tensor comes for ``quiet_s``; whether it has."""

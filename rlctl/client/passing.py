@@ -54,6 +54,28 @@ class Pass:
             deque(self.tensors(), maxlen=0)
 
 
+class Described:
+    """A source whose tensors have been described: it is not asked again."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.stable = is_stable(source)
+        self._source = source
+        self._metas = source.metas()
+        self._together = atomic_lists(source)
+
+    def metas(self) -> list[TensorMeta]:
+        """The source's."""
+        return list(self._metas)
+
+    def together(self) -> list[tuple[str, ...]]:
+        """The source's."""
+        return list(self._together)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The source's."""
+        return self._source.tensors()
+
+
 def in_thread(
     work: Callable[[], T], then: Callable[[], None], name: str
 ) -> tuple[asyncio.Future[T], asyncio.Future[None]]:

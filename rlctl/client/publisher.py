@@ -15,12 +15,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlctl.client.enums import number
 from rlctl.client.following import follow
@@ -51,15 +50,13 @@ from rlctl.weights import lora
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.interfaces import address_on
 from rlctl.weights.ordering import trainer_stream
-from rlctl.weights.source import WeightSource, as_source
+from rlctl.weights.source import Weights, WeightSource, as_source
 from rlctl.weights.tensors import dtype_name
 
 if TYPE_CHECKING:
     from rlctl.client.admin import AsyncAdmin
 
 log = logging.getLogger(__name__)
-
-Weights = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
 
 DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
@@ -214,14 +211,13 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 await self._meet()
                 if self._lead is not None:
                     with self._lead.update(version) as number:
-                        operation, sent = await follow(
-                            self._lead, self._part, as_source(weights), version, number, progress
-                        )
+                        source = await self._part.read(weights, progress)
+                        operation, sent = await follow(self._lead, self._part, source, version, number, progress)
                 else:
                     assert self._leading is not None
                     assert self._members is not None
                     with self._members.update(version, progress):
-                        source = as_source(weights)
+                        source = await self._part.read(weights, progress)
                         request = BeginWeightUpdateRequest(
                             header=RequestHeader(timeout=timeout),
                             model=self._model,

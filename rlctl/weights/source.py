@@ -52,7 +52,11 @@ def is_stable(source: WeightSource) -> bool:
     return bool(getattr(source, "stable", False))
 
 
-def as_source(weights: nn.Module | WeightSource | Iterable[Entry]) -> WeightSource:
+Weights = nn.Module | WeightSource | Iterable[Entry]
+"""What a trainer may hand over."""
+
+
+def as_source(weights: Weights) -> WeightSource:
     """A source over a module, an iterable of (name, tensor), or a source, which is returned as it is.
 
     A module's tensors come under the names of its checkpoint (see :class:`~rlctl.weights.modules.ModuleSource`). The

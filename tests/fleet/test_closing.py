@@ -206,3 +206,16 @@ async def test_a_coordinator_that_stops_does_not_wait_for_all_of_an_operations_t
             ("a", OUTCOME_UNKNOWN, "LINK_LOST")
         ]
         held.may_end.set()
+
+
+async def test_a_finalizer_that_comes_to_run_on_the_clients_own_loop_waits_for_nobody(fleet: InProcessFleet) -> None:
+    client = await asyncio.to_thread(rlctl.connect, fleet.server.address)
+
+    async def collected() -> None:
+        for end in (client.status, client.close):
+            with pytest.raises(RlctlError) as caught:
+                end()
+            assert caught.value.reason is Reason.ILLEGAL_STATE
+
+    await asyncio.wait_for(client.loop.acall(collected()), 10)
+    await asyncio.to_thread(client.close)

@@ -62,6 +62,42 @@ async def test_a_sources_own_error_is_raised_as_it_is_and_only_the_deadline_is_c
     await client.close()
 
 
+async def test_pairs_that_do_not_come_keep_neither_the_loop_nor_their_trainer(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be gathered by collectives of the trainer's own, in which another of its ranks is missing."""
+    monkeypatch.setattr("rlctl.client.publisher.GRACE_S", 0.0)
+    release = threading.Event()
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        release.wait(5)
+        yield "w", torch.zeros(1)
+
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        updating = asyncio.create_task(publisher.update(pairs(), version="late", deadline_s=0.5))
+        started = time.monotonic()
+        await client.rollout("actor").generate([0], max_new_tokens=1)
+        with pytest.raises(RlctlError) as caught:
+            await updating
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        assert time.monotonic() - started < 3
+        release.set()
+        await publisher.update(pairs(), version="two", checkpoint=checkpoint("two"), verify="none")
+
+
+async def test_pairs_may_be_made_with_the_fleets_help(fleet: InProcessFleet, checkpoint: Callable[[str], str]) -> None:
+    def trainer() -> str:
+        with rlctl.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+
+            def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+                assert client.status().models
+                yield "w", torch.zeros(1)
+
+            return publisher.update(pairs(), version="two", checkpoint=checkpoint("two"), verify="none").version.label
+
+    assert await asyncio.wait_for(asyncio.to_thread(trainer), 20) == "two"
+
+
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 async def test_what_would_end_a_loop_is_an_error_of_the_source(
     fleet: InProcessFleet, checkpoint: Callable[[str], str], raised: type[BaseException]
