@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = new_loop()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -69,7 +71,7 @@ class LoopThread:
         """Start a coroutine there; from any thread. Raises CANCELLED where the thread has ended."""
         if not self.running:
             work.close()
-            raise _ended()
+            raise self._ended()
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -96,12 +98,12 @@ class LoopThread:
             try:
                 return future.result(WAKE_S)
             except concurrent.futures.CancelledError:
-                raise _ended(OUTCOME_UNKNOWN) from None
+                raise self._ended(OUTCOME_UNKNOWN) from None
             except TimeoutError:
                 if future.done():  # with an error of its own, or just now
                     return future.result()
                 if not running:
-                    raise _ended(OUTCOME_UNKNOWN) from None
+                    raise self._ended(OUTCOME_UNKNOWN) from None
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what ends something, as far as there is anything left to end. Waits for it, but on the loop's own thread:
@@ -131,6 +133,13 @@ class LoopThread:
         self._thread.join()
         _close_later(self.loop)
 
+    def _ended(self, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> RlctlError:
+        if os.getpid() != self._process:
+            why, next_step = "it belongs to the process that this one was forked from", "Ask there."
+        else:
+            why, next_step = "it was closed", "Connect anew."
+        return Reason.CANCELLED.error(why, next_step=next_step, outcome=outcome)
+
 
 _STOPPED: deque[tuple[float, asyncio.AbstractEventLoop]] = deque()
 _CLOSING = threading.Lock()
@@ -147,14 +156,6 @@ def _close_later(loop: asyncio.AbstractEventLoop) -> None:
         _STOPPED.append((now, loop))
         while _STOPPED[0][0] < now - CLOSED_AFTER_S:
             _STOPPED.popleft()[1].close()
-
-
-def _ended(outcome: Outcome.ValueType = OUTCOME_REJECTED) -> RlctlError:
-    return Reason.CANCELLED.error(
-        "it was closed, or belongs to the process that this one was forked from",
-        next_step="Connect anew.",
-        outcome=outcome,
-    )
 
 
 async def _end_of(work: Coroutine[Any, Any, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import grpc.aio
 
 from rlctl.errors import Reason
@@ -42,8 +44,21 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+_opened_by: set[int] = set()
+"""Process ids: this one's, and those of the processes that it was forked from."""
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to ``host:port`` or ``unix:PATH`` on the running loop."""
+    """A channel to ``host:port`` or ``unix:PATH`` on the running loop.
+
+    Raises UNSUPPORTED in a process that was forked from one that had channels: nothing would ever come over this one.
+    """
+    if _opened_by - {os.getpid()}:
+        raise Reason.UNSUPPORTED.error(
+            "this process was forked from one that had connections already, which gRPC does not survive",
+            next_step='Start such processes with multiprocessing\'s "spawn", or before the first connection is made.',
+        )
+    _opened_by.add(os.getpid())
     return grpc.aio.insecure_channel(address, options=OPTIONS)
 
 

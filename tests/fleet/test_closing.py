@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing
@@ -94,6 +95,37 @@ class Source:
         self.asked.set()
         assert self.given.wait(30)
         yield "w", torch.zeros(1)
+
+
+FORKS = """
+import os, sys, time
+import rlctl
+
+client = rlctl.connect(sys.argv[1])
+client.generate("x", max_new_tokens=1)
+if os.fork() == 0:
+    for call in (client.status, lambda: rlctl.connect(sys.argv[1], timeout_s=60)):
+        try:
+            call()
+        except rlctl.RlctlError as error:
+            print(error, flush=True)
+    os._exit(0)
+os.wait()
+client.status()
+client.close()
+"""
+
+
+async def test_a_child_of_a_fork_is_told_that_it_cannot_connect(fleet: InProcessFleet) -> None:
+    """Nothing would ever come over its connections, as if nobody was there."""
+    arguments = ["-c", FORKS, fleet.server.address]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    said, _ = await asyncio.wait_for(process.communicate(), 50)
+    asked, connected = said.decode().splitlines()
+    assert asked.startswith("CANCELLED: it belongs to the process that this one was forked from")
+    assert connected.startswith("UNSUPPORTED: this process was forked from one that had connections")
+    assert "spawn" in connected
+    assert process.returncode == 0
 
 
 async def start(client: Fleet, source: Source, checkpoint: str) -> Pending:
