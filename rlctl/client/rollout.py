@@ -20,6 +20,7 @@ from rlctl.rollout.progress import Progress, begin, check_continuable, check_res
 from rlctl.rollout.router import FAULTS, Router, Wanted
 from rlctl.rollout.sample import RolloutFailed, RolloutSample
 from rlctl.transport.channel import bearer
+from rlctl.v1.fleet_pb2 import Model
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
 STOP_S = 2.0
@@ -148,8 +149,16 @@ class AsyncRollout:
     @property
     def latest(self) -> int:
         """Sequence number of the model's latest version as the coordinator last told it; 0: not known yet."""
-        model = self._lines.view.model(self.model)
+        model = self._known
         return 0 if model is None else model.latest.sequence
+
+    @property
+    def _known(self) -> Model | None:
+        """The model as it was last told; without a name, the only one that there is."""
+        view = self._lines.view
+        if self.model:
+            return view.model(self.model)
+        return view.models[0] if len(view.models) == 1 else None
 
     async def generate(self, prompt: Prompt, **asking: Unpack[Asking]) -> list[RolloutSample]:
         """The ``n`` samples of one prompt, in order. Each is a request of its own, wherever there is room.
@@ -395,7 +404,7 @@ class AsyncRollout:
 
     def _wanted(self, job: _Job) -> Wanted:
         request = job.sample.request
-        floor = self.admission.floor(self._lines.view.model(self.model), request.min_version_seq)
+        floor = self.admission.floor(self._known, request.min_version_seq)
         place = job.place
         return Wanted(
             self.model,

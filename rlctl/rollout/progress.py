@@ -158,6 +158,7 @@ class Progress:
         known = self._sample
         whole = Sample()
         self._had.fill(whole)
+        latest = max([latest, *(span.version.sequence for span in whole.versions)])  # news of it may come later
         return RolloutSample(
             request=self._request,
             whole=whole,

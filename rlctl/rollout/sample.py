@@ -92,10 +92,12 @@ class RolloutSample:
         return self.staleness_at(self.latest)
 
     def staleness_at(self, latest: int) -> int | None:
-        """As :attr:`staleness`, against a later version's sequence number, the trainer's present one say."""
+        """As :attr:`staleness`, against a later version's sequence number, the trainer's present one say. News of
+        versions may come after their tokens: one that a token has is no later than the latest.
+        """
         versions = self.versions
         known = [version.sequence for version in versions if version is not None]
-        return latest - min(known) if known and len(known) == len(versions) else None
+        return max(latest, *known) - min(known) if known and len(known) == len(versions) else None
 
 
 class RolloutFailed(RlctlError):

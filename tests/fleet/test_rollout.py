@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 from collections import Counter
@@ -390,6 +391,45 @@ async def test_a_sample_that_cannot_go_on_is_refused_where_cut_ones_are_returned
             Reason.UNSUPPORTED,
             "sampling_params.presence_penalty",
         )
+
+
+async def test_a_version_that_a_stage_serves_is_known_though_the_news_of_it_are_late(
+    client: AsyncFleet, fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sample is fresher than the latest version, nor does one that spans two seem to be of one age."""
+    rollout = client.rollout("actor")
+    (before,) = await rollout.generate([0], max_new_tokens=2)
+    monkeypatch.setattr(client._lines.view, "_take", lambda _event: None)
+    await new_weights(fleet, checkpoint("two"))
+    (after,) = await rollout.generate([0], max_new_tokens=2)
+    assert (sequences(before), sequences(after), rollout.latest) == ([1, 1], [2, 2], 1)
+    assert (after.latest, after.staleness, after.staleness_at(rollout.latest)) == (2, 0, 0)
+    cut = dataclasses.replace(before, whole=r.Sample.FromString(before.whole.SerializeToString()))
+    cut.whole.finish_reason.type = r.FINISH_TYPE_ABORT
+    cut.whole.output_ids.extend([3])
+    cut.whole.versions.add(version=after.whole.versions[0].version, start=2, end=3)
+    assert (cut.staleness_at(rollout.latest), cut.staleness_at(3)) == (1, 2)
+
+
+async def test_the_only_model_need_not_be_named_and_is_bounded_all_the_same(
+    client: AsyncFleet, fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = client.rollout("")
+    (sample,) = await rollout.generate([0], max_new_tokens=2)
+    assert (sample.latest, sample.staleness, rollout.latest) == (1, 0, 1)
+    await new_weights(fleet, checkpoint("two"))
+    await eventually(lambda: rollout.latest == 2)
+    floors = []
+    refuse = Serving.refuse
+
+    def noted(serving: Serving, *args: Any, **fields: Any) -> None:
+        floors.append(fields["min_version_seq"])
+        refuse(serving, *args, **fields)
+
+    monkeypatch.setattr(Serving, "refuse", noted)
+    for admission in ("latest", rlctl.max_staleness(0), rlctl.max_staleness(1), "any"):
+        await client.rollout("", admission=admission).generate([0], max_new_tokens=1)
+    assert floors == [2, 2, 1, 0]
 
 
 async def test_what_is_wrong_is_refused_at_once_and_by_name(client: AsyncFleet) -> None:
