@@ -25,9 +25,10 @@ RETRY_S = (0.1, 0.2, 0.5, 1.0)
 
 
 class Connection:
-    """Calls one coordinator. Once it is closed, everything raises CANCELLED."""
+    """Calls one coordinator, on one event loop. Once it is closed, everything raises CANCELLED."""
 
     def __init__(self, address: str, token: str | None) -> None:
+        self._loop = asyncio.get_running_loop()
         self.address = address
         self.token = token
         self._channel = open_channel(address)
@@ -38,6 +39,14 @@ class Connection:
         other = copy.copy(self)
         other.token = token
         return other
+
+    def check_loop(self) -> None:
+        """Raise ILLEGAL_STATE on another event loop than its own: what comes would wake nobody there."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise Reason.ILLEGAL_STATE.error(
+                "this client of a fleet belongs to another event loop",
+                next_step="Use it where it was connected: within one asyncio.run, or through rlctl.connect.",
+            )
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until the coordinator can be reached. Raises UNREACHABLE."""
@@ -54,6 +63,7 @@ class Connection:
 
         A request that has a header gets a request_id, made once, if it has none; reads may always be repeated.
         """
+        self.check_loop()
         header: RequestHeader | None = getattr(request, "header", None)
         if header is not None and not header.request_id:
             header.request_id = new_uuid7()
@@ -92,6 +102,7 @@ class Connection:
 
     async def stream(self, method: str, request: Message) -> AsyncIterator[Any]:
         """A server-streaming RPC."""
+        self.check_loop()
         call: Any = None
         try:
             call = getattr(self._stub, method)(request, metadata=bearer(self.token))

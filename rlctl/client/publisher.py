@@ -291,6 +291,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
 
     def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> Progress:
         """Progress of another update. One at a time: groups and segments are kept from one to the next."""
+        if self._fleet is not None:
+            self._fleet.connection.check_loop()
         if self._progress is not None and not self._progress.ended.is_set():
             raise Reason.UPDATE_IN_PROGRESS.error(
                 "this publisher's last update has not ended", next_step="Wait for it, or cancel it."

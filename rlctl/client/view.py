@@ -67,17 +67,19 @@ class FleetView:
             raise Reason.FIELD_REQUIRED.error(f"which model? There are: {there}", field="model")
 
     async def changed(self) -> None:
-        """Wait for news."""
+        """Wait for news. Raises ILLEGAL_STATE on another event loop than its connection's."""
+        self._connection.check_loop()
         self._watch_now()
         self._changed.clear()
         await self._changed.wait()
 
     def check(self) -> None:
         """Raise TOKEN_MISSING or TOKEN_INVALID where there will be no news, as the coordinator does not let us watch;
-        CANCELLED once it is closed.
+        CANCELLED once it is closed, ILLEGAL_STATE on another event loop than its connection's.
 
         One that has told of its fleet may do so again: its stages go on serving meanwhile.
         """
+        self._connection.check_loop()
         if self._closed:
             raise closed()
         if self._models is None and self._refusal is not None:
@@ -85,8 +87,8 @@ class FleetView:
 
     async def known(self) -> None:
         """Wait until the coordinator has told of the fleet for the first time. Raises as :meth:`check`."""
-        self._watch_now()
         self.check()
+        self._watch_now()
         while self._models is None:
             await self.changed()
             self.check()

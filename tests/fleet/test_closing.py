@@ -17,6 +17,8 @@ import rlctl
 from rlctl.client import aio
 from rlctl.client.fleet import Fleet
 from rlctl.client.pending import Pending
+from rlctl.client.publisher import AsyncPublisher
+from rlctl.client.rollout import AsyncRollout
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.testing.fleet import InProcessFleet
@@ -251,3 +253,28 @@ async def test_a_finalizer_that_comes_to_run_on_the_clients_own_loop_waits_for_n
 
     await asyncio.wait_for(client.loop.acall(collected()), 10)
     await asyncio.to_thread(client.close)
+
+
+async def test_a_client_on_another_loop_than_its_own_is_refused(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    """It would not hear of new versions there, nor be woken."""
+
+    async def misuse(client: aio.AsyncFleet, rollout: AsyncRollout, publisher: AsyncPublisher) -> None:
+        async def watch() -> None:
+            async with aclosing(client.watch()) as news:
+                async for _ in news:
+                    pass
+
+        update = publisher.update(Source(), version="two", checkpoint=checkpoint("two"))
+        for call in (client.status(), client.models(), client.generate([0]), rollout.generate([0]), watch(), update):
+            with pytest.raises(RlctlError, match="another event loop") as caught:
+                await asyncio.wait_for(call, 10)
+            assert caught.value.reason is Reason.ILLEGAL_STATE
+
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        for max_inflight_samples in (None, 1):
+            rollout = client.rollout("actor", max_inflight_samples=max_inflight_samples)
+            # Before it has heard of the fleet, and after.
+            await asyncio.to_thread(asyncio.run, misuse(client, rollout, publisher))
+            assert (await rollout.generate([0], max_new_tokens=1))[0].finished

