@@ -203,6 +203,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if progress is None:
             progress = self._next(stream)
         timeout = duration(deadline_s)  # raises for what is no time: nothing has begun yet
+        if not isinstance(version, str):  # a step's number, say
+            raise Reason.FIELD_INVALID.error(f"version is {version!r}; it must be a text", field="version")
         limit = asyncio.timeout(deadline_s + GRACE_S)
         self._progress = progress
         progress.begun = True

@@ -135,10 +135,12 @@ class FleetView:
 
     def _take(self, event: FleetEvent) -> None:
         self._refusal = None
+        known = self._models or {}
         if event.kind == FLEET_EVENT_KIND_SNAPSHOT:
             self._stages.clear()
-            self._models = {}
-        self._models = {**(self._models or {}), **{known.name: known for known in event.fleet.models}}
+            known = {}
+        # At once: other threads look at them.
+        self._models = {**known, **{model.name: model for model in event.fleet.models}}
         for stage in event.fleet.stages:
             self._stages[stage.registration.slot] = stage
             if stage.state == STAGE_STATE_RETIRED:

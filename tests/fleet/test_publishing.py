@@ -112,7 +112,7 @@ async def test_what_would_end_a_loop_is_an_error_of_the_source(
         await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
 
 
-async def test_a_deadline_that_is_no_number_begins_nothing(
+async def test_a_deadline_that_is_no_number_or_a_version_that_is_one_begins_nothing(
     fleet: InProcessFleet, checkpoint: Callable[[str], str]
 ) -> None:
     async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
@@ -122,6 +122,9 @@ async def test_a_deadline_that_is_no_number_begins_nothing(
             with pytest.raises(RlctlError) as caught:
                 await publisher.update(Source(lambda: None), version="never", deadline_s=endless)
             assert caught.value.reason is Reason.DEADLINE_INVALID
+        with pytest.raises(RlctlError, match="version is 7; it must be a text") as caught:
+            await publisher.update(Source(lambda: None), version=7)  # type: ignore[arg-type]
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "version")
         await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
 
 

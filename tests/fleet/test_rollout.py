@@ -30,7 +30,7 @@ from rlctl.testing.waiting import eventually
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_SNAPSHOT, Model, Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 LONG = 400
@@ -410,6 +410,34 @@ async def test_a_version_that_a_stage_serves_is_known_though_the_news_of_it_are_
     cut.whole.output_ids.extend([3])
     cut.whole.versions.add(version=after.whole.versions[0].version, start=2, end=3)
     assert (cut.staleness_at(rollout.latest), cut.staleness_at(3)) == (1, 2)
+
+
+async def test_the_latest_version_is_never_gone_while_news_are_taken_in(client: AsyncFleet) -> None:
+    """Blocking code looks at it from its own thread, when it likes."""
+    rollout = client.rollout("actor")
+    await rollout.generate([0], max_new_tokens=1)
+    seen = []
+
+    class News:
+        kind = FLEET_EVENT_KIND_SNAPSHOT
+        revision = 9
+
+        @property
+        def fleet(self) -> News:
+            seen.append((rollout.latest, len(client._lines.view.stages)))
+            return self
+
+        @property
+        def models(self) -> list[Model]:
+            seen.append((rollout.latest, len(client._lines.view.stages)))
+            return models
+
+        stages = client._lines.view.stages
+
+    models = client._lines.view.models
+    client._lines.view._take(News())  # type: ignore[arg-type]
+    assert set(seen) == {(1, 2)}
+    assert (rollout.latest, len(client._lines.view.stages)) == (1, 2)
 
 
 async def test_the_only_model_need_not_be_named_and_is_bounded_all_the_same(
