@@ -177,6 +177,8 @@ class Router:
 
 def obstacles(stages: Sequence[Stage], wanted: Wanted) -> str:
     """Why the request may go to none of the stages: "actor-0 PAUSED, actor-1 at version 3 of 4"."""
+    if wanted.slot and not any(stage.registration.slot == wanted.slot for stage in stages):
+        return f"there is no stage {wanted.slot!r}"
     ours = [stage for stage in stages if _is_wanted(stage, wanted)]
     found = [
         f"{stage.registration.slot} {why}" for stage in ours if (why := stage.not_routable or _lacks(stage, wanted))
