@@ -81,6 +81,18 @@ class Lines:
         """Ask the coordinator, and raise MODEL_NOT_FOUND for a model that the fleet does not have."""
         await self._connection.call("GetFleet", GetFleetRequest(model=model), timeout_s)
 
+    async def check_slot(self, slot: str, timeout_s: float) -> None:
+        """Raise STAGE_NOT_FOUND for a slot ("": none) that the fleet does not have: nobody waits for it to serve."""
+        if not slot or any(slot == stage.registration.slot for stage in self.view.stages):
+            return
+        # The view may not be there yet, or lag behind.
+        fleet = await self._connection.call("GetFleet", GetFleetRequest(), timeout_s)
+        there = [stage.registration.slot for stage in fleet.stages]
+        if slot not in there:
+            raise Reason.STAGE_NOT_FOUND.error(
+                f"no stage fills slot {slot!r}; there are: {', '.join(there) or 'none'}", field="slot"
+            )
+
     async def close(self) -> None:
         """Stop watching, close the lines."""
         await self.view.close()

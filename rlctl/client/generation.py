@@ -54,10 +54,11 @@ class Generator:
     async def generate(self, request: GenerateRequest, timeout_s: float, *, slot: str = "") -> GenerateResponse:
         """The samples of one prompt. Waits for a routable stage (for this one) no longer than ``timeout_s``.
 
-        Raises MODEL_NOT_FOUND, NO_ROUTABLE_STAGE, and what the stage refuses with.
+        Raises MODEL_NOT_FOUND, STAGE_NOT_FOUND, NO_ROUTABLE_STAGE, and what the stage refuses with.
         """
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
+        await self._dispatch.lines.check_slot(slot, timeout_s)
         while True:
             with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 try:
@@ -72,6 +73,7 @@ class Generator:
         """What is new, as it comes. Once something came, a failure is raised, not repeated elsewhere."""
         loop = asyncio.get_running_loop()
         deadline, wanted = loop.time() + timeout_s, _wanted(request, slot)
+        await self._dispatch.lines.check_slot(slot, timeout_s)
         while True:
             with await self._dispatch.attempt(lambda: wanted, deadline, timeout_s) as attempt:
                 begun = False

@@ -15,7 +15,14 @@ def split(address: str, field: str = "address") -> tuple[str, int]:
     """``host:port`` (``[::1]:port`` for IPv6) as a pair. Raises FIELD_INVALID."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or len(port) > 5 or int(port) > 65535:
+    if (
+        not colon
+        or not host
+        or "/" in host
+        or not (port.isascii() and port.isdigit())
+        or len(port) > 5
+        or int(port) > 65535
+    ):
         raise Reason.FIELD_INVALID.error(f"{address!r} is not host:port", field=field)
     return host, int(port)
 

@@ -276,6 +276,17 @@ async def test_the_sdk_refuses_a_model_that_nobody_serves_at_once(client: AsyncF
         assert (await waiting).samples[0].text
 
 
+async def test_the_sdk_refuses_a_slot_that_nobody_fills_at_once(client: AsyncFleet) -> None:
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            with pytest.raises(RlctlError, match="no stage fills slot 'c'; there are: a, b") as caught:
+                await client.generate("x", slot="c", timeout_s=60)
+            assert (caught.value.reason, caught.value.field) == (Reason.STAGE_NOT_FOUND, "slot")
+            with pytest.raises(RlctlError, match="no stage fills slot 'c'"):
+                _ = [part async for part in client.generate_stream("x", slot="c", timeout_s=60)]
+        assert (await client.generate("x", slot="b", max_new_tokens=1)).slot == "b"
+
+
 async def test_the_sdk_streams(client: AsyncFleet) -> None:
     texts = [part.samples[0].text async for part in client.generate_stream("x", max_new_tokens=3)]
     assert texts == ["0 ", "1 ", "2 ", ""]
@@ -372,6 +383,14 @@ async def test_connecting_to_nobody_fails_in_time() -> None:
         await aio.connect("127.0.0.1:1", timeout_s=0.5)
     assert caught.value.reason is Reason.UNREACHABLE
     assert "rlctl up" in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:5080", "127.0.0.1", "127.0.0.1:http"])
+async def test_connecting_to_what_is_no_address_fails_at_once(address: str) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(RlctlError, match="is not host:port") as caught:
+            await aio.connect(address, timeout_s=60)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "address")
 
 
 async def test_no_line_is_kept_to_where_a_stage_no_longer_is(make_fleet: Callable) -> None:
