@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rlctl.errors import Reason
 from rlctl.v1 import verbs_pb2
 
 TOLERANCE = 0.05
@@ -32,11 +33,21 @@ class Probe:
     @classmethod
     @torch.no_grad()
     def of(cls, model: nn.Module, prompts: Sequence[Sequence[int]], *, tolerance: float = TOLERANCE) -> Probe:
-        """The probe that these weights pass: runs a causal language model whose output has ``logits``."""
+        """The probe that these weights pass: runs a causal language model whose output has ``logits``.
+
+        Raises FIELD_INVALID for prompts that are not token ids.
+        """
         device = next(model.parameters()).device
         logprobs = []
-        for prompt in prompts:
-            tokens = torch.tensor([list(prompt)], device=device)
+        for number, prompt in enumerate(prompts):
+            try:
+                tokens = torch.tensor([list(prompt)], device=device)
+            except (TypeError, ValueError):
+                raise Reason.FIELD_INVALID.error(
+                    f"a prompt of a probe is token ids, not {prompt!r}",
+                    field=f"probe.prompts[{number}]",
+                    next_step="Give those of your tokenizer.",
+                ) from None
             rows = torch.log_softmax(model(input_ids=tokens).logits[0, :-1].float(), dim=-1)
             logprobs.append(rows.gather(1, tokens[0, 1:, None])[:, 0].tolist())
         return cls([list(prompt) for prompt in prompts], logprobs, tolerance)

@@ -13,6 +13,7 @@ from torch_stage import Stage, merge, until
 from transformers import AutoModelForCausalLM
 
 from rlctl.client.probe import Probe
+from rlctl.demo import tiny
 from rlctl.errors import Reason, RlctlError
 from rlctl.fingerprints import fingerprints
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
@@ -335,3 +336,10 @@ async def test_tensors_that_differ_are_named_with_the_part_of_each_rank(stage: S
     assert [report.difference.part.differs for report in reports] == [True] * len(reports)
     (report, *_) = await check(stage, fingerprints=b"12345678")
     assert (report.difference.count, report.difference.first) == (0, "")
+
+
+@pytest.mark.parametrize("prompts", [["1+2="], [[1, 2], [1, "2"]]])
+def test_a_probe_is_of_token_ids(prompts: list[Any]) -> None:
+    with pytest.raises(RlctlError, match="token ids") as caught:
+        Probe.of(tiny.make(0), prompts)
+    assert caught.value.field == f"probe.prompts[{len(prompts) - 1}]"
