@@ -104,6 +104,7 @@ class SglangRouter:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                process_group=0,  # Ctrl-C is for the gateway, which lets requests end before it ends the router
                 env={name: value for name, value in os.environ.items() if name.lower() not in _PROXIES},
             )
         self._asked.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from pathlib import Path
@@ -26,6 +27,17 @@ def test_one_that_does_not_answer_in_time_has_ended(tmp_path: Path, monkeypatch:
     assert router.ended, "whoever keeps it starts it again"
     router.stop()
     assert not router.ended
+
+
+def test_an_interrupt_of_the_terminal_is_not_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "sglang-router"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr(sglang_router, "program", lambda: str(silent))
+    router = SglangRouter(log=tmp_path / "log")
+    monkeypatch.setattr(router, "workers", dict)
+    with router:
+        assert os.getpgid(router.pid) != os.getpgid(0)
 
 
 @pytest.mark.parametrize(
