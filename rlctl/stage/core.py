@@ -255,9 +255,16 @@ class Stage:
 
     async def _carry_out(self, verb: Verb, request: Message, call: Call) -> StageResult:
         check(request)
-        if verb.mutates(request) and self._obstacle is not None:
+        mutates = verb.mutates(request)
+        if mutates and request.header.validate_only:  # type: ignore[attr-defined]
+            raise Reason.FIELD_INVALID.error(
+                "a stage carries out what it is told, and tries nothing",
+                field="header.validate_only",
+                next_step="Ask the coordinator.",
+            )
+        if mutates and self._obstacle is not None:
             raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
-        if not verb.mutates(request) or not verb.waits or verb.interrupts:
+        if not mutates or not verb.waits or verb.interrupts:
             return await self._relayed(verb, request, call)
         self._waiting[call.command_id] = False
         try:

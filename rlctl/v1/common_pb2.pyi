@@ -565,7 +565,7 @@ class RequestHeader(_message.Message):
     Empty: the receiver makes one (the call then is not safe to repeat).
     """
     validate_only: _builtins.bool
-    """Check everything, change nothing, and say what would be done."""
+    """Check everything, change nothing, and say what would be done. Asked of the coordinator; stages refuse it."""
     for_slot: _builtins.str
     """The engine at whose own address a client of a dialect made the call, as trainers do that know engines only. Calls for the engines of
     one model that ask for the same join one operation, whose targets are all engines of the model. Read by the coordinator, for group

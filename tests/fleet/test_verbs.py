@@ -438,6 +438,18 @@ async def test_unary_verbs_on_a_stage_need_the_held_epoch(fleet: InProcessFleet)
     assert isinstance(held, results_pb2.StageResult)
 
 
+async def test_what_a_stage_is_asked_to_try_is_not_done(fleet: InProcessFleet) -> None:
+    mine = RequestHeader(fence=common.Fence(fleet_epoch=fleet.server.coordinator.roster.epoch), validate_only=True)
+    async with open_channel(fleet.stages["b"].address) as channel:
+        stub = StageServiceStub(channel)
+        spoilt = v.CheckWeightsRequest(header=mine, action=v.CHECK_ACTION_RESET_TENSORS)
+        for tried in (stub.PauseGeneration(v.PauseGenerationRequest(header=mine)), stub.CheckWeights(spoilt)):
+            result = await tried
+            assert (result.outcome, result.error.field) == (OUTCOME_REJECTED, "header.validate_only")
+            assert result.state == common.STAGE_STATE_READY
+    assert fleet.stage("b").routable
+
+
 async def test_a_command_stream_that_cannot_be_read_is_ended_with_the_reason(fleet: InProcessFleet) -> None:
     async with open_channel(fleet.stages["a"].address) as channel:
         call = channel.stream_stream("/rlctl.v1.StageService/Control")()
