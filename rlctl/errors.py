@@ -23,6 +23,7 @@ status with one google.rpc.ErrorInfo whose reason is the name here; inside resul
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -473,6 +474,16 @@ def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
 def typed(error: BaseException) -> RlctlError:
     """The error itself; of anything else, which is a defect, INTERNAL with what it says."""
     return error if isinstance(error, RlctlError) else Reason.INTERNAL.error(f"{type(error).__name__}: {error}")
+
+
+def unbound(listen: str, error: OSError) -> RlctlError:
+    """What binding an address fails with."""
+    used = error.errno == errno.EADDRINUSE
+    return Reason.FIELD_INVALID.error(
+        f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
+        field="listen",
+        next_step="Choose another --listen; port 0 takes any that is free." if used else "",
+    )
 
 
 class OperationFailed(RlctlError):

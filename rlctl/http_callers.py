@@ -15,7 +15,7 @@ from typing import cast
 
 from aiohttp import web
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, unbound
 
 HEAD_S = 30.0
 """Longest from a connection's beginning, or from the first byte after a request, to the end of a request's head."""
@@ -92,13 +92,18 @@ class Site(web.BaseSite):
         return f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Listen. Raises FIELD_INVALID where that address cannot be bound."""
         await super().start()
         make = self._runner.server
         assert make is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Guard(make()), self._host, self._port, reuse_port=self._share_port or None, backlog=self._backlog
-        )
+        loop, shared = asyncio.get_running_loop(), self._share_port or None
+        try:
+            self._server = await loop.create_server(
+                lambda: Guard(make()), self._host, self._port, reuse_port=shared, backlog=self._backlog
+            )
+        except OSError as error:
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            raise unbound(f"{host}:{self._port}", error) from None
 
 
 class Guard(asyncio.Protocol):

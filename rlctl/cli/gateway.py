@@ -167,8 +167,9 @@ def _fork(
 ) -> NoReturn:
     """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
     from rlctl import process
+    from rlctl.errors import unbound
     from rlctl.gateway.workers import Workers, hold
-    from rlctl.transport.addresses import join, split, unbound
+    from rlctl.transport.addresses import join, split
 
     host, port = split(listen, "listen")
     try:

@@ -23,7 +23,7 @@ from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope,
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
-from rlctl.transport.addresses import join, refuse_insecure, split, unbound
+from rlctl.transport.addresses import join, refuse_insecure, split
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +101,7 @@ class GatewayServer:
             shutdown_timeout=config.drain_s,
         )
         await self._runner.setup()
-        try:
-            await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
-        except OSError as error:
-            raise unbound(config.listen, error) from None
+        await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.router is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import socket
 
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, unbound
 
 PROBE_S = 1.0
 
@@ -78,16 +77,6 @@ def refuse_insecure(bind: str, *, token: str | None, insecure: bool) -> None:
     host, _ = split(bind, "listen")
     if token is None and not insecure and not is_loopback(host):
         raise Reason.INSECURE_BIND.error(f"{bind} is reachable from other hosts and no token is set", field="listen")
-
-
-def unbound(listen: str, error: OSError) -> RlctlError:
-    """What binding an address fails with."""
-    used = error.errno == errno.EADDRINUSE
-    return Reason.FIELD_INVALID.error(
-        f"{listen} is in use by another process" if used else f"{listen} cannot be bound: {error.strerror}",
-        field="listen",
-        next_step="Choose another --listen; port 0 takes any that is free." if used else "",
-    )
 
 
 def refuse_used(listen: str) -> None:

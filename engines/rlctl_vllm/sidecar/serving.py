@@ -15,7 +15,6 @@ from rlctl_servers.options import key
 from rlctl import http_callers
 from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
-from rlctl.transport.addresses import join, unbound
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import PRODUCT
 from rlctl_vllm.sidecar.admin import Admin
@@ -175,10 +174,7 @@ class SidecarServer:
         # A caller that leaves ends its request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        try:
-            await http_callers.Site(self._runner, config.host, config.port).start()
-        except OSError as error:
-            raise unbound(join(config.host, config.port), error) from None
+        await http_callers.Site(self._runner, config.host, config.port).start()
         port = self._runner.addresses[0][1]
         host = config.advertise or config.host
         if host in ("0.0.0.0", "::"):
