@@ -69,7 +69,7 @@ def _resolve(name: str) -> str:
     for candidate in (wanted, *(f"{service}.{wanted}" for service in ("CoordinatorService", "RolloutService"))):
         if candidate.lower() in known:
             return known[candidate.lower()]
-    values = [full for full in comments() if _value(full) == wanted.lower()]
+    values = [full for full in comments() if wanted and _value(full) == wanted.lower()]
     if len(values) == 1:
         return values[0]
     through = _through_messages(wanted)

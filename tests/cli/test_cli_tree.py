@@ -181,3 +181,10 @@ def test_completion_scripts_call_rlctl(cli: Cli, shell: str) -> None:
     ran = cli("completion", shell)
     assert ran.code == 0
     assert f"_RLCTL_COMPLETE={shell}_complete" in ran.out
+
+
+def test_nothing_is_not_the_name_of_everything(cli: Cli) -> None:
+    ran = cli("explain", "")
+    assert ran.code == 2
+    assert "the contract has no ''" in ran.err
+    assert len(ran.err) < 200
