@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class LoaderMap(ShardMap):
     """A shard map whose tensors have no memory of their own: what is placed goes to vLLM's loaders.
 
     Attributes:
-        touched: something was handed over.
+        handed: names of what was handed over in this update.
     """
 
     def __init__(self, reference: Mapping[str, TensorMeta], model: VLLMModel) -> None:
@@ -58,12 +58,24 @@ class LoaderMap(ShardMap):
             shards[name] = Shard(meta, local)
         super().__init__(shards, model.together(reference))
         self._model = model
-        self.touched = False
+        self.handed: set[str] = set()
 
     def place(self, name: str, full: torch.Tensor) -> None:
         """Hand a full tensor to the loaders."""
-        self.touched = True
+        self.handed.add(name)
         self._model.load(name, full)
+
+    def refuse_again(self, names: Iterable[tuple[str, str]]) -> None:
+        """Raise FIELD_INVALID for a tensor that comes twice in an update; ``names``: each with the field that gave it.
+
+        vLLM's loaders count elements: they would take it for one that is missing, and know it no more once its layer is
+        complete.
+        """
+        came = set(self.handed)
+        for name, field in names:
+            if name in came:
+                raise Reason.FIELD_INVALID.error(f"{name} comes twice in this update", field=field)
+            came.add(name)
 
     def full_in_place(self, name: str) -> torch.Tensor | None:
         """There is no memory to receive into."""
@@ -213,7 +225,7 @@ class Rank:
         self._may_be_nothing = request.kind == v.UPDATE_KIND_DELTA
         self._receiver.begin(update_id, "full" if full else "partial", digest=request.digest_received)
         self._loading = Loading(self._model, Load(update_id, full, request.selector))
-        self._shards.touched = False
+        self._shards.handed = set()
         self._report = v.WeightsReport()
         return self._report
 
@@ -227,6 +239,11 @@ class Rank:
             if bucket.parts:
                 raise Reason.UNSUPPORTED.error("vLLM takes full tensors, no parts", field=f"buckets[{index}].format")
         groups = {name: self._groups.get(name) for name, _ in stream}
+        self._shards.refuse_again(
+            (meta.name, f"buckets[{index}].names[{number}]")
+            for index, (_, bucket) in enumerate(stream)
+            for number, meta in enumerate(bucket.metas)
+        )
         loading.prepare()
         try:
             # Nothing else ends the wait for a source that says nothing.
@@ -255,6 +272,11 @@ class Rank:
         loading = self._open(update_id)
         offered = [segments.from_proto(one, f"segments[{index}]") for index, one in enumerate(request.segments)]
         checked = self._segments.check(offered, self._receiver)
+        self._shards.refuse_again(
+            (meta.name, f"{segment.field}.tensors[{number}].name")
+            for segment in segments.at(offered, host_id(), device_id(self._model.device))
+            for number, (meta, _) in enumerate(segment.tensors)
+        )
         loading.prepare()
         try:
             return self._took(self._segments.read(checked, self._receiver))
@@ -299,7 +321,7 @@ class Rank:
         """What every rank computes with; refused at all of them where one cannot say."""
 
         def held() -> ShardMap:
-            if self._loading is not None and self._shards.touched:
+            if self._loading is not None and self._shards.handed:
                 raise Reason.ILLEGAL_STATE.error("weights are being written")
             return self._model.held(self._shards.reference)
 
@@ -320,7 +342,7 @@ class Rank:
 
     def _judged(self, error: RlctlError) -> RlctlError:
         """The error, with what it means for the weights: nothing, as long as no loader was handed anything."""
-        error.outcome = OUTCOME_DIRTY if self._shards.touched else OUTCOME_REJECTED
+        error.outcome = OUTCOME_DIRTY if self._shards.handed else OUTCOME_REJECTED
         return error
 
     def _give_up(self) -> None:

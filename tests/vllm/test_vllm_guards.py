@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 from models import changed
 from rlctl_vllm import facts
-from server_stage import Driver, Source, broken_checkpoint, prompt, refusal
+from server_stage import Driver, Segments, Source, broken_checkpoint, prompt, refusal
 
 import rlctl
 from rlctl.demo.tiny import encode
@@ -158,17 +158,18 @@ def test_a_drain_lets_nothing_go_on_with_weights_that_are_half_written(
     driver: Driver, tiny: tuple[Any, Path], *, aborted: bool
 ) -> None:
     """vLLM's drain goes on with what an earlier pause has frozen: inside an update that ended the server."""
+    first = f"drained {aborted}"
     drain = v.PauseGenerationRequest(mode=common.PAUSE_MODE_DRAIN)
     running = driver.begin(prompt(encode("7"), 400)).started()
     driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_IN_PLACE))
     with Source(driver, f"drained-{next(_numbers)}") as source:
         plan = source.plan(tiny[0], large_bytes=1)
-        driver.tell(v.PrepareUpdateRequest(), update_id="u")
-        receiving = driver.submit(source.announce(plan[:1]), update_id="u")
+        driver.tell(v.PrepareUpdateRequest(), update_id=first)
+        receiving = driver.submit(source.announce(plan[:1]), update_id=first)
         source.group.broadcast(next(source.packed(tiny[0], plan)))
         receiving.result(60)
         if aborted:
-            driver.tell(v.AbortUpdateRequest(), update_id="u")
+            driver.tell(v.AbortUpdateRequest(), update_id=first)
         came = len(running.tokens)
         error = refusal(driver, drain)
         assert (error.reason, error.field) == (Reason.PAUSE_MODE_CONFLICT, "mode")
@@ -176,7 +177,7 @@ def test_a_drain_lets_nothing_go_on_with_weights_that_are_half_written(
         driver.tell(v.AbortRequestsRequest(abort_all=True))
         assert running.result()[-1].samples[0].finish_reason.type == rollout.FINISH_TYPE_ABORT
         driver.tell(drain)  # nothing is left that it would let go on
-        again = "u2" if aborted else "u"
+        again = "after" if aborted else first
         driver.tell(v.PrepareUpdateRequest(), update_id=again)
         plan = source.plan(tiny[0])
         receiving = driver.submit(source.announce(plan), update_id=again)
@@ -272,6 +273,31 @@ def test_tensors_that_vllm_would_skip_or_fail_on(driver: Driver, name: str, dtyp
         assert error.field.startswith("buckets[0]")
         driver.tell(v.AbortUpdateRequest(), update_id="u")
     assert driver.digest() == before
+
+
+def test_a_tensor_that_comes_twice_in_an_update(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """vLLM's loaders count elements: q twice is as many as q, k and v."""
+    model = changed(tiny[0], seed=next(_numbers))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with Source(driver, f"twice-{next(_numbers)}") as source, Segments(driver) as trainer:
+        driver.prepare("twice")
+        plan = source.plan({name: weights[name]}.items())
+        receiving = driver.submit(source.announce(plan), update_id="twice")
+        source.send({name: weights[name]}.items(), plan)
+        receiving.result(60)
+        again = source.announce(plan)
+        again.buckets[0].sequence = 1
+        error = refusal(driver, again, update_id="twice")
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "buckets[0].names[0]")
+        with pytest.raises(RlctlError) as refused:
+            trainer.send(weights.items(), "twice")
+        assert (refused.value.reason, refused.value.outcome) == (Reason.FIELD_INVALID, common.OUTCOME_REJECTED)
+        assert name in refused.value.message
+        del weights[name]
+        trainer.send(weights.items(), "twice")
+        driver.commit("twice", f"once-{next(_numbers)}", 100 + next(_numbers))
+    assert driver.digest() == rlctl.model_digest(model)
 
 
 def test_a_part_of_a_fused_layer_is_never_put_in(driver: Driver, tiny: tuple[Any, Path]) -> None:
