@@ -316,6 +316,8 @@ class VLLMEngine(ServerEngine):
         self._stamps.bind(request.version, label)
         report = await self._updates.commit(request, label, call)
         self._stamps.label = label
+        if self._state.paused == PAUSE_MODE_RETRACT:
+            self._stamps.flushed()  # that has emptied the cache, and nothing was computed since
         if request.adapters == verbs_pb2.ADAPTER_POLICY_DROP:
             await self._adapters.drop_all()
         return report

@@ -360,6 +360,18 @@ def test_a_request_in_flight_goes_on_with_new_weights_only(driver: Driver, tiny:
     assert running.tokens[before.end : before.end + 30] == greedy(model, encode("5+") + kept, 30)[: 120 - before.end]
 
 
+def test_a_retract_leaves_no_entries_to_be_told_of(driver: Driver, tiny: tuple[Any, Path]) -> None:
+    """vLLM empties its cache with it: an update that flushes nothing keeps none."""
+    running = driver.begin(prompt(encode("7"), 200)).started()
+    driver.prepare("retracted")
+    driver.tell(v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="retracted")
+    version = driver.commit("retracted", "retracted", 10 + next(_numbers))
+    driver.tell(v.ContinueGenerationRequest())
+    after = running.result()[-1].samples[0].versions[-1]
+    assert after.version == version
+    assert not after.HasField("kv_version")
+
+
 def test_entries_that_are_kept_over_an_update_are_told(driver: Driver, tiny: tuple[Any, Path]) -> None:
     running = driver.begin(prompt(encode("7"), 200)).started()
     driver.tell(v.PauseGenerationRequest(mode=common.PAUSE_MODE_IN_PLACE))
