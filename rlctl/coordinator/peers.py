@@ -245,14 +245,16 @@ class Peers:
         )
 
     async def _keep(self, slot: Slot) -> None:
-        tries = 0
+        tries, told = 0, ""
         try:
             while not slot.record.retired and self._roster.slots.get(slot.name) is slot:
                 try:
                     await self._once(slot)
-                    tries = 0
+                    tries, told = 0, ""
                 except RlctlError as error:
-                    log.info("%s: %s", slot.name, error)
+                    if str(error) != told:  # for as long as it is away, every two seconds
+                        log.info("%s: %s", slot.name, error)
+                    told = str(error)
                     slot.gone = slot.gone or REFUSED in error.metadata
                 if self.succeeded.is_set():
                     return
