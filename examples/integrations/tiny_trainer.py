@@ -10,11 +10,12 @@ import argparse
 import datetime
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -113,7 +114,7 @@ def join_as_source(name: str, port: int, world_size: int) -> Any:
 
 
 def form_group(engines: Engines, name: str) -> Any:
-    """The trainer's and the engines' group: every engine is told where its ranks begin."""
+    """The trainer's and the engines' group: every engine is told where its ranks begin. Raises HTTPError, OSError."""
     port = free_port()
     offsets = [1 + sum(engines.ranks[:index]) for index in range(len(engines.ranks))]
     joining = engines.start(
@@ -130,9 +131,18 @@ def form_group(engines: Engines, name: str) -> Any:
             },
         )
     )
-    group = join_as_source(name, port, engines.world_size)
+    came: Future[Any] = Future()
+
+    def come() -> None:
+        try:
+            came.set_result(join_as_source(name, port, engines.world_size))
+        except (RuntimeError, ValueError, OSError) as error:
+            came.set_exception(error)
+
+    # Engines that refuse say so at once, and are not waited for.
+    threading.Thread(target=come, daemon=True).start()
     joining()
-    return group
+    return came.result()
 
 
 def broadcast(group: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -167,15 +177,22 @@ def described(bucket: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
 def run(update: Callable[[Engines, Any, Any, int], None], group_name: str) -> None:
     """Train for some steps, update after each, and compare every engine's weights with the trainer's."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", action="append", required=True, metavar="URL=RANKS", help="an engine's address")
+    parser.add_argument(
+        "--engine", action="append", required=True, metavar="URL=RANKS", help="address, and ranks there"
+    )
     parser.add_argument("--model", required=True, help="directory of the checkpoint")
     parser.add_argument("--steps", type=int, default=2)
     arguments = parser.parse_args()
-    urls, ranks = zip(*(engine.rsplit("=", 1) for engine in arguments.engine), strict=True)
-    engines = Engines(urls, [int(count) for count in ranks])
+    named = [engine.rpartition("=") for engine in arguments.engine]
+    if not all(url and ranks.isdigit() for url, _, ranks in named):
+        parser.error("--engine is an engine's address and how many ranks it has: URL=RANKS")
+    engines = Engines([url for url, _, _ in named], [int(ranks) for _, _, ranks in named])
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
-    group = form_group(engines, group_name)
+    try:
+        group = form_group(engines, group_name)
+    except (HTTPError, OSError) as error:
+        raise SystemExit(f"the engines do not join: {error}") from None
     for step in range(1, arguments.steps + 1):
         tokens = torch.randint(model.config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(step))
         model(input_ids=tokens, labels=tokens).loss.backward()

@@ -37,6 +37,21 @@ async def test_the_upstream_updates_end_in_equal_digests(server: Server, trainer
     assert steps[0]["model_digest"] != steps[1]["model_digest"]
 
 
+async def test_an_upstream_trainer_that_counts_other_ranks_is_told_so_at_once(server: Server) -> None:
+    script = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(INTEGRATIONS / "slime" / "update.py"),
+        f"--model={server.tiny[1]}",
+        *[f"--engine={url}={ranks + 1}" for url, ranks in zip(server.engines, server.ranks, strict=True)],
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        _, errors = await script.communicate()
+    assert script.returncode == 1
+    assert "the engines do not join: 400: " in errors.decode()
+    assert f"one source and the ranks of 2 stages make {1 + sum(server.ranks)}" in errors.decode()
+
+
 async def test_published_weights_are_pulled_and_loaded(server: Server, tmp_path: Path) -> None:
     """As slime and Miles do it over a disk: every engine is told, and both have one local directory."""
     source, local = tmp_path / "published", tmp_path / "local"
