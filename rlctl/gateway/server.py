@@ -83,12 +83,13 @@ class GatewayServer:
         self._lasting: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE."""
+        """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE, TOKEN_MISSING, TOKEN_INVALID."""
         config = self.config
         refuse_insecure(config.listen, token=config.token, insecure=config.insecure)
         host, port = split(config.listen, "listen")
         classes = [middleware.load(path) for path in config.middleware_paths]
         self.fleet = self._fleet = await aio.connect(config.coordinator, token=config.token or "")
+        await self.fleet.status()  # whoever may not watch the fleet could serve nobody
         self.generation = Generation(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
         self._middlewares = [made(self.generation) for made in classes]

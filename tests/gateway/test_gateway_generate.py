@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from http_calls import events, nested, post
 
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import UNKNOWN_FIELDS
 from rlctl.sampling import MOST_LEVELS, MOST_SAMPLES
 from rlctl.testing.fleet import InProcessFleet
@@ -335,6 +336,17 @@ async def test_a_least_version_is_waited_for(
         await new_weights(fleet, checkpoint("two"), common.PAUSE_MODE_RETRACT)
         status, reply = await post(http, one, **header)
         assert (status, reply["meta_info"]["weight_version_seq"]) == (200, 2)
+
+
+@pytest.mark.parametrize(("token", "reason"), [("", Reason.TOKEN_MISSING), ("another", Reason.TOKEN_INVALID)])
+async def test_one_that_may_not_watch_the_fleet_does_not_start(
+    make_fleet: Callable[..., Any], make_gateway: Callable[..., Any], token: str, reason: Reason
+) -> None:
+    async with make_fleet(token=TOKEN, a=1) as fleet:
+        with pytest.raises(RlctlError) as caught:
+            async with make_gateway(fleet, token=token):
+                pass
+        assert caught.value.reason is reason
 
 
 async def test_the_callers_token_decides_and_not_the_gateways(
