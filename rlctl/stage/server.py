@@ -121,6 +121,8 @@ class StageServer:
 
     async def start(self) -> None:
         """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
+        if self.config.coordinator and not self.config.coordinator.startswith("unix:"):
+            split(self.config.coordinator, "coordinator")
         self.address = self._advertised(await self._admin.start(self.config.listen))
         await self._admin.serving(False)
         bound = await self._rollout_loop.acall(self._start_rollout())

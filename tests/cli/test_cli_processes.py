@@ -461,6 +461,15 @@ def test_a_gateway_whose_port_is_in_use_says_so(rlctl: LiveFleet, workers: str) 
     assert "Traceback" not in err
 
 
+def test_a_stage_whose_coordinator_is_no_address_does_not_start(checkpoint: Callable[[str], str]) -> None:
+    where = "http://127.0.0.1:5080"
+    code, _, err = call(
+        *("stage", "--slot", "a", "--engine", "fake", "--model-path", checkpoint("one"), "--coordinator", where)
+    )
+    assert code == 2
+    assert f"'{where}' is not host:port" in err
+
+
 def test_down_never_signals_a_process_that_is_not_the_supervisor(up: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
         state.write(state.FleetState("default", stranger.pid, "another boot:1", state.READY, "127.0.0.1:1", "/x"))
