@@ -556,7 +556,7 @@ def _read(path: str, field: str = "model_path") -> str:
     try:
         return (Path(path) / "weights.txt").read_text()
     except OSError as error:
-        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path}: {error.strerror}", field=field) from None
+        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{error.filename}: {error.strerror}", field=field) from None
 
 
 def logprobs(weights: str, tokens: Sequence[int]) -> list[float]:
