@@ -140,13 +140,7 @@ def stage(
     from rlctl.engine import EngineConfig, brings_ranks
     from rlctl.process import announce
     from rlctl.stage.server import StageConfig, StageServer
-    from rlctl.transport.addresses import refuse_unreachable
     from rlctl.transport.auth import load_token
-
-    if coordinator:
-        refuse_unreachable(coordinator, "coordinator")
-    for follower in followers:
-        refuse_unreachable(follower, "follower")
 
     nodes = 1 + len(followers) if brings_ranks(engine) else 1
     config = StageConfig(

@@ -23,7 +23,7 @@ from rlctl.stage.core import Stage
 from rlctl.stage.generation import Generation
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
 from rlctl.stage.serving import Serving
-from rlctl.transport.addresses import join, split
+from rlctl.transport.addresses import join, refuse_unreachable, split
 from rlctl.transport.admin import admin_methods
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler
@@ -121,8 +121,10 @@ class StageServer:
 
     async def start(self) -> None:
         """Bind, load, and join the fleet. Both servers answer while the engine loads; nothing is served before."""
-        if self.config.coordinator and not self.config.coordinator.startswith("unix:"):
-            split(self.config.coordinator, "coordinator")
+        if self.config.coordinator:
+            refuse_unreachable(self.config.coordinator, "coordinator")
+        for follower in self.config.followers:
+            refuse_unreachable(follower, "follower")
         self.address = self._advertised(await self._admin.start(self.config.listen))
         await self._admin.serving(False)
         bound = await self._rollout_loop.acall(self._start_rollout())
