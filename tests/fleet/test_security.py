@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.transport import auth
 from rlctl.transport.addresses import is_loopback, join, split
 from rlctl.transport.auth import load_token
 from rlctl.transport.channel import bearer, open_channel
@@ -103,6 +105,30 @@ async def test_whoever_has_no_token_learns_so_and_does_not_wait_for_a_stage(make
                     with pytest.raises(RlctlError) as caught:
                         await call
                     assert caught.value.reason is reason
+
+
+async def test_a_stream_that_is_refused_says_why_whenever_its_first_message_comes(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that ends while a client of Python's writes ends at that client as an internal error."""
+    async with make_fleet(token=TOKEN, a=1) as fleet, open_channel(fleet.stages["a"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+
+        async def ask(after_s: float | None) -> Reason:
+            call = stub.GenerateMany()
+            if after_s is not None:
+                await asyncio.sleep(after_s)
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await call.write(rollout_pb2.GenerateManyRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            return from_grpc(caught.value).reason
+
+        for _ in range(8):
+            told = await asyncio.gather(*(ask(number * 1e-4) for number in range(50)))
+            assert set(told) == {Reason.TOKEN_MISSING}
+        monkeypatch.setattr(auth, "FIRST_S", 0.05)
+        assert await asyncio.wait_for(ask(None), 10) is Reason.TOKEN_MISSING
 
 
 async def test_a_wide_bind_without_a_token_needs_to_be_said(tmp_path: Path) -> None:
