@@ -270,6 +270,7 @@ def test_only_what_may_serve_it_gets_a_request() -> None:
     assert slot(slot="c") == "c"
     assert slot(slot="b") == ""
     assert obstacles(stages, Wanted("actor", floor=4)) == "a at version 3 of 4, b PAUSED"
+    assert obstacles(stages, Wanted("actor", slot="d")) == "there is no stage 'd'"
     stages = [*stages, stage("d", adapter="math")]
     assert {slot(adapter="math") for _ in range(4)} == {"d"}
 
