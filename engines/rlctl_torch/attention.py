@@ -3,26 +3,35 @@
 Every forward pass is one sequence dimension of all tokens of all sequences, ``[1, tokens]``; no padding reaches the
 linear layers. Inside attention the tokens are grouped by sequences of like length and padded within their group. The
 function finds the batch in a thread-local, not in its arguments: not every model hands unknown keyword arguments down
-to its attention layers. (No mask function is registered: transformers then makes no mask, which is what is wanted.)
+to its attention layers. (No mask function is registered for it: transformers then makes no mask, which is what is
+wanted.) Which tokens a layer sees is found out once, beforehand, from the mask that it is given then: not every model
+whose layers see a window only says so to the attention function.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl_torch.kv_cache import PADDING_SLOT, KVCache, LayerShape
 from rlctl_torch.plan import Batch
 
 IMPLEMENTATION = "rlctl_kv_slots"
 """Name that the attention function is registered under."""
+
+_RECORDING = "rlctl_kv_slots_recording"
+"""The same for finding out what the layers ask for."""
+
+_FAR = 1024
+"""Tokens back to which a layer without a window is seen to look."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "cache")
 """Keyword arguments that change what attention computes and that this function does not know."""
@@ -83,9 +92,26 @@ class AttentionBatch:
         self.groups = [Group(batch, members, offsets, cache.table) for members in by_length.values()]
 
 
+class _Recorded:
+    """What the layers have asked for: their shapes, and the windows of the masks that they are given."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: list[tuple[torch.Tensor, int | None]] = []
+
+    def window(self, layer: torch.nn.Module, mask: torch.Tensor | None, said: int | None) -> int | None:
+        """How many tokens a layer sees that is given this mask; without one, so many as it says."""
+        if mask is None:
+            return said
+        for known, window in self.windows:
+            if known is mask:
+                return window
+        raise _unsupported(layer, "a mask of its own kind")
+
+
 class _Current(threading.local):
     batch: AttentionBatch | None = None
-    shapes: dict[int, LayerShape] | None = None
+    recorded: _Recorded | None = None
 
 
 _current = _Current()
@@ -102,14 +128,62 @@ def attending(batch: AttentionBatch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[dict[int, LayerShape]]:
-    """While it lasts, this thread's forward passes attend to themselves only, and the layers' shapes are noted down."""
-    shapes: dict[int, LayerShape] = {}
-    _current.shapes = shapes
+def recording(config: Any) -> Iterator[dict[int, LayerShape]]:
+    """While it lasts, this thread's forward passes of the model with this config attend to themselves only, and the
+    layers' shapes are noted down. A layer that asks for what :func:`attend` does not compute raises UNSUPPORTED.
+    """
+    recorded = _current.recorded = _Recorded()
+    config._attn_implementation = _RECORDING
     try:
-        yield shapes
+        yield recorded.shapes
     finally:
-        _current.shapes = None
+        config._attn_implementation = IMPLEMENTATION
+        _current.recorded = None
+
+
+def _record(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Note down what a layer asks for; returns its attention to the tokens of this pass alone."""
+    _refuse_unknown(module, is_causal, kwargs)
+    recorded = _current.recorded
+    assert recorded is not None, "a forward pass outside recording()"
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if layer in recorded.shapes:
+        raise _unsupported(module, "keys and values of its own for every time that it is called in a pass")
+    window = recorded.window(module, attention_mask, sliding_window)
+    recorded.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
+    alone = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return alone.transpose(1, 2), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """What transformers gives to layers that :func:`_record` notes down. There may be no layer that it is made for."""
+    assert _current.recorded is not None, "a forward pass outside recording()"
+    last = torch.tensor(2 * (local_size or _FAR) + 1, device=device)
+    keys = torch.arange(int(last) + 2, device=device)
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    seen = (keys <= last) & (last - keys < (local_size or len(keys)))
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device).tril()
+    if torch.equal(mask_function(none, none, last, keys).expand(len(keys)), seen):
+        _current.recorded.windows.append((mask, local_size))
+    return mask
 
 
 def attend(
@@ -119,28 +193,19 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the current batch, called by the model's layers.
+    """Attention of the current batch, called by the model's layers; each sees what it saw when it was recorded.
 
     query: ``[1, heads, tokens, size]``; key, value: ``[1, kv heads, tokens, size]``. Returns
     ``[1, tokens, heads, value size]`` in the query's dtype, and no weights.
     """
-    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if unknown or is_causal is False:
-        raise Reason.UNSUPPORTED.error(
-            f"{type(module).__name__} wants attention with {', '.join(unknown) or 'is_causal=False'}, "
-            "which the torch engine does not compute"
-        )
+    _refuse_unknown(module, is_causal, kwargs)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if _current.shapes is not None:
-        _current.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        alone = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return alone.transpose(1, 2), None
     batch = _current.batch
     assert batch is not None, "a forward pass outside attending()"
+    window = batch.cache.layers[layer].window
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     keys[batch.slots] = key[0].transpose(0, 1).to(keys.dtype)
     values[batch.slots] = value[0].transpose(0, 1).to(values.dtype)
@@ -151,7 +216,7 @@ def attend(
             queries[group.tokens].transpose(1, 2),
             keys[group.slots].transpose(1, 2).to(query.dtype),
             values[group.slots].transpose(1, 2).to(query.dtype),
-            attn_mask=group.mask(sliding_window),
+            attn_mask=group.mask(window),
             scale=scaling,
             enable_gqa=True,
         ).transpose(1, 2)
@@ -162,4 +227,18 @@ def attend(
     return out[None], None
 
 
+def _refuse_unknown(module: torch.nn.Module, is_causal: bool | None, given: Mapping[str, Any]) -> None:
+    unknown = [name for name in _UNSUPPORTED if given.get(name) is not None]
+    if unknown or is_causal is False:
+        raise _unsupported(module, ", ".join(unknown) or "is_causal=False")
+
+
+def _unsupported(module: torch.nn.Module, what: str) -> RlctlError:
+    return Reason.UNSUPPORTED.error(
+        f"{type(module).__name__} wants attention with {what}, which the torch engine does not compute"
+    )
+
+
 AttentionInterface.register(IMPLEMENTATION, attend)
+AttentionInterface.register(_RECORDING, _record)
+AttentionMaskInterface.register(_RECORDING, _mask)

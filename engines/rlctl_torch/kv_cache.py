@@ -17,17 +17,23 @@ PADDING_SLOT = 0
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer of this rank stores for a token: heads and sizes of keys and values."""
+    """What one attention layer of this rank stores for a token: heads and sizes of keys and values.
+
+    Attributes:
+        window: how many tokens it sees, the newest among them; None: all.
+    """
 
     heads: int
     key_size: int
     value_size: int
+    window: int | None = None
 
 
 class KVCache:
     """Key and value tensors of this rank's layers, and the slot table.
 
     Attributes:
+        layers: what they are for.
         keys, values: for each layer ``[1 + tokens, heads, size]``, row :data:`PADDING_SLOT` is zero; empty lists
             while released.
         table: ``[rows, longest]`` int64, the slot of every position of the sequence in that row.
@@ -44,7 +50,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.tokens = tokens
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._rows = rows
         self._longest = longest
         self._dtype = dtype
@@ -56,18 +62,18 @@ class KVCache:
 
     def alike(self, tokens: int) -> KVCache:
         """Another one of the same layers, with room for a single sequence of so many tokens."""
-        return KVCache(self._layers, tokens=tokens, rows=1, longest=tokens, dtype=self._dtype, device=self._device)
+        return KVCache(self.layers, tokens=tokens, rows=1, longest=tokens, dtype=self._dtype, device=self._device)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors take (or would take)."""
-        per_token = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self._layers)
+        per_token = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
         return (self.tokens + 1) * per_token * self._dtype.itemsize + self._rows * self._longest * 8
 
     def allocate(self) -> None:
         """Allocate everything, zeroed; where there is no room for all of it, nothing."""
         try:
-            for layer in self._layers:
+            for layer in self.layers:
                 shape = (self.tokens + 1, layer.heads)
                 self.keys.append(torch.zeros(*shape, layer.key_size, dtype=self._dtype, device=self._device))
                 self.values.append(torch.zeros(*shape, layer.value_size, dtype=self._dtype, device=self._device))

@@ -150,7 +150,7 @@ class Model(LoadHooks):
         layers of another kind would keep state that the KV cache does not have.
         """
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-        with recording() as shapes:
+        with recording(self.module.config) as shapes:
             try:
                 self.module(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False)
             except (RlctlError, Broken):

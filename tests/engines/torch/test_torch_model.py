@@ -17,6 +17,8 @@ from torch_stage import Follower, Stage
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DiffLlamaConfig,
+    DogeConfig,
     Gemma2Config,
     LlamaConfig,
     MambaConfig,
@@ -41,6 +43,7 @@ from rlctl.v1.common_pb2 import (
 from rlctl.weights.identity import host_id
 
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {**SMALL, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def save(path: Path, config: object) -> str:
@@ -196,13 +199,13 @@ async def test_checkpoints_that_are_not_there_or_do_not_fit_are_refused(tmp_path
         (MambaConfig(**SMALL, state_size=4), "linear_attention"),
         (BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=2), "AttentionInterface"),
         (
-            Gemma2Config(
-                **SMALL, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16, pad_token_id=0
-            ),
+            Gemma2Config(**HEADS, head_dim=16, pad_token_id=0),
             "softcap",
         ),
+        (DiffLlamaConfig(**HEADS), "every time that it is called"),
+        (DogeConfig(**HEADS), "a mask of its own kind"),
     ],
-    ids=["mamba", "bloom", "gemma2"],
+    ids=["mamba", "bloom", "gemma2", "diffllama", "doge"],
 )
 async def test_models_that_cannot_be_served_are_refused(tmp_path: Path, config: object, words: str) -> None:
     error = await refusal(save(tmp_path, config))

@@ -72,6 +72,18 @@ FAMILIES = {
         mlp_only_layers=[0],
         tie_word_embeddings=True,
     ),
+    # The last layer sees a window, which only its mask says.
+    "qwen2-moe-window": Qwen2MoeConfig(
+        **_SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+        tie_word_embeddings=False,
+    ),
     "qwen3-moe": Qwen3MoeConfig(
         **_SHAPE,
         head_dim=16,
