@@ -203,6 +203,21 @@ def read_config(checkpoint: StoredWeights) -> Any:
         raise _unsupported(f"transformers cannot read the config of {checkpoint.path}: {_first_line(error)}") from error
 
 
+def positions_of(config: Any) -> tuple[int | None, str]:
+    """Tokens of the longest sequence that can be computed, and what ends there; None: the model has no end.
+
+    A longrope model turns the tokens of a sequence otherwise, all of them, once it is longer than it was trained for
+    first. Sequences of any lengths share a pass here, and what was kept of a sequence's beginning stays as it is.
+    """
+    longest, why = getattr(config, "max_position_embeddings", None), "the model's positions end at"
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))):
+        first = each.get("original_max_position_embeddings")
+        if each.get("rope_type") == "longrope" and first and (longest is None or first < longest):
+            longest, why = first, "and its longrope changes for sequences above"
+    return longest, why
+
+
 def build(checkpoint: Checkpoint, dtype: str, ranks: Ranks, device: torch.device) -> Model:
     """Build this rank's part and load the checkpoint into it.
 

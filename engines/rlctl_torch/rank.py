@@ -28,7 +28,7 @@ from rlctl_torch.beside import Beside
 from rlctl_torch.commands import with_outcome
 from rlctl_torch.handover import Handovers
 from rlctl_torch.kv_cache import KVCache, SlotAllocator
-from rlctl_torch.model import Model, build
+from rlctl_torch.model import Model, build, positions_of
 from rlctl_torch.options import Options
 from rlctl_torch.ranks import Council, Ranks
 from rlctl_torch.scheduler import Scheduler
@@ -270,12 +270,11 @@ class Rank:
         self.origin = Origin(checkpoint)
         if self.ranks.rank == 0:
             self.tokenizer = find_tokenizer(self.config.model_path)
-        longest = getattr(self.model.config, "max_position_embeddings", None)
+        longest, why = positions_of(self.model.config)
         self.context_length = self.options.context_length or longest or self.options.max_total_tokens
         if longest and self.context_length > longest:
             raise Reason.FIELD_INVALID.error(
-                f"context_length is {self.context_length}, the model's positions end at {longest}",
-                field="options.context_length",
+                f"context_length is {self.context_length}, {why} {longest}", field="options.context_length"
             )
 
 

@@ -305,6 +305,32 @@ async def test_a_context_longer_than_the_model_has_positions_for_is_refused(chec
     assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.context_length")
 
 
+async def test_a_longrope_model_is_served_as_far_as_its_first_frequencies_go(tmp_path: Path) -> None:
+    """Beyond, one long sequence changes what is computed of all others of the pass."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 16,
+    }
+    path = save(tmp_path, LlamaConfig(**HEADS, max_position_embeddings=256, rope_parameters=rope, eos_token_id=0))
+    error = await refusal(path, context_length=17)
+    assert (error.reason, error.field) == (Reason.FIELD_INVALID, "options.context_length")
+    assert "longrope" in error.message
+    stage = Stage(path)
+    await stage.start()
+    prompts = [prompt_of(10), prompt_of(4)]
+    assert await asyncio.gather(*(stage.tokens(prompt, 6) for prompt in prompts)) == [
+        greedy(path, prompt, 6) for prompt in prompts
+    ]
+    with pytest.raises(RlctlError) as caught:
+        await stage.tokens(prompt_of(16), 1)
+    assert caught.value.reason is Reason.PROMPT_TOO_LONG
+    await stage.stop()
+
+
 async def test_several_engines_live_in_one_process(checkpoints) -> None:
     paths = [checkpoints(), checkpoints("qwen3")]
     stages = [Stage(path) for path in paths]
