@@ -110,6 +110,11 @@ class Sample:
         if self.next_score is None:
             self.stream.put_scores(self.scores)
 
+    def score_anew(self) -> None:
+        """Forget log probabilities of the prompt that are not handed on yet: the others may be of newer weights."""
+        if self.next_score is not None:
+            del self.scores[int(self.settings.logprob_start == 0) :]
+
     def extend(self, choice: Choice, version: WeightVersion, adapter_version: str = "") -> None:
         """Take in a sampled token and tell the stream; ends the sample when it stops or is complete."""
         start = self.position

@@ -371,6 +371,7 @@ class Scheduler:
 
     def _retract(self, sample: Sample) -> None:
         self._give_up(sample)
+        sample.score_anew()
         sample.retractions += 1
         self._waiting.appendleft(sample)
 

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import rlctl_torch.scheduler
 import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
-from torch_models import greedy, make_checkpoint, prompt_of
+from torch_models import greedy, make_checkpoint, prompt_of, reference_logprobs
 from torch_source import Source, digest_of, load, prepare, tensors_of
 from torch_stage import Stage, until
 
@@ -150,6 +151,28 @@ async def test_requests_survive_an_update_under_a_pause(stage: Stage, new: str, 
         at = next(n for n in range(60) if output[n] != old[n])
         # From the update on every token is the new weights', KV entries of the old ones are gone.
         assert output[at:] == greedy(new, PROMPT + output[:at], 60 - at)
+
+
+async def test_a_prompt_is_not_scored_by_two_versions(
+    stage: Stage, new: str, gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a retracted prompt has of its log probabilities is found anew with its KV entries."""
+    monkeypatch.setattr(rlctl_torch.scheduler, "PREFILL_TOKENS", 16)
+    prompt = prompt_of(60)
+    scoring = asyncio.create_task(stage.generate(prompt, temperature=0, max_new_tokens=0, logprob_start_len=0))
+    gate.allow(2)
+    await until(lambda: gate.steps == 2 and gate.held)
+    pausing = asyncio.create_task(stage(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT)))
+    await until(lambda: stage.engine._commands.waiting)
+    gate.open()
+    await pausing
+    await load(stage, new)
+    await stage(ContinueGenerationRequest())
+    first, *rest = (await scoring).input_logprobs
+    assert (first.token_id, first.HasField("logprob")) == (prompt[0], False)
+    rows = reference_logprobs(new, prompt)
+    assert [entry.token_id for entry in rest] == prompt[1:]
+    assert all(abs(entry.logprob - float(rows[i, entry.token_id])) < 1e-4 for i, entry in enumerate(rest))
 
 
 async def test_active_requests_keep_an_update_out_unless_aborted(stage: Stage, gate) -> None:
