@@ -12,6 +12,11 @@ from rlctl.errors import Reason
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _INCOMPLETE = "\ufffd"
+_LONGEST = 3
+"""Tokens that an incomplete character may have so far: each has a byte of its at least, and it has four at most."""
+
+_PATIENCE = 8
+"""Tokens that are waited for; what ends in no character then was never going to be one, up to the last few."""
 
 
 class Tokenizer:
@@ -109,6 +114,14 @@ class TextStream:
             return
         text = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         if text.endswith(_INCOMPLETE) and not final:
+            if len(self._ids) - self._read <= _PATIENCE:
+                return
+            # Bytes that make up no characters, or the very sign that stands for them, over and over.
+            rest = self._tokenizer.decode(self._ids[-_LONGEST:], skip_special_tokens=self._skip)
+            begun = self._tokenizer.decode(self._ids[:-_LONGEST], skip_special_tokens=self._skip)
+            if begun + rest == text:
+                self._held += begun[len(self._context) :]
+                self._ids, self._read, self._context = self._ids[-_LONGEST:], 0, ""
             return
         self._held += text[len(self._context) :]
         # The tokens just decoded are context enough for the next ones, unless they have no text of their own.

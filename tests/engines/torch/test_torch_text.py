@@ -71,6 +71,22 @@ def test_an_output_that_ends_inside_a_character_shows_it(tokenizer: Tokenizer) -
     assert "".join(found) == "ab\ufffd"
 
 
+@pytest.mark.parametrize("text", ["\ufffd", "\ufffda"])
+def test_what_never_becomes_a_character_is_given_away_too(tokenizer: Tokenizer, text: str) -> None:
+    """Otherwise all of it is decoded again for every token."""
+    ids = [token for _ in range(100) for token in single_bytes(tokenizer, text)]
+    end = single_bytes(tokenizer, "🙂")
+    found, _ = pieces(tokenizer, [*ids, *end])
+    assert "".join(found) == text * 100 + "🙂"
+    assert len("".join(found[:150])) > 30
+    stray = end[-1:] * 200  # no beginning of any character
+    found, _ = pieces(tokenizer, [*stray, *end])
+    assert "".join(found) == "\ufffd" * 200 + "🙂"
+    assert len("".join(found[:100])) > 80
+    (found, stop) = pieces(tokenizer, [*stray, *single_bytes(tokenizer, "xSTOP")], "\ufffdxSTOP")
+    assert (stop, "".join(found)) == ("\ufffdxSTOP", "\ufffd" * 199)
+
+
 def test_stop_strings_are_found_over_token_boundaries_and_trimmed(tokenizer: Tokenizer) -> None:
     for ids in (tokenizer.encode(LONG), single_bytes(tokenizer, LONG)):
         found, stop = pieces(tokenizer, ids, "fox jumps", "lazy")
