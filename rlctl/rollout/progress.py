@@ -133,9 +133,11 @@ class Progress:
             self._parts.append(Part(*here, start=self.tokens))
 
     def _look_for_stop(self) -> None:
-        """End at the first stop string that begins before the cut: the engine took that for the prompt."""
+        """End at the first stop string that begins before the cut: the engine took that for the prompt. One that begins
+        among the tokens that there are to be in any case is none, wherever it ends.
+        """
         params, cut = self._request.sampling_params, self._text_base
-        if not cut or not params.stop or self._stop_sought or self.tokens < params.min_new_tokens:
+        if not cut or not params.stop or self._stop_sought or self._base < params.min_new_tokens:
             return
         self._stop_sought = self._had.text_length >= cut + max(map(len, params.stop)) - 1
         text = self._had.text

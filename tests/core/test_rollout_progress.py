@@ -188,6 +188,10 @@ def test_a_stop_string_counts_from_the_least_number_of_tokens_on() -> None:
     progress.attempt(0)
     progress.take(said(2, text="b"))
     assert not progress.finished
+    for token in (3, 4):
+        progress.take(said(token, start=token - 2, text="c"))
+    assert not progress.finished
+    assert progress.result(latest=1).text == "abcc"
 
 
 def test_what_is_known_of_the_prompt_is_had_once() -> None:
