@@ -79,7 +79,7 @@ class Intake:
                 settings,
                 seed,
                 longest=self._rank.longest,
-                text=self._text(settings),
+                text=self._text(settings, prompt),
                 adapter=request.adapter,
                 gives=gives,
             )
@@ -119,7 +119,7 @@ class Intake:
                 field="logprob_start_len",
             )
 
-    def _text(self, settings: Settings) -> TextStream | None:
+    def _text(self, settings: Settings, prompt: list[int]) -> TextStream | None:
         if self._tokenizer is None:
             return None
         return TextStream(
@@ -127,4 +127,5 @@ class Intake:
             settings.stop,
             skip_special_tokens=settings.skip_special_tokens,
             keep_stop=settings.no_stop_trim,
+            before=prompt,
         )

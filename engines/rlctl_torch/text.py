@@ -63,23 +63,32 @@ def find_tokenizer(path: str) -> Tokenizer | None:
     return Tokenizer(path)
 
 
+_BEFORE = range(5, 9)
+"""Tokens of the prompt that the output's first ones are decoded together with: as few as begin with a character."""
+
+
 class TextStream:
-    """Text of one sample, in pieces that can be given away.
+    """Text of one sample, in pieces that can be given away: what comes after the text of the tokens ``before`` it.
 
     Tokens are decoded together with those before them that they may depend on (a leading space, the first bytes of a
     character). What may be the beginning of a stop string is held back until it is not.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special_tokens: bool, keep_stop: bool
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        skip_special_tokens: bool,
+        keep_stop: bool,
+        before: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._skip = skip_special_tokens
         self._keep_stop = keep_stop
-        self._ids: list[int] = []
-        self._read = 0
-        self._context = ""
+        self._ids, self._context = self._end_of(before)
+        self._read = len(self._ids)
         self._held = ""
 
     def add(self, token: int, *, may_stop: bool) -> tuple[str, str | None]:
@@ -107,6 +116,15 @@ class TextStream:
         self._decode(final=True)
         piece, self._held = self._held, ""
         return piece
+
+    def _end_of(self, before: Sequence[int]) -> tuple[list[int], str]:
+        """The last of these tokens, and their text; none of those that end or go wrong within a character."""
+        for count in _BEFORE if before else ():
+            ids = list(before[-count:])
+            text = self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+            if text and _INCOMPLETE not in text:
+                return ids, text
+        return [], ""
 
     def _decode(self, *, final: bool) -> None:
         """Move what can be decoded into ``_held``. ``_context`` is the text of ``_ids[:_read]``."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
+import tokenizers
 from rlctl_torch.text import Tokenizer
-from torch_models import greedy, prompt_of
+from torch_models import EOS, VOCAB, greedy, make_checkpoint, prompt_of
 from torch_source import tensors_of
 from torch_stage import Stage, generate_request, merge, until
+from transformers import PreTrainedTokenizerFast
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import WeightVersion
@@ -302,6 +305,29 @@ async def test_what_cannot_be_served_is_refused_before_anything_runs(stage: Stag
         await stage.engine.abort(AbortRequest(rids=["a"], abort_all=True))
     assert caught.value.reason is Reason.FIELD_CONFLICT
     assert (await stage(GetLoadsRequest()))[0].waiting == 0
+
+
+async def test_an_output_tells_the_space_that_it_begins_with(tmp_path: Path) -> None:
+    """Decoders like Llama 2's leave it out of a text's beginning, which an output is not; nor is one that goes on."""
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    words = {EOS: 0, **{f"▁word{number}": number for number in range(1, VOCAB)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=EOS))
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(path)
+    stage = Stage(path)
+    await stage.start()
+    try:
+        output = greedy(path, PROMPT, 6)
+        for begun in (0, 3):
+            sample = (
+                await stage.generate(PROMPT + output[:begun], temperature=0, max_new_tokens=6 - begun, ignore_eos=True)
+            ).samples[0]
+            assert list(sample.output_ids) == output[begun:]
+            assert sample.text == "".join(f" word{token}" for token in output[begun:])
+    finally:
+        await stage.stop()
 
 
 async def test_a_checkpoint_without_a_tokenizer_serves_ids_only(checkpoints) -> None:
