@@ -71,6 +71,7 @@ class Route:
         handler: what it does.
         doc: one line, for the table in the documentation; the handler's own first line by default.
         lasting: it goes on when the caller leaves; not for what the coordinator sees to the end by itself.
+        fail: says what is wrong with a call that the handler does not come to; None: as the dialect does.
     """
 
     methods: str
@@ -79,6 +80,7 @@ class Route:
     scope: Scope = Scope.ADMIN
     doc: str = ""
     lasting: bool = True
+    fail: Callable[[RlctlError], Reply] | None = None
 
     @property
     def about(self) -> str:

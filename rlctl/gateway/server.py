@@ -23,6 +23,7 @@ from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope,
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
+from rlctl.transport import auth
 from rlctl.transport.addresses import join, refuse_insecure, split
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class GatewayConfig:
         coordinator: its address.
         dialect: its name.
         listen: ``host:port``; port 0 takes any.
-        token: the gateway's own, to watch the fleet with; callers bring theirs.
+        token: to watch the fleet with; callers bring the same. None: whoever comes is the fleet's to refuse.
         middleware_paths: the first is the outermost.
         share_port: other processes listen there too (SO_REUSEPORT).
         drain_s: how long requests may go on once the gateway is to end.
@@ -164,7 +165,7 @@ class GatewayServer:
                 return await self._stream(request, call, answer)
             return _response(answer, _unknown(call))
         except RlctlError as error:
-            answer = self.dialect.fail(error)
+            answer = (route.fail or self.dialect.fail)(error)
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception as error:  # noqa: BLE001 it is logged
@@ -175,6 +176,10 @@ class GatewayServer:
     async def _answer(self, route: Route, call: Call) -> Answer:
         handler: Handler = route.handler
         if route.scope is not Scope.OPEN:
+            # Before the fleet is asked: not everything is, a request may wait for a stage, and the fleet need not have
+            # a token only because a gateway that others reach has one.
+            if self.config.token and (refusal := auth.check(call.headers, self.config.token)) is not None:
+                raise refusal
             if self.dialect.admit is not None:
                 self.dialect.admit(call)
             handler = middleware.around(handler, self._middlewares)

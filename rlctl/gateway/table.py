@@ -131,7 +131,7 @@ class Row:
                 return fail(error)
 
         return [
-            Route(self.methods, prefix + self.path, answer, self.scope, self.about, lasting=False)
+            Route(self.methods, prefix + self.path, answer, self.scope, self.about, lasting=False, fail=fail)
             for prefix in (ENGINE, "")
         ]
 

@@ -8,6 +8,7 @@ docs/architecture.md says why.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError
@@ -34,6 +35,7 @@ def dialect(generation: Generation) -> Dialect:
         Route("DELETE", "/workers/{id:.+}", _told(remove_worker), doc="As /remove_worker."),
         Route("POST", "/retrieve_from_text", _told(retrieve_from_text), Scope.ROLLOUT, "See the radix middleware."),
     ]
+    rows = [replace(row, fail=_refused) for row in rows]
     taken = {(route.methods, route.path) for route in rows}
     return Dialect(
         "slime",
@@ -141,7 +143,10 @@ def _told(handler: Handler) -> Handler:
         try:
             return await handler(call)
         except RlctlError as error:
-            said = {**error.described(), "error": str(error)}
-            return Reply(said, error.http_status, headers_of(error))
+            return _refused(error)
 
     return answer
+
+
+def _refused(error: RlctlError) -> Reply:
+    return Reply({**error.described(), "error": str(error)}, error.http_status, headers_of(error))
