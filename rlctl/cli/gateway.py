@@ -130,7 +130,7 @@ def gateway(
         if router_backend:
             refuse_insecure(router_listen, token=token, insecure=insecure)
             host, port = split(router_listen, "router_listen")
-            router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs)
+            router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs, token=token)
 
         config = GatewayConfig(
             coordinator=coordinator,

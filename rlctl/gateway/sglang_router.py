@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from rlctl.errors import Reason
 from rlctl.process import dying_with_parent
+from rlctl.transport.channel import bearer
 
 STDERR = 2
 """Of this process: its log, where it is a server."""
@@ -31,6 +32,13 @@ ADD_S = 10.0
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
 """Variables that it is started without: the web proxy that they name does not lead to its workers, which are here."""
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+_KEY = "RLCTL_ROUTER_KEY"
+_GUARDED = f"""
+import os, runpy, sys
+sys.argv = [*sys.argv[1:], "--control-plane-api-keys", "rlctl:rlctl:admin:" + os.environ.pop("{_KEY}")]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Starts it with a key, which it takes as an argument only, out of sight of whoever lists processes."""
 REGULAR, PREFILL, DECODE = "regular", "prefill", "decode"
 """Its types of workers."""
 
@@ -52,9 +60,11 @@ class SglangRouter:
         arguments: Sequence[str] = (),
         log: Path | None = None,
         pairs: bool = False,
+        token: str | None = None,
     ) -> None:
         """``arguments``: further ones of ``sglang-router launch``. ``log``: file of its output; None: stderr.
-        ``pairs``: its workers are prefill and decode ones; it sends both halves of a request at one time.
+        ``pairs``: its workers are prefill and decode ones; it sends both halves of a request at one time. ``token``:
+        whoever reads or changes its list must bring it.
 
         It ends with this process, and with the thread that has started it.
         """
@@ -64,6 +74,7 @@ class SglangRouter:
         self._arguments = [*(["--pd-disaggregation"] if pairs else ()), *arguments]
         self.pairs = pairs
         self._log = log
+        self._token = token
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: dict[str, float] = {}
         self.url = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
@@ -93,7 +104,7 @@ class SglangRouter:
     def start(self) -> None:
         """Start it and wait until it answers. Raises UNSUPPORTED where it is not installed, ENGINE_FAILED."""
         launch = [
-            *(program(), "launch", "--host", self._host, "--port", str(self._port), "--policy", self._policy),
+            *(*self._program(), "launch", "--host", self._host, "--port", str(self._port), "--policy", self._policy),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1"))),
             *("--log-level", "warn", *self._arguments),
         ]
@@ -105,7 +116,10 @@ class SglangRouter:
                 stdout=output,
                 stderr=output,
                 process_group=0,  # Ctrl-C is for the gateway, which lets requests end before it ends the router
-                env={name: value for name, value in os.environ.items() if name.lower() not in _PROXIES},
+                env={
+                    **{name: value for name, value in os.environ.items() if name.lower() not in _PROXIES},
+                    **({_KEY: self._token} if self._token else {}),
+                },
             )
         self._asked.clear()
         until = time.monotonic() + START_S
@@ -125,6 +139,13 @@ class SglangRouter:
                 time.sleep(LOOK_S)
             else:
                 return
+
+    def _program(self) -> list[str]:
+        found = program()
+        if not self._token:
+            return [found]
+        beside = Path(found).resolve().parent / "python"  # it may be installed elsewhere than rlctl
+        return [str(beside if beside.exists() else sys.executable), "-c", _GUARDED, found]
 
     def stop(self) -> None:
         """End it."""
@@ -181,9 +202,8 @@ class SglangRouter:
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json", **dict(bearer(self._token))}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
         try:
             with _open(request, timeout=CALL_S) as response:
                 return json.loads(response.read() or b"null")

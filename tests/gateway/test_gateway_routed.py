@@ -238,3 +238,29 @@ async def test_it_ends_with_the_gateway(fleet: InProcessFleet, tmp_path: Path) -
     await server.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_token_guards_its_list_of_workers_too(make_fleet: Callable[..., Any], tmp_path: Path) -> None:
+    """Whoever puts a server of their own on it gets prompts, and the token that comes with them."""
+    token = "a token: made for this test"
+    async with make_fleet(token=token, a=1) as fleet:
+        router = SglangRouter(log=tmp_path / "router.log", token=token)
+        server = GatewayServer(GatewayConfig(fleet.server.address, token=token, router=router))
+        try:
+            await server.start()
+            await until(router, {"a"})
+            async with aiohttp.ClientSession(router.url) as http:
+                for header in ({}, {"Authorization": "Bearer other"}):
+                    async with http.post("/workers", json={"url": "http://127.0.0.1:9"}, headers=header) as response:
+                        assert response.status == 401, await response.text()
+                    async with http.get("/workers", headers=header) as response:
+                        assert response.status == 401, await response.text()
+                    async with http.post("/generate", json=ASK, headers=header) as response:
+                        assert response.status == 401, await response.text()
+                async with http.post("/generate", json=ASK, headers={"Authorization": f"Bearer {token}"}) as response:
+                    assert response.status == 200, await response.text()
+            seen = Path(f"/proc/{router.pid}/cmdline").read_text()  # noqa: ASYNC240
+            assert token not in seen, "everybody on this machine can read it"
+            assert token not in (tmp_path / "router.log").read_text()
+        finally:
+            await server.stop()
