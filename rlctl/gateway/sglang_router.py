@@ -106,7 +106,8 @@ class SglangRouter:
         launch = [
             *(*self._program(), "launch", "--host", self._host, "--port", str(self._port), "--policy", self._policy),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1"))),
-            *("--log-level", "warn", *self._arguments),
+            # They count refusals of wrong requests as failures; which workers serve is said by the list.
+            *("--log-level", "warn", "--disable-circuit-breaker", *self._arguments),
         ]
         with contextlib.ExitStack() as stack:
             output: Any = stack.enter_context(self._log.open("ab")) if self._log else STDERR

@@ -264,3 +264,15 @@ async def test_a_token_guards_its_list_of_workers_too(make_fleet: Callable[..., 
             assert token not in (tmp_path / "router.log").read_text()
         finally:
             await server.stop()
+
+
+async def test_requests_that_are_refused_do_not_close_the_way_for_others(
+    fleet: InProcessFleet, router: SglangRouter
+) -> None:
+    """Its circuit breakers count every answer but 200 as the worker's failure: ten of a broken client's, one after the
+    other, and for a minute nobody was let through.
+    """
+    await until(router, {"a", "b"})
+    wrong = {"text": "x", "sampling_params": {"n": 5000}}
+    assert {(await ask(router, wrong))[0] for _ in range(40)} == {400}
+    assert (await ask(router))[0] == 200
