@@ -31,8 +31,8 @@ _PROMPTS = ("text", "input_ids", "input_tokens")
 
 
 class RadixMiddleware:
-    """Keeps ``max_tokens`` tokens of each model and each of its adapters, of ``max_age`` versions; a subclass may say
-    otherwise.
+    """Keeps ``max_tokens`` tokens of each model and each of its adapters that there are, of ``max_age`` versions; a
+    subclass may say otherwise.
     """
 
     max_tokens = MAX_TOKENS
@@ -96,9 +96,24 @@ class RadixMiddleware:
         """What is kept of a model with an adapter ("": none), as old as the model is now."""
         model = await self._generation.model(named)
         tokenizer = await self._generation.tokenizers.of(model)
-        kept = self._kept.setdefault((model, adapter), Trajectories(self.max_tokens, self.max_age))
+        kept = self._kept.get((model, adapter))
+        if kept is None:
+            kept = await self._begun(model, adapter)
         kept.advance(self._generation.rollout(model).latest)
         return kept, tokenizer
+
+    async def _begun(self, model: str, adapter: str) -> Trajectories:
+        """Place for one that nothing is kept of, instead of those that the model has no longer; for this call only if
+        it has none of this name.
+        """
+        made = Trajectories(self.max_tokens, self.max_age)
+        models = await self._generation.fleet.models()
+        there = {"", *(each.name for found in models if found.name == model for each in found.adapters)}
+        if adapter not in there:
+            return made
+        for key in [key for key in self._kept if key[0] == model and key[1] not in there]:
+            del self._kept[key]
+        return self._kept.setdefault((model, adapter), made)
 
 
 def _prompt(body: Any) -> str | list[int] | None:

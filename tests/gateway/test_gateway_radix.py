@@ -14,7 +14,10 @@ from rlctl.demo.tiny import VOCABULARY
 from rlctl.gateway.generation.tokenizers import Tokenizer
 from rlctl.gateway.radix import _parts
 from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
 from rlctl.v1 import rollout_pb2 as r
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 RADIX = ("rlctl.gateway.radix:RadixMiddleware",)
 
@@ -82,6 +85,25 @@ async def test_adapters_share_nothing(answering: Callable[..., Any]) -> None:
         assert known["loss_mask"] == [0, 0, 0, 0]
         _, known = await post(http, {"text": "1+27"}, "/retrieve_from_text")
         assert known["loss_mask"] == [0, 0, 0, 1]
+
+
+async def test_nothing_is_kept_of_adapters_that_there_are_not(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], chat_model: str, checkpoint: Callable[[str], str]
+) -> None:
+    """Some load one for every step, under its own name; and a name may be any text."""
+    async with make_gateway(fleet, dialect="slime", middleware_paths=RADIX, tokenizer=chat_model) as (server, http):
+        (radix,), view = server._middlewares, server.fleet._lines.view
+        await server.fleet.models()  # from here on it is told of them
+        for step in range(4):
+            name = f"step-{step}"
+            request = v.LoadAdapterRequest(name=name, path=checkpoint("lora"), version=name)
+            assert (await fleet.stub.LoadAdapter(request)).state == OPERATION_STATE_OK
+            await eventually(lambda name=name: name in [each.name for m in view.models for each in m.adapters])
+            await post(http, {"text": "1+2", "lora_path": name, "sampling_params": {"max_new_tokens": 1}})
+            assert ("actor", name) in radix._kept
+            await post(http, {"text": "1+2", "lora_path": f"{step} is none"}, "/retrieve_from_text")
+            assert (await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name=name))).state == OPERATION_STATE_OK
+        assert list(radix._kept) == [("actor", "step-3")]
 
 
 async def test_what_cannot_be_passed_on_is_refused(answering: Callable[..., Any]) -> None:
