@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,13 +83,25 @@ class Asking:
     unknown: Sequence[str] = ()
 
 
-def read(body: Any, words: Words) -> Asking:
-    """A parsed body. Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED."""
+def read(
+    body: Any,
+    words: Words,
+    *,
+    check_prompts: Callable[[int, str], None] = lambda _count, _field: None,
+    check_bytes: Callable[[int], None] = lambda _size: None,
+) -> Asking:
+    """A parsed body. Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED.
+
+    ``check_prompts`` may refuse their number, before anything is made of them, and ``check_bytes`` what the samples
+    of those that have been made take together: a short body may ask for much.
+    """
     if not isinstance(body, dict):
         raise Reason.FIELD_INVALID.error("the body is no JSON object", field="body")
     unknown = _unknown(body, _KNOWN | words.fields, words.without, "", words)
     stream = _flag(body, "stream")
     name, prompts, batch = _prompts(body)
+    check_prompts(len(prompts), name)
+    size = 0
     each = [_fields_of(body, index, len(prompts) if batch else None) for index in range(len(prompts))]
     made = []
     for index, (prompt, fields) in enumerate(zip(prompts, each, strict=True)):
@@ -99,6 +111,8 @@ def read(body: Any, words: Words) -> Asking:
         if rid and batch and not isinstance(body["rid"], list):
             rid = f"{rid}_{index}"
         made.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
+        size += made[-1].request.ByteSize() * made[-1].samples
+        check_bytes(size)
     rids = [asked.rid for asked in made]
     if len(set(rids)) < len(rids):
         raise Reason.FIELD_INVALID.error("two prompts have the same rid", field="rid")

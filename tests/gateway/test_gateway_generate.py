@@ -13,6 +13,7 @@ from http_calls import events, nested, post
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import UNKNOWN_FIELDS
+from rlctl.rollout import progress
 from rlctl.sampling import MOST_LEVELS, MOST_SAMPLES
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
@@ -366,3 +367,28 @@ async def test_the_callers_token_decides_and_not_the_gateways(
         async with http.get("/v1/models", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
             (card,) = (await response.json())["data"]
             assert (card["id"], card["weight_version_seq"]) == ("actor", 1)
+
+
+async def test_a_short_body_that_asks_for_much_is_refused_before_anything_is_made_of_it(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 MiB held all callers up for a quarter of a minute; others took all memory that there was."""
+
+    def made(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a sample was made")
+
+    monkeypatch.setattr(progress, "begin", made)
+    many, large, stops = [[1]] * 10_000, [70_000] * 50_000, ["x" * 100] * 1000
+    async with make_gateway(fleet, dialect="vllm") as (_, http):
+        for path, body, status, field in (
+            ("/generate", {"input_ids": many, "rid": 5}, 400, "input_ids"),
+            ("/v1/completions", {"prompt": [*many, {}]}, 400, "prompt"),
+            ("/generate", {"input_ids": large, "sampling_params": {"n": 4096}}, 413, "body"),
+            ("/v1/completions", {"prompt": large, "n": 4096}, 413, "body"),
+            ("/inference/v1/generate", {"token_ids": large, "sampling_params": {"n": 4096}}, 413, "body"),
+            ("/generate", {"input_ids": [[1]] * 4000, "sampling_params": {"stop": stops}}, 413, "body"),
+            ("/v1/completions", {"prompt": [[1]] * 4000, "stop": stops}, 413, "body"),
+            ("/generate", {"text": "x", "session_id": "x" * 10_000}, 400, "session_id"),
+        ):
+            got, reply = await post(http, body, path)
+            assert (got, reply["error"]["field"]) == (status, field), (path, str(reply)[:300])

@@ -108,6 +108,7 @@ async def generate(call: Call) -> Answer:
         raise Reason.FIELD_INVALID.error(str(error), field="token_ids") from None
     stream = fields.take("stream", bool, False)
     asked = await _read(call, fields, request, name, stream=stream)
+    call.generation.check_bytes(asked.n * request.ByteSize())
     session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
     samples = []
     for index in range(asked.n):

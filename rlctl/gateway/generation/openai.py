@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,9 @@ async def completions(call: Call) -> Answer:
     fields = await call.fields()
     model, adapter = await call.generation.named(fields.take("model", str, ""))
     tops = fields.take("logprobs", int, None)
-    prompts = _prompts(fields.take("prompt", str | list))
-    requests = []
+    prompts = _prompts(fields.take("prompt", str | list), call.generation.check_count)
+    requests: list[GenerateRequest] = []
+    size = 0
     for prompt in prompts:
         request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
         params = request.sampling_params
@@ -96,6 +97,8 @@ async def completions(call: Call) -> Answer:
         else:
             request.input_ids.CopyFrom(prompt)
         requests.append(request)
+        size += request.ByteSize()
+        call.generation.check_bytes(size)
     return await _answer(call, fields, requests, model, chat=False, with_logprobs=tops is not None)
 
 
@@ -129,6 +132,7 @@ async def _answer(
 ) -> Answer:
     n = fields.take("n", int, 1)
     call.generation.check_samples([n] * len(requests), "n", "prompt")
+    call.generation.check_bytes(n * sum(request.ByteSize() for request in requests))
     if fields.take("best_of", int, n) != n:
         raise Reason.UNSUPPORTED.error("no more samples are made than are returned", field="best_of")
     rid = fields.take("rid", str, "") or f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -200,12 +204,13 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
     return engine
 
 
-def _prompts(given: str | list[Any]) -> list[str | TokenIds]:
-    """Texts or lists of token ids; one of either is a batch of one."""
+def _prompts(given: str | list[Any], check: Callable[[int, str], None]) -> list[str | TokenIds]:
+    """Texts or lists of token ids; one of either is a batch of one. ``check`` may refuse their number."""
     if isinstance(given, str) or (given and all(isinstance(each, int) for each in given)):
         given = [given]
     if not given:
         raise Reason.FIELD_REQUIRED.error("there is no prompt", field="prompt")
+    check(len(given), "prompt")
     made: list[str | TokenIds] = []
     for each in given:
         if isinstance(each, str):

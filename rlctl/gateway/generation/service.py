@@ -14,6 +14,11 @@ from rlctl.rollout.admission import Admission
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sampling import MOST_SAMPLES
 
+MOST_BYTES = 256 << 20
+"""Of one call's samples together, as they are sent: of as many as may be under way, each with 10,000 tokens of prompt.
+Here they take some ten times as much.
+"""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -104,10 +109,26 @@ class Generation:
         for count in wanted:
             if not 1 <= count <= MOST_SAMPLES:
                 raise Reason.FIELD_INVALID.error(f"n is {count}; it must be from 1 to {MOST_SAMPLES}", field=n)
-        if sum(wanted) > self.settings.max_inflight:
+        self.check_count(sum(wanted), n if max(wanted) > 1 else prompts)
+
+    def check_count(self, samples: int, field: str) -> None:
+        """Raise FIELD_INVALID for more samples than can ever be under way together."""
+        if samples > self.settings.max_inflight:
             raise Reason.FIELD_INVALID.error(
-                f"{sum(wanted)} samples are more than may be under way in this gateway, {self.settings.max_inflight}",
-                field=n if max(wanted) > 1 else prompts,
+                f"{samples} samples are more than may be under way in this gateway, {self.settings.max_inflight}",
+                field=field,
+            )
+
+    @staticmethod
+    def check_bytes(size: int) -> None:
+        """Raise MESSAGE_TOO_LARGE for a call whose samples' requests are together larger than is taken: each of them
+        has the prompt, and what else it is asked with.
+        """
+        if size > MOST_BYTES:
+            raise Reason.MESSAGE_TOO_LARGE.error(
+                f"the requests for its samples have {size} bytes or more together; {MOST_BYTES} are taken",
+                field="body",
+                next_step="Ask for fewer at a time.",
             )
 
     def rollout(self, model: str) -> AsyncRollout:

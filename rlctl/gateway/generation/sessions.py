@@ -11,6 +11,8 @@ from rlctl.gateway.call import Call
 HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 FIELDS = ("session_id", "routing_key")
 MIN_VERSION = "X-RLCTL-Min-Version"
+LONGEST = 8192
+"""Characters of a session's name: what a header can have."""
 
 
 def named(call: Call, *bodies: Mapping[str, Any]) -> str:
@@ -22,6 +24,8 @@ def named(call: Call, *bodies: Mapping[str, Any]) -> str:
                 continue
             if not isinstance(value, str):
                 raise Reason.FIELD_INVALID.error("it must be a text", field=name)
+            if len(value) > LONGEST:  # it is kept for as long as the session, and goes with each of its samples
+                raise Reason.FIELD_INVALID.error(f"it must have at most {LONGEST} characters", field=name)
             if value:
                 return value
     return next((call.headers[name] for name in HEADERS if call.headers.get(name)), "")
