@@ -226,7 +226,7 @@ class Leading:
                     plan = answer.next
                 await self._name_ranks(source, wire, operation, digests, deadline)
                 refuse_unpublished(operation)
-                self._sent = Published(operation.weight_version, {} if partial else digests)
+                self._note(request, operation, digests)
                 return operation, sent[0]
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
@@ -234,7 +234,7 @@ class Leading:
             self._progress.told = ended
             if ended is not None and ended.state == OPERATION_STATE_OK:
                 # It was being committed: the coordinator has seen it to its end, and only its answer is missing.
-                self._sent = Published(ended.weight_version, {} if partial else digests)
+                self._note(request, ended, digests)
                 if isinstance(error, Exception):
                     return ended, sent[0]
             if ended is not None and _failed_at_the_fleet(error):
@@ -247,6 +247,12 @@ class Leading:
                     # It had been ended by its lease, an operator or another trainer: that is why we were cut off.
                     refuse_unpublished(ended)
             raise
+
+    def _note(self, request: BeginWeightUpdateRequest, operation: Operation, digests: dict[str, str]) -> None:
+        """What the version consists of, for a delta to it. With an adapter the base weights stay what they are."""
+        if request.kind != verbs_pb2.UPDATE_KIND_ADAPTER:
+            partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
+            self._sent = Published(operation.weight_version, {} if partial else digests)
 
     async def _begin(self, request: BeginWeightUpdateRequest, deadline: float) -> BeginWeightUpdateResponse:
         """Open the update. One given up before its plan is here may be open: a repeat of the call tells of it."""

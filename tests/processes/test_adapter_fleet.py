@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from answers import of_each
 from loras import CONFIG, lora, merged_says, save
 
@@ -90,6 +92,27 @@ def test_the_publisher_updates_an_adapter(fleet: Fleet, tiny: tuple[Any, Path], 
     assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {version})] * 2, "as it was"
     assert all(stage.routable for stage in fleet.status().stages)
     publisher.close()
+
+
+def test_an_adapter_between_leaves_a_delta_its_base(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    model = copy.deepcopy(tiny[0])
+    publisher = fleet.publisher("actor")
+    publisher.update(model, version="whole")
+    publisher.update(lora(model, seed=40).items(), version="between", adapter="math", adapter_config=CONFIG)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    delta = publisher.update(model, version="changed", base="whole")
+    assert delta.tensors_sent == 1
+    publisher.update(tiny[0], version="as-before")
+    publisher.close()
+    # One that has sent nothing but an adapter does not know what the base consists of.
+    other = fleet.publisher("actor")
+    other.update(lora(model, seed=41).items(), version="alone", adapter="math", adapter_config=CONFIG)
+    with pytest.raises(RlctlError) as caught:
+        other.update(model, version="late", base="as-before")
+    assert caught.value.reason is Reason.BASE_MISMATCH
+    other.close()
+    fleet.unload_adapter("math")
 
 
 @pytest.mark.parametrize("slot", ["actor-0", "actor-1"])
