@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rlctl.errors import Reason
-from rlctl.weights.tensors import TensorMeta
+from rlctl.weights.tensors import TensorMeta, refuse_unreadable
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class ModuleSource:
     """A module's tensors under the names of its checkpoint, as a :class:`~rlctl.weights.source.WeightSource`.
 
     Parameters come first, then the buffers that belong to the state; a DTensor is gathered when its turn comes, a
-    parameter that holds all experts of a layer once for all of them.
+    parameter that holds all experts of a layer once for all of them. It may be kept: each pass gives what the module
+    holds then.
     """
 
     stable = True
@@ -90,7 +91,8 @@ class ModuleSource:
         They decide whether a tied tensor is given under one name or under all of them, and whether experts stay in one
         tensor. None: what is tied comes once, under its first name. Raises as :func:`checkpoint_parts` does.
         """
-        self._tensors: list[tuple[torch.Tensor, dict[str, Part]]] = []
+        self._module = module
+        self._parts: dict[str, tuple[tuple[int, ...], dict[str, Part]]] = {}
         parts: dict[str, dict[str, Part]] = {}
         wanted = None if names is None else frozenset(names)
         for name, part in checkpoint_parts(module, wanted or frozenset()).items():
@@ -99,24 +101,38 @@ class ModuleSource:
         seen: set[int] = set()
         for source, tensor in _state(module):
             if source in parts and (names is not None or id(tensor) not in seen):
-                self._tensors.append((tensor, parts[source]))
+                self._parts[source] = (tuple(tensor.shape), parts[source])
                 seen.add(id(tensor))
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor's description."""
-        return [
-            TensorMeta(name, tensor.dtype, part.shape)
-            for tensor, parts in self._tensors
-            for name, part in parts.items()
-        ]
+        """Every tensor's description. Raises FIELD_INVALID for a tensor without contents of its own."""
+        metas: list[TensorMeta] = []
+        for tensor, parts in self._held():
+            for name, part in parts.items():
+                refuse_unreadable(name, tensor)
+                metas.append(TensorMeta(name, tensor.dtype, part.shape))
+        return metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in the order of :meth:`metas`; those that are whole here are not copied."""
-        for tensor, parts in self._tensors:
+        for tensor, parts in self._held():
             gather = getattr(tensor, "full_tensor", None)
             full = (tensor if gather is None else gather()).detach()
             for name, part in parts.items():
                 yield name, part.of(full)
+
+    def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Part]]]:
+        """What the module holds now: ``load_state_dict(assign=True)``, say, gives it other tensors for the old ones."""
+        for source, tensor in _state(self._module):
+            shape, parts = self._parts.get(source, ((), {}))
+            if parts and tuple(tensor.shape) != shape:
+                raise Reason.FIELD_INVALID.error(
+                    f"{source} has shape {tuple(tensor.shape)} by now, and had {shape}",
+                    field="weights",
+                    next_step="Make another source of the module.",
+                )
+            if parts:
+                yield tensor, parts
 
 
 class _Views(TorchFunctionMode):

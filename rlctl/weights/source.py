@@ -11,7 +11,7 @@ from torch import nn
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights.modules import ModuleSource
-from rlctl.weights.tensors import TensorMeta, by_name, castable
+from rlctl.weights.tensors import TensorMeta, by_name, castable, refuse_unreadable
 
 _SHOWN = 5
 
@@ -63,8 +63,8 @@ def as_source(weights: Weights) -> WeightSource:
     pairs of an iterable are collected (references, no copies), so that they can be gone through again; a DTensor is
     gathered when its turn comes. A list of pairs in place of one holds tensors that must travel together.
 
-    Raises FIELD_INVALID when something else than (name, tensor) comes, or a name twice; UNSUPPORTED for a module whose
-    checkpoint is not made of parts of its tensors.
+    Raises FIELD_INVALID when something else than (name, tensor) comes, a tensor without contents, or a name twice;
+    UNSUPPORTED for a module whose checkpoint is not made of parts of its tensors.
     """
     if isinstance(weights, nn.Module):
         return ModuleSource(weights)
@@ -115,7 +115,14 @@ def as_announced(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Ite
 
 
 def check_given(tensor: torch.Tensor, wire: TensorMeta) -> None:
-    """Raise FIELD_INVALID for a tensor of another shape than was announced, or one that a cast would ruin."""
+    """Raise FIELD_INVALID for a tensor of another shape than was announced, one that a cast would ruin, one that is
+    still spread over ranks, and for what is none.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise unfit(f"the source gives {type(tensor)} for {wire.name}; it must be a tensor")
+    if hasattr(tensor, "full_tensor"):
+        raise unfit(f"{wire.name} is a DTensor; a source gives full tensors: call its full_tensor() on every rank")
+    refuse_unreadable(wire.name, tensor)
     if tuple(tensor.shape) != wire.shape:
         raise unfit(f"{wire.name} has shape {tuple(tensor.shape)}; {wire.shape} was announced")
     if not castable(tensor.dtype, wire.dtype):
@@ -196,5 +203,6 @@ def _pairs(entry: object) -> list[tuple[str, torch.Tensor]]:
 def _pair(entry: object) -> tuple[str, torch.Tensor]:
     match entry:
         case (str(name), torch.Tensor() as tensor):
+            refuse_unreadable(name, tensor)
             return name, tensor
     raise Reason.FIELD_INVALID.error(f"weights are pairs of name and tensor, not {type(entry)}", field="weights")

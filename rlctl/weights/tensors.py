@@ -99,6 +99,17 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+    """Raise FIELD_INVALID for a tensor whose bytes are nowhere (on the meta device), or are not its elements."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise Reason.FIELD_INVALID.error(
+            f"{name} is {what}: it has no contents that could be sent",
+            field="weights",
+            next_step="Give the tensor itself: what is offloaded is brought back first.",
+        )
+
+
 def by_name(metas: Iterable[TensorMeta], *, field: str = "") -> Mapping[str, TensorMeta]:
     """The descriptions by name. Raises FIELD_INVALID when two have the same one."""
     found: dict[str, TensorMeta] = {}

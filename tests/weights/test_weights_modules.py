@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-from rlctl.errors import Unsupported
+from rlctl.errors import InvalidRequest, Unsupported
 from rlctl.weights.modules import ModuleSource, checkpoint_parts
 from rlctl.weights.source import as_source
 
@@ -99,6 +99,28 @@ def test_an_existing_checkpoint_decides_about_names() -> None:
     # A checkpoint that keeps the experts in one tensor.
     fused = ModuleSource(model, model.state_dict().keys())
     check_same(dict(fused.tensors()), dict(model.state_dict()))
+
+
+def test_a_source_that_is_kept_gives_the_tensors_that_its_module_has_by_now() -> None:
+    model = AutoModelForCausalLM.from_config(MIXTRAL)
+    source = as_source(model)
+    # A trainer that goes back to an earlier checkpoint: other parameters take the place of the old ones.
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+    check_same(dict(source.tensors()), dict(as_source(model).tensors()))
+    model.lm_head.weight = nn.Parameter(torch.zeros(32, 16))
+    for again in (source.metas, lambda: list(source.tensors())):
+        with pytest.raises(InvalidRequest, match=r"has shape \(32, 16\) by now, and had \(24, 16\)"):
+            again()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_tensor_without_contents_is_refused_by_name_when_it_is_described(device: str) -> None:
+    module = nn.Linear(2, 3)
+    module.weight = nn.Parameter(torch.eye(3, 2, device=device) if device == "meta" else torch.eye(3, 2).to_sparse())
+    with pytest.raises(InvalidRequest, match=r"weight is o(n the meta device|f layout torch\.sparse_coo): it has no"):
+        as_source(module).metas()
+    with pytest.raises(InvalidRequest, match=r"weight is o(n the meta device|f layout torch\.sparse_coo): it has no"):
+        as_source(module.named_parameters())
 
 
 def test_a_module_of_another_kind_keeps_its_names() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import Shard as Placement
 from torch.distributed.tensor import distribute_tensor
 
 from rlctl.errors import InvalidRequest
-from rlctl.weights.source import WeightSource, as_source
+from rlctl.weights.source import WeightSource, as_source, check_given
 from rlctl.weights.tensors import TensorMeta
 
 
@@ -73,6 +74,26 @@ def test_what_is_no_pair_of_name_and_tensor_is_refused(entries: list[object]) ->
 def test_a_name_that_comes_twice_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'w' appears twice"):
         as_source([("w", torch.zeros(1)), ("w", torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (lambda: torch.zeros(4, 2).numpy(), "the source gives <class 'numpy.ndarray'> for w; it must be a tensor"),
+        (lambda: torch.zeros(4, 2, device="meta"), "w is on the meta device: it has no contents"),
+        (lambda: torch.zeros(4, 2).to_sparse(), "w is of layout torch.sparse_coo: it has no contents"),
+        (lambda: distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Placement(0)]), "w is a DTensor"),
+    ],
+    ids=["numpy", "meta", "sparse", "dtensor"],
+)
+def test_what_is_no_tensor_with_its_contents_is_told_by_name(given: Callable[[], Any], what: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(InvalidRequest, match=what) as caught:
+            check_given(given(), TensorMeta("w", torch.float32, (4, 2)))
+        assert caught.value.field == "weights"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_distributed_tensors_are_gathered() -> None:
