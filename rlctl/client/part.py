@@ -44,6 +44,9 @@ Ship = Callable[[Sequence[TensorSegment]], Awaitable[None]]
 LOST_S = 1.0
 """How soon after a trainer's own collectives break it is known that a rank of its is gone."""
 
+SAYS_S = 0.5
+"""How long word of a rank's own failure may be on its way."""
+
 STOP_S = 2.0
 """How long an attempt that was stopped may take to end."""
 
@@ -358,16 +361,20 @@ def cut_off(cause: BaseException) -> bool:
 async def explained(failure: BaseException, others: asyncio.Future[Any]) -> BaseException:
     """What a failure of this trainer rank's own is raised as: where ``others`` soon fails because a rank is gone, as
     that, since such a rank breaks the trainer's own collectives too, and the groups that it sends over. A source's
-    defect stays what it is.
+    defect stays what it is; another source's is what has broken a group.
     """
+    broken = isinstance(failure, RlctlError)
     if isinstance(failure, RlctlError) and failure.reason is not Reason.GROUP_FAILED:
         return failure
-    await asyncio.wait({others}, timeout=LOST_S)
-    lost = others.exception() if others.done() and not others.cancelled() else None
-    if not isinstance(lost, RlctlError) or lost.reason is not Reason.TRAINER_RANK_LOST:
+    # A rank whose source has failed waits as long itself before it says so.
+    await asyncio.wait({others}, timeout=LOST_S + SAYS_S if broken else LOST_S)
+    told = others.exception() if others.done() and not others.cancelled() else None
+    if not isinstance(told, RlctlError) or told.reason is Reason.GROUP_FAILED:
         return failure
-    lost.__cause__ = failure
-    return lost
+    if not broken and told.reason is not Reason.TRAINER_RANK_LOST:
+        return failure
+    told.__cause__ = failure
+    return told
 
 
 def detail(error: BaseException) -> common_pb2.ErrorDetail:

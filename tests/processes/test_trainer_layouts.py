@@ -90,6 +90,27 @@ def test_a_trainer_rank_that_is_killed_fails_the_update_on_all(
     assert {stage.incarnation for stage in fleet.status().stages} == {1}
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1], ids=["lead", "source"])
+def test_a_source_that_fails_is_what_all_are_told_and_no_engine_is_to_blame(
+    fleet: Fleet, tmp_path: Path, stage: int, retries: int
+) -> None:
+    fails = [2 * stage, 2 * stage + 1]
+    said = train(
+        fleet, tmp_path, seeds=[58, 68 + 2 * stage + retries], fails=fails, options={"retries": retries}, **PP_TP
+    )
+    for rank, (_, failed) in enumerate(said):
+        assert failed["reason"] == ("untyped" if rank in fails else "SOURCE_FAILED"), failed
+        assert "the gather is wrong" in failed["message"], failed
+        assert rank or not stage or "trainer rank" in failed["message"]
+    (ended, *_) = fleet.operations(verb="WeightUpdate")
+    assert "the gather is wrong" in ended.error.message
+    publisher = fleet.publisher("actor")
+    publisher.update(make(MODEL, 59), version=f"after-{stage}-{retries}", deadline_s=60)
+    publisher.close()
+    assert all(stage.routable for stage in fleet.status().stages)
+
+
 @pytest.mark.parametrize(
     ("dies", "path"), [(0, "broadcast"), (2, "broadcast"), (2, "ipc")], ids=["lead", "source", "sharing-source"]
 )

@@ -120,9 +120,16 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         return model if happens is None else Interrupted(model, happens)
     assert stage_group is not None
+    if last and rank in settings.get("fails", ()):
+        return StageSource(model, rank // 2, stage_group, fail)
     if last and rank == settings.get("stops"):
         return StageSource(model, rank // 2, stage_group, functools.partial(stop_for, settings["stops_s"]))
     return StageSource(model, rank // 2, stage_group, happens)
+
+
+def fail() -> None:
+    """A defect of the trainer's own, which all ranks of a stage have."""
+    raise RuntimeError("the gather is wrong")
 
 
 def stop_for(seconds: float) -> None:
