@@ -171,16 +171,22 @@ class Healer:
         async def one_after_the_other(run: Run) -> None:
             failure: RlctlError | None = None
             for index, slot in enumerate(slots):
+                source: str | Slot = ""
                 try:
                     if needs_heal(slot) or not self._sources.lacks_adapters(slot):
                         source = self._sources.of(slot, request.checkpoint)
                         session = self._session(run, slot, deadline)
                         await self._one(heal, run, slot, session, self._carry_out(session, run, source))
+                        slot.misread, source = False, ""
                     for adapter in self._sources.obtainable(slot):
                         session = self._session(run, slot, deadline, adapter)
                         await self._one(heal, run, slot, session, self._load(session, run, adapter))
                 except RlctlError as error:
                     failure = failure or error
+                    if source and error.reason is not Reason.CANCELLED:
+                        # Its files may have gone, or be another version's by now: the next try is from another stage,
+                        # and the one after that from the checkpoint again.
+                        slot.misread = isinstance(source, str) and not request.checkpoint
                     # Who stopped it waits for this operation, which holds all of its stages.
                     stopped = error.reason is Reason.CANCELLED
                     # That it has read, or was healed before it lacked an adapter still, is not that it was healed.

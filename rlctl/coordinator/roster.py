@@ -90,6 +90,7 @@ class Slot:
         spoilt_at: since when, on the clock's ``now``, it waits to be healed because something spoilt it, or a heal was
             in vain; None: it does not.
         unhealable: why it needs a heal and can get none, or "".
+        misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
     """
 
     record: SlotRecord
@@ -108,6 +109,7 @@ class Slot:
     leaving: int = 0
     spoilt_at: float | None = None
     unhealable: str = ""
+    misread: bool = False
 
     def __post_init__(self) -> None:
         """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""

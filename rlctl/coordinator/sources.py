@@ -51,7 +51,7 @@ class Sources:
             raise from_detail(slot.report.quarantine)
         if not model.latest.sequence:
             raise Reason.UNHEALABLE.error(f"no version of {model.name} is published", field="slots")
-        found = checkpoint or model.checkpoint or self._peer(slot)
+        found = checkpoint or (self._peer(slot) if slot.misread else None) or model.checkpoint or self._peer(slot)
         if not found:
             why = "no other stage can send it"
             if not _receives(slot):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_torch_fleet import all_generate_like, digests
 
 import rlctl
 from rlctl.client.fleet import Fleet
+from rlctl.demo.tiny import save
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -52,3 +54,23 @@ def test_every_rank_gets_its_own_part_from_the_same_rank_of_another_engine(
             assert max(received) < 0.6 * whole
             assert digests(fleet) == {rlctl.model_digest(model)}
             all_generate_like(fleet, model)
+
+
+@pytest.mark.parametrize("becomes", ["overwritten", "removed"])
+def test_a_version_whose_checkpoint_is_no_longer_there_comes_from_another_engine(
+    two: LaunchedFleet, tiny: tuple[Any, Path], becomes: str
+) -> None:
+    """What a trainer does that saves every step under one name."""
+    latest = tiny[1].parent / f"latest-{becomes}"
+    model = changed(tiny[0], seed=2)
+    save(model, latest)
+    with two.connect() as fleet:
+        with fleet.publisher("actor") as publisher:
+            publisher.update(model, version="one", checkpoint=str(latest))
+        shutil.rmtree(latest)
+        if becomes == "overwritten":
+            save(changed(tiny[0], seed=3), latest)
+        routable_again(two, fleet, "a")
+        assert digests(fleet) == {rlctl.model_digest(model)}
+        healed, failed = (each for each in fleet.operations(verb="HealStage") if "a" in each.targets)
+        assert (healed.error.reason, bool(failed.error.reason)) == ("", True)
