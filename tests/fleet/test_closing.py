@@ -130,6 +130,38 @@ async def test_a_child_of_a_fork_is_told_that_it_cannot_connect(fleet: InProcess
     assert process.returncode == 0
 
 
+FORKS_ONLY = """
+import os, sys, threading
+import rlctl
+
+with rlctl.connect(sys.argv[1]) as client:
+    over = threading.Event()
+
+    def busy():
+        while not over.is_set():
+            client.status()
+
+    asking = threading.Thread(target=busy)
+    asking.start()
+    for _ in range(40):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        print(os.waitpid(child, 0)[1], flush=True)
+    over.set()
+    asking.join()
+"""
+
+
+async def test_a_child_of_a_fork_that_asks_for_nothing_lives(fleet: InProcessFleet) -> None:
+    """A data loader's worker, say. With gRPC's own handlers of forks such children ended in a segmentation fault."""
+    arguments = ["-c", FORKS_ONLY, fleet.server.address]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    said, _ = await asyncio.wait_for(process.communicate(), 50)
+    assert said.split() == [b"0"] * 40
+    assert process.returncode == 0
+
+
 async def start(client: Fleet, source: Source, checkpoint: str) -> Pending:
     publisher = await asyncio.to_thread(client.publisher, "actor")
     settings = {"version": "two", "checkpoint": checkpoint, "verify": "none"}
