@@ -198,12 +198,16 @@ async def test_a_request_that_a_pause_cuts_goes_on_from_its_tokens(
     radix: aiohttp.ClientSession, client: AsyncFleet
 ) -> None:
     whole = await generate(radix, 300, input_ids=encode("7"))
-    running = asyncio.create_task(generate(radix, 300, input_ids=encode("7")))
-    await _generating(client)
-    await client.pause_generation("abort")
-    assert not running.done()
-    await client.continue_generation()
-    told = await running
+    for _ in range(5):  # it may be done before the pause has come
+        running = asyncio.create_task(generate(radix, 300, input_ids=encode("7")))
+        await _generating(client)
+        await client.pause_generation("abort")
+        cut = not running.done()
+        await client.continue_generation()
+        told = await running
+        if cut:
+            break
+    assert cut
     assert told["meta_info"]["finish_reason"]["type"] == "length"
     assert told["output_ids"] == whole["output_ids"]
     assert len(told["meta_info"]["output_token_logprobs"]) == 300
@@ -212,13 +216,16 @@ async def test_a_request_that_a_pause_cuts_goes_on_from_its_tokens(
 async def test_it_goes_on_so_and_so_often(
     radix: aiohttp.ClientSession, client: AsyncFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = asyncio.create_task(generate(radix, 400, input_ids=encode("9")))
-    pauses = 0
-    while not running.done():
-        await client.pause_generation("abort")
-        await client.continue_generation()
-        pauses += 1
-    told = await running
+    for _ in range(5):  # it may be done before so many pauses have come
+        running = asyncio.create_task(generate(radix, 400, input_ids=encode("9")))
+        pauses = 0
+        while not running.done():
+            await client.pause_generation("abort")
+            await client.continue_generation()
+            pauses += 1
+        told = await running
+        if told["meta_info"]["finish_reason"]["type"] == "abort":
+            break
     assert told["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(told["output_ids"]) < 400
     assert pauses >= (CUTS + 1) // 2, "one pause may cut it at one engine, and then at the other one"
