@@ -118,16 +118,21 @@ client.close()
 """
 
 
-async def test_a_child_of_a_fork_is_told_that_it_cannot_connect(fleet: InProcessFleet) -> None:
-    """Nothing would ever come over its connections, as if nobody was there."""
-    arguments = ["-c", FORKS, fleet.server.address]
+async def lines_of(program: str, address: str) -> list[str]:
+    """What a program says that ends well."""
+    arguments = ["-c", program, address]
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     said, _ = await asyncio.wait_for(process.communicate(), 50)
-    asked, connected = said.decode().splitlines()
+    assert process.returncode == 0
+    return said.decode().splitlines()
+
+
+async def test_a_child_of_a_fork_is_told_that_it_cannot_connect(fleet: InProcessFleet) -> None:
+    """Nothing would ever come over its connections, as if nobody was there."""
+    asked, connected = await lines_of(FORKS, fleet.server.address)
     assert asked.startswith("CANCELLED: it belongs to the process that this one was forked from")
     assert connected.startswith("UNSUPPORTED: this process was forked from one that had connections")
     assert "spawn" in connected
-    assert process.returncode == 0
 
 
 FORKS_ONLY = """
@@ -155,11 +160,7 @@ with rlctl.connect(sys.argv[1]) as client:
 
 async def test_a_child_of_a_fork_that_asks_for_nothing_lives(fleet: InProcessFleet) -> None:
     """A data loader's worker, say. With gRPC's own handlers of forks such children ended in a segmentation fault."""
-    arguments = ["-c", FORKS_ONLY, fleet.server.address]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
-    said, _ = await asyncio.wait_for(process.communicate(), 50)
-    assert said.split() == [b"0"] * 40
-    assert process.returncode == 0
+    assert await lines_of(FORKS_ONLY, fleet.server.address) == ["0"] * 40
 
 
 async def start(client: Fleet, source: Source, checkpoint: str) -> Pending:
