@@ -79,6 +79,26 @@ async def test_a_stage_that_was_replaced_and_comes_back_serves_nothing_until_it_
         await fleet.until(lambda stages: stages[0].routable)
 
 
+async def test_a_stage_that_is_away_is_logged_once(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "REDIAL_S", (0.01,))
+    caplog.set_level("INFO", peers.__name__)
+    coordinator, dialled = fleet.server.coordinator, 0
+    dial = coordinator._peers._dialer.dial
+
+    async def counted(address: str) -> Any:
+        nonlocal dialled
+        dialled += address == "127.0.0.1:1"
+        return await dial(address)
+
+    monkeypatch.setattr(coordinator._peers._dialer, "dial", counted)
+    nobody = StageRegistration(slot="x", model="actor", boot_id="boot", address="127.0.0.1:1")
+    coordinator._peers.connect(await coordinator.roster.register(nobody))
+    await eventually(lambda: dialled > 3)
+    assert [record.message.partition(":")[0] for record in caplog.records].count("x") == 1
+
+
 async def test_a_living_stage_is_not_replaced_and_its_place_is_taken_when_it_has_gone(
     make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
