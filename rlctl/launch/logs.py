@@ -32,13 +32,14 @@ def last_line(log: Path, start: int = 0) -> str:
     return ""
 
 
-def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> None:
+def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
     """Let a log that is too long begin anew, while whoever appends to it goes on: what it holds is copied and cut off.
-    A line that comes just between the two is lost. Nothing happens where the disk does not take the copy.
+    A line that comes just between the two is lost. Nothing happens where the disk does not take the copy. Returns
+    whether it has begun anew.
     """
     with contextlib.suppress(OSError):
         if log.stat().st_size <= at_most:
-            return
+            return False
         kept = log.with_name(f"{log.name}.1")
         kept.unlink(missing_ok=True)  # on a full disk, that is the room for the copy
         try:
@@ -48,3 +49,5 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> None:
             kept.unlink(missing_ok=True)
             raise
         os.truncate(log, 0)
+        return True
+    return False

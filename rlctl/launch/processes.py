@@ -153,7 +153,8 @@ class Process:
 
     def _tend(self) -> None:
         while not self._silent.wait(TEND_S):
-            keep_short(self.log)
+            if keep_short(self.log):
+                self._log_from = 0
 
 
 def end(process: Launched) -> None:

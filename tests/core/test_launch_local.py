@@ -125,7 +125,7 @@ def test_a_log_that_has_become_long_begins_anew_and_the_process_goes_on(
     monkeypatch.setattr(processes, "keep_short", functools.partial(keep_short, at_most=1000))
     (tmp_path / "logs.py").write_text(LOGS)
     log, kept = tmp_path / "a.log", tmp_path / "a.log.1"
-    log.write_text("of a process before\n")
+    log.write_text("old\n")  # of a process before
     process = Process("a", [], log, {}, "logs")
     try:
         process.announced(20)

@@ -128,16 +128,6 @@ async def test_a_deadline_that_is_no_number_or_a_version_that_is_one_begins_noth
         await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
 
 
-async def test_a_version_that_is_no_text_begins_nothing(
-    fleet: InProcessFleet, checkpoint: Callable[[str], str]
-) -> None:
-    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
-        with pytest.raises(RlctlError, match="version is 3; it must be a text") as caught:
-            await publisher.update(Source(lambda: None), version=3)  # type: ignore[arg-type]
-        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "version")
-        await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
-
-
 async def test_settings_that_exclude_each_other_are_named(
     fleet: InProcessFleet, checkpoint: Callable[[str], str]
 ) -> None:
