@@ -22,7 +22,6 @@ from rlctl.v1.common_pb2 import (
     EVIDENCE_UNSPECIFIED,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
-    ResponseHeader,
 )
 from rlctl.v1.control_pb2 import (
     Attach,
@@ -33,7 +32,7 @@ from rlctl.v1.control_pb2 import (
     ServingGrant,
 )
 from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
-from rlctl.v1.results_pb2 import RankResult, StageResult
+from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
@@ -158,13 +157,12 @@ class Stage:
             result = await self._carry_out(of_request(request), request, call)
         except RlctlError as error:
             result = self._refused(error)
-        elapsed = self._clock.now() - started
-        result.elapsed.CopyFrom(duration(elapsed))
-        return CommandResult(stage=result)
+        result.stage.elapsed.CopyFrom(duration(self._clock.now() - started))
+        return result
 
     def refuse(self, error: RlctlError) -> CommandResult:
         """A result for a command that was refused before it was looked at."""
-        return CommandResult(stage=self._refused(error))
+        return self._refused(error)
 
     async def withdraw(self, command_id: str) -> None:
         """Give up a command that waits its turn or was not ordered yet."""
@@ -253,7 +251,7 @@ class Stage:
             with contextlib.suppress(RlctlError):
                 self._link.send(ControlResponse(report=report))
 
-    async def _carry_out(self, verb: Verb, request: Message, call: Call) -> StageResult:
+    async def _carry_out(self, verb: Verb, request: Message, call: Call) -> CommandResult:
         check(request)
         mutates = verb.mutates(request)
         if mutates and request.header.validate_only:  # type: ignore[attr-defined]
@@ -266,37 +264,44 @@ class Stage:
             raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
         if not mutates or not verb.waits or verb.interrupts:
             return await self._relayed(verb, request, call)
-        self._waiting[call.command_id] = False
+        if self._turn.locked() or self._waiting:  # a turn that is free may be promised to who waits already
+            await self._wait_for_turn(call)
+        else:
+            await self._turn.acquire()
         try:
-            async with asyncio.timeout(call.deadline - self._clock.now()):
-                await self._turn.acquire()  # also of one that is free, but promised to who waits already
-        except TimeoutError:
-            raise Reason.DEADLINE_EXCEEDED.error("another command kept the stage busy until the time was up") from None
-        finally:
-            withdrawn = self._waiting.pop(call.command_id)
-        try:
-            if withdrawn:
-                raise Reason.CANCELLED.error("cancelled before it was started")
             return await self._relayed(verb, request, call)
         finally:
             self._turn.release()
 
-    async def _relayed(self, verb: Verb, request: Message, call: Call) -> StageResult:
+    async def _wait_for_turn(self, call: Call) -> None:
+        self._waiting[call.command_id] = False
+        try:
+            async with asyncio.timeout(call.deadline - self._clock.now()):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error("another command kept the stage busy until the time was up") from None
+        finally:
+            withdrawn = self._waiting.pop(call.command_id)
+        if withdrawn:
+            self._turn.release()
+            raise Reason.CANCELLED.error("cancelled before it was started")
+
+    async def _relayed(self, verb: Verb, request: Message, call: Call) -> CommandResult:
         self.facts.refuse(verb, request)
         self._place(request)
-        aside = self.facts.is_aside(verb, request)
-        if spoils(request):  # a rank may have done it long before the last one answers
+        aside, spoiling = self.facts.is_aside(verb, request), spoils(request)
+        if spoiling:  # a rank may have done it long before the last one answers
             self._spoiling = verb.name
             self.serving = self._serving()
         written = self._written
-        writes = verb.writes_weights or spoils(request)
+        writes = verb.writes_weights or spoiling
         self._writing += writes
         try:
             results = await self._relay.run(verb, request, call)
         finally:
             self._writing -= writes
             self._written += writes
-            if spoils(request):
+            if spoiling:
                 self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
         if isinstance(request, verbs_pb2.GetModelInfoRequest):
@@ -307,7 +312,7 @@ class Stage:
         changed = self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
-        if changed or spoils(request):
+        if changed or spoiling:
             self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
 
@@ -338,7 +343,7 @@ class Stage:
                     request.rank_offset = member.rank_offset
                     request.num_ranks = member.num_ranks
 
-    def _refused(self, error: RlctlError) -> StageResult:
+    def _refused(self, error: RlctlError) -> CommandResult:
         outcome = error.outcome or OUTCOME_REJECTED
         return self._result(outcome, [], error.detail())
 
@@ -347,19 +352,19 @@ class Stage:
         outcome: common_pb2.Outcome.ValueType,
         results: Sequence[RankResult],
         error: common_pb2.ErrorDetail | None,
-    ) -> StageResult:
-        return StageResult(
-            header=ResponseHeader(
-                fleet_epoch=self.facts.fleet_epoch,
-                served_by=self.registration.slot,
-                observed_at=self._clock.wall(),
-            ),
-            slot=self.registration.slot,
-            incarnation=self.incarnation,
-            outcome=outcome,
-            evidence=outcomes.evidence_of(results) if results else EVIDENCE_UNSPECIFIED,
-            error=error,
-            state=self.facts.state,
-            weight_version=self.facts.version,
-            rank_results=results,
-        )
+    ) -> CommandResult:
+        # Filled in place: a message that is put into another one is copied, and every command has such a result.
+        answer = CommandResult()
+        result, header = answer.stage, answer.stage.header
+        header.fleet_epoch = self.facts.fleet_epoch
+        header.served_by = result.slot = self.registration.slot
+        header.observed_at.CopyFrom(self._clock.wall())
+        result.incarnation = self.incarnation
+        result.outcome = outcome
+        result.evidence = outcomes.evidence_of(results) if results else EVIDENCE_UNSPECIFIED
+        if error is not None:
+            result.error.CopyFrom(error)
+        result.state = self.facts.state
+        result.weight_version.CopyFrom(self.facts.version)
+        result.rank_results.extend(results)
+        return answer

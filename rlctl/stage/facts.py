@@ -128,7 +128,11 @@ class Facts:
 
     def _admits(self, version: WeightVersion) -> bool:
         sequence, label = version.sequence, version.label
-        return sequence > 0 and any(v.sequence == sequence and v.label == label for v in self.admitted)
+        if sequence > 0:
+            for admitted in self.admitted:  # any() takes twice as long, and every command asks
+                if admitted.sequence == sequence and admitted.label == label:
+                    return True
+        return False
 
     @property
     def vouched(self) -> bool:

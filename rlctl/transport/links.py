@@ -50,6 +50,7 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
+        self._loop = asyncio.get_running_loop()  # once: in Python 3.11 it costs a system call
         self._writer: asyncio.Future[None] | None = None
 
     def put(self, message: Any) -> None:
@@ -61,7 +62,7 @@ class _Outbox:
     async def get(self) -> Any:
         """The next message, once there is one."""
         while not self._messages:
-            self._writer = asyncio.get_running_loop().create_future()
+            self._writer = self._loop.create_future()
             await self._writer
         return self._messages.popleft()
 
