@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rlctl.addresses import refuse_unreachable
 from rlctl.client import aio
 from rlctl.client.fleet import Fleet
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
@@ -22,7 +23,6 @@ from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import Process, stop_all
 from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.loops import LoopThread
-from rlctl.transport.addresses import refuse_unreachable
 from rlctl.transport.auth import load_token
 
 READY_S = 10.0

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from forking import NURSERY, standing_in
-from grpc import aio as grpc_aio
 
 from rlctl.launch import processes
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing import fake_engine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.transport import grpc
 
 LAST_LINES = 40
 
-grpc_aio.init_grpc_aio()  # never taken down: a server that a failed test left would be waited for until the end of time
+grpc.aio.init_grpc_aio()  # never taken down: a server that a failed test left would be waited for until the end of time
 
 
 @pytest.hookimpl(wrapper=True)

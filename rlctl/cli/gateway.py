@@ -119,10 +119,10 @@ def gateway(
         announce("gateway", address=f"http://{address}", dialect=dialect, pid=os.getpid(), **facts)
 
     def run(listen: str, told: Callable[..., None], *, end_with_parent: bool) -> NoReturn:
+        from rlctl.addresses import refuse_insecure, split
         from rlctl.gateway.generation.service import Settings
         from rlctl.gateway.server import GatewayConfig, GatewayServer
         from rlctl.gateway.sglang_router import SglangRouter
-        from rlctl.transport.addresses import refuse_insecure, split
         from rlctl.transport.auth import load_token
 
         key = load_token(file=admin_api_key_file) if admin_api_key_file else ""
@@ -167,9 +167,9 @@ def _fork(
 ) -> NoReturn:
     """Several processes on one port. Nothing of gRPC is loaded before they are forked."""
     from rlctl import process
+    from rlctl.addresses import join, split
     from rlctl.errors import unbound
     from rlctl.gateway.workers import Workers, hold
-    from rlctl.transport.addresses import join, split
 
     host, port = split(listen, "listen")
     try:

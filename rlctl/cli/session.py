@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from rlctl.addresses import split
 from rlctl.cli.exits import Exit
 from rlctl.cli.settings import Settings
 from rlctl.errors import Reason, RlctlError, Unavailable
-from rlctl.transport.addresses import split
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 if TYPE_CHECKING:

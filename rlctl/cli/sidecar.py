@@ -62,8 +62,8 @@ def sidecar_vllm(
     """Run SGLang's HTTP interface in front of a vLLM."""
     from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
 
+    from rlctl.addresses import refuse_insecure, split
     from rlctl.process import announce
-    from rlctl.transport.addresses import refuse_insecure, split
     from rlctl.transport.auth import load_token
 
     token = load_token(file=token_file)

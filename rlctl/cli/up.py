@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlctl.addresses import refuse_insecure, refuse_used
 from rlctl.cli import state
 from rlctl.cli.failures import machine_readable
 from rlctl.cli.options import pass_settings
@@ -23,7 +24,6 @@ from rlctl.cli.settings import ENDPOINT, Settings
 from rlctl.cli.state import FleetState, state_directory
 from rlctl.cli.tables import Table, facts
 from rlctl.cli.topology import TopologyCommand, flags, options
-from rlctl.transport.addresses import refuse_insecure, refuse_used
 
 if TYPE_CHECKING:
     from rlctl.cli.prepare import Prepared

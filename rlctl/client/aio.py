@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
+from rlctl.addresses import refuse_unreachable
 from rlctl.client.admin import AsyncAdmin
 from rlctl.client.connection import Connection
 from rlctl.client.dispatch import Lines
@@ -15,7 +16,6 @@ from rlctl.client.generation import GENERATE_S, Generator, Sampling, batch_of, b
 from rlctl.client.rollout import AsyncRollout, Resume
 from rlctl.errors import Reason
 from rlctl.rollout.admission import Admission
-from rlctl.transport.addresses import refuse_unreachable
 from rlctl.transport.auth import load_token
 from rlctl.v1.fleet_pb2 import Model, Stage
 from rlctl.v1.rollout_pb2 import GenerateResponse

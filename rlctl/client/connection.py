@@ -7,12 +7,11 @@ import copy
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-import grpc.aio
 from google.protobuf.message import Message
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
+from rlctl.transport import grpc
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome, RequestHeader

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, Self
 
-import grpc.aio
 from google.protobuf.message import DecodeError
 
 from rlctl.client.connection import closed, refuse_closed
 from rlctl.errors import Reason, RlctlError, from_detail, typed
 from rlctl.loops import give_way
 from rlctl.times import duration
+from rlctl.transport import grpc
 from rlctl.transport.channel import AT_ONCE, BATCH_BYTES, open_channel, refuse_large
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rlctl.addresses import join as join_address
 from rlctl.client.part import detail
 from rlctl.client.pending import Progress
 from rlctl.errors import Reason, RlctlError, from_detail
-from rlctl.transport.addresses import join as join_address
 from rlctl.transport.handlers import generic_handler
 from rlctl.transport.links import DialledLink, GrpcDialer, ServedLink, serve_links
 from rlctl.transport.server import GrpcServer

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.addresses import split
 from rlctl.client.fleet import connect
 from rlctl.compat.up import Up, cluster_flags, given
 from rlctl.errors import Reason
-from rlctl.transport.addresses import split
 
 MODEL = "actor"
 SHARE = 0.2

@@ -14,6 +14,7 @@ import orjson
 from aiohttp import web
 
 from rlctl import http_callers
+from rlctl.addresses import join, refuse_insecure, split
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
@@ -24,7 +25,6 @@ from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.routed import Keeper, routed
 from rlctl.gateway.sglang_router import SglangRouter
 from rlctl.transport import auth
-from rlctl.transport.addresses import join, refuse_insecure, split
 
 log = logging.getLogger(__name__)
 

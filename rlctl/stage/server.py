@@ -10,9 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import grpc
-import grpc.aio
-
+from rlctl.addresses import join, refuse_unreachable, split
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
 from rlctl.engine import Engine, EngineConfig, EngineInfo, brings_ranks, engine_class
@@ -23,7 +21,7 @@ from rlctl.stage.core import Stage
 from rlctl.stage.generation import Generation
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
 from rlctl.stage.serving import Serving
-from rlctl.transport.addresses import join, refuse_unreachable, split
+from rlctl.transport import grpc
 from rlctl.transport.admin import admin_methods
 from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
-
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.engine import EngineConfig, brings_ranks
 from rlctl.stage.server import StageConfig, StageServer
+from rlctl.transport import grpc
 from rlctl.transport.channel import open_channel
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from rlctl.v1.fleet_pb2 import Stage

@@ -1,7 +1,43 @@
-"""gRPC behind the ports: channels, servers, handlers built from descriptors, status codes, tokens, links."""
+"""gRPC behind the ports: channels, servers, handlers built from descriptors, status codes, tokens, links.
 
+Everything of rlctl takes ``grpc`` from here, where it is imported as rlctl wants it.
+"""
+
+from __future__ import annotations
+
+import importlib
 import os
+import sys
+from importlib.metadata import version
 
 # gRPC would take part in forks, though what has asyncio does not survive one: where its threads were at work then, the
 # child ended in a segmentation fault, whatever it was for (1.85). It reads this when the first channel is made.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+_CHOICE = "GRPC_EXPERIMENTS"
+_POLLED = "-event_engine_client,-event_engine_listener"
+_KNOWN_UP_TO = (1, 85)
+"""Releases that have this choice. A later one may take the names for a mistake, and say so on stderr."""
+
+
+def _import() -> bool:
+    """Import gRPC; whether it was told to poll as it did up to 1.79: the thread that waits for completions waits for
+    the sockets itself. Since then others do, which have to wake it for every message: a sixth of what a command costs.
+    """
+    release = tuple(int(part) for part in version("grpcio").split(".")[:2])
+    if "grpc" in sys.modules or _CHOICE in os.environ or release > _KNOWN_UP_TO:
+        return False
+    os.environ[_CHOICE] = _POLLED
+    try:
+        importlib.import_module("grpc")  # which reads it
+    finally:
+        del os.environ[_CHOICE]  # for this process alone: what it starts may have gRPC of any release inside
+    return True
+
+
+POLLED = _import()
+"""Whether it does: not where somebody else had imported gRPC before, or has made a choice of their own."""
+
+import grpc.aio  # noqa: E402
+
+__all__ = ["POLLED", "grpc"]

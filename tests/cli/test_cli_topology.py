@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from cli_helpers import Cli
 
+from rlctl.addresses import split
 from rlctl.cli import state
 from rlctl.errors import InvalidRequest
 from rlctl.launch.deployment import Deployment
 from rlctl.launch.spec import EngineSpec
-from rlctl.transport.addresses import split
 
 ADDRESSES = "--rollout-external-engine-addrs"
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import TCPStore
 from weights_helpers import Background, together
 
+from rlctl.addresses import join as join_address
+from rlctl.addresses import split
 from rlctl.errors import Internal, InvalidRequest, Reason, RlctlError, Unsupported
 from rlctl.testing.chaos_proxy import ChaosProxy
-from rlctl.transport.addresses import join as join_address
-from rlctl.transport.addresses import split
 from rlctl.v1 import common_pb2
 from rlctl.weights import connections, rendezvous
 from rlctl.weights.groups import GroupStore, WeightGroup, join

@@ -1,6 +1,12 @@
-"""The benchmark of the fan-out: one admin verb to many stages, and to the ranks of one."""
+"""The benchmark of the fan-out: one admin verb to many stages, and to the ranks of one.
+
+In its processes gRPC is imported before rlctl does it as it wants (``rlctl/transport/__init__.py``): the peers' bare
+streams are those of gRPC by itself. The fleet's processes are apart from them.
+"""
 
 from __future__ import annotations
+
+import grpc.aio  # noqa: F401
 
 from rlctl.bench.fanout import ranks, sizes
 from rlctl.bench.figures import Figure

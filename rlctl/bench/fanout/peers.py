@@ -18,6 +18,7 @@ from rlctl.coordinator.sqlite_journal import SqliteJournal
 from rlctl.launch.processes import Process, stop_all
 from rlctl.loops import LoopThread
 from rlctl.ports import Put
+from rlctl.transport import POLLED
 
 _POST_S = 60.0
 
@@ -30,6 +31,8 @@ class Peers:
 
     def __init__(self, directory: Path, count: int, message: bytes) -> None:
         """``message`` is what every peer is sent and sends back."""
+        if POLLED:
+            raise AssertionError("the streams would not be those of gRPC by itself")
         self._directory = directory
         self._count = count
         self._message = message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlctl.bench.fanout import ranked
+from rlctl.bench import ranked_stage
 from rlctl.bench.figures import Figure, Reading, Setting
 from rlctl.bench.null_fleet import START_S, until_routable
 from rlctl.bench.rounds import interleaved, median, ratios
@@ -32,7 +32,7 @@ def _measure(setting: Setting) -> Reading:
         for slot, ranks in RANKS.items():
             where = ["--coordinator", address, "--slot", slot, "--checkpoint", str(directory)]
             log = directory / f"{slot}.log"
-            processes.append(Process(slot, [*where, "--ranks", str(ranks)], log, {}, ranked.__name__))
+            processes.append(Process(slot, [*where, "--ranks", str(ranks)], log, {}, ranked_stage.__name__))
         for process in processes:
             process.announced(START_S)
         with connect(address) as fleet:

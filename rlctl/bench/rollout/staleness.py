@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
-import grpc.aio
 
 from rlctl.bench.figures import Reading, Setting
 from rlctl.bench.rollout import clients
@@ -16,6 +15,7 @@ from rlctl.client import aio
 from rlctl.errors import Reason
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.transport import grpc
 from rlctl.transport.status import from_grpc
 from rlctl.v1.common_pb2 import PAUSE_MODE_RETRACT
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import cycle
 
-import grpc.aio
-
 from rlctl import loops
 from rlctl.client import aio
 from rlctl.client.generation import build_request
 from rlctl.process import announce, end_with_parent, stop_event
 from rlctl.rollout.progress import begin
+from rlctl.transport import grpc
 from rlctl.transport.channel import open_channel
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub

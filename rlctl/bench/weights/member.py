@@ -16,10 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from rlctl.loops import LoopThread
+from rlctl.transport import grpc
 
 DIRECTORY = "RLCTL_BENCH_MEMBERS"
 """Environment variable: directory in which every member leaves its service's port, in a file named by its pid."""

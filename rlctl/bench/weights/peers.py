@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 import torch.distributed as dist
 
 from rlctl.bench.weights.member import SERVICE, TIMEOUT
+from rlctl.transport import grpc
 
 _CALL_S = 120.0
 

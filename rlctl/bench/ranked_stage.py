@@ -1,4 +1,4 @@
-"""A stage of several ranks in one process: ``python -m rlctl.bench.fanout.ranked``.
+"""A stage of several ranks in one process: ``python -m rlctl.bench.ranked_stage``.
 
 Rank 0 reaches the others as it does between machines, each over a gRPC link of its own; the engine is the fake one.
 """
