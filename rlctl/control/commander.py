@@ -11,7 +11,7 @@ from google.protobuf.any_pb2 import Any
 
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Link
-from rlctl.times import duration
+from rlctl.times import set_duration
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
 from rlctl.v1.control_pb2 import (
     Attach,
@@ -151,7 +151,7 @@ class Commander:
         command = message.command
         command.command_id = issued.command_id
         command.operation_id = issued.operation_id
-        command.time_remaining.CopyFrom(duration(taken_along(remaining)))
+        set_duration(command.time_remaining, taken_along(remaining))
         command.request.CopyFrom(issued.request)
         self._send(message)
         self._pending[issued.command_id] = issued

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 from collections import OrderedDict
@@ -80,6 +81,7 @@ class _Record:
         result: what came of it then, serialised: a tenth of the memory that the task with its message takes.
         accepted: whether it will be carried out.
         watchers: who is told when it is accepted.
+        askers: who is told what came of it.
     """
 
     digest: bytes
@@ -87,6 +89,7 @@ class _Record:
     result: bytes = b""
     accepted: bool = False
     watchers: list[Callable[[], None]] = field(default_factory=list)
+    askers: list[Callable[[CommandResult], None]] = field(default_factory=list)
 
     def accept(self) -> None:
         """It will be carried out: tell those who watch, once."""
@@ -94,10 +97,12 @@ class _Record:
         while self.watchers:
             self.watchers.pop(0)()
 
-    def end(self, result: bytes) -> None:
-        """It has ended."""
-        self.task, self.result = None, result
+    def end(self, result: CommandResult, body: bytes) -> None:
+        """It has ended: tell those who asked."""
+        self.task, self.result = None, body
         self.watchers.clear()
+        while self.askers:
+            self.askers.pop(0)(result)
 
 
 class Executor:
@@ -194,7 +199,7 @@ class Executor:
         return max(1, int(self._clock.now() * 1e6))
 
     def _obey(self, link: Link[ControlResponse, ControlRequest], command: Command) -> None:
-        """Carry a command out; its answer follows over the same link. No task waits for it: a callback answers."""
+        """Carry a command out; its answer follows over the same link. No task waits for it: whoever ends it answers."""
 
         def accepted() -> None:
             _reply(link, ControlResponse(accepted=CommandAccepted(command_id=command.command_id)))
@@ -209,12 +214,11 @@ class Executor:
         if record.task is None:
             self._answer(link, command, CommandResult.FromString(record.result))
         else:
-            record.task.add_done_callback(
-                lambda done: None if done.cancelled() else self._answer(link, command, done.result())
-            )
+            record.askers.append(functools.partial(self._answer, link, command))
 
     def _answer(self, link: Link[ControlResponse, ControlRequest], command: Command, result: CommandResult) -> None:
-        response = ControlResponse(result=result, sent_at=self._now())
+        response = ControlResponse(sent_at=self._now())
+        response.result.CopyFrom(result)
         response.result.command_id = command.command_id
         _reply(link, response)
 
@@ -237,9 +241,9 @@ class Executor:
         if len(body) > MOST_BYTES:
             result = self._commanded.refuse(_too_large(len(body), OUTCOME_UNKNOWN if mutates else OUTCOME_REJECTED))
             body = result.SerializeToString()
-        record.end(body)
-        if len(record.result) > REMEMBERED_BYTES and not mutates:
+        if len(body) > REMEMBERED_BYTES and not mutates:
             self._records.pop(call.command_id, None)  # whoever asks again has it carried out again
+        record.end(result, body)
         return result
 
     def _forget(self) -> None:

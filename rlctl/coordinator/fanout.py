@@ -108,7 +108,8 @@ class Fanout:
                     async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
                         await everybody
             for slot, (answer, command_id) in waiting.items():
-                file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))
+                if slot not in results:
+                    file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))
         finally:
             given_up = True
         if changes and verb.waits:

@@ -16,7 +16,7 @@ from rlctl.ports import Clock, Link
 from rlctl.stage.facts import Facts
 from rlctl.stage.relay import Relay
 from rlctl.stage.serving import Serving
-from rlctl.times import duration, seconds
+from rlctl.times import seconds, set_duration
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_UNSPECIFIED,
@@ -157,7 +157,7 @@ class Stage:
             result = await self._carry_out(of_request(request), request, call)
         except RlctlError as error:
             result = self._refused(error)
-        result.stage.elapsed.CopyFrom(duration(self._clock.now() - started))
+        set_duration(result.stage.elapsed, self._clock.now() - started)
         return result
 
     def refuse(self, error: RlctlError) -> CommandResult:
