@@ -124,7 +124,10 @@ def acknowledged(result: StageResult, *, update: bool) -> bool:
 
 def of_targets(results: Sequence[StageResult], *, update: bool = False) -> OperationState.ValueType:
     """State in which an operation ends, from one result per target."""
-    if any(result.outcome in (OUTCOME_UNKNOWN, common_pb2.OUTCOME_UNSPECIFIED) for result in results):
+    outcomes = {result.outcome for result in results}
+    if outcomes == {OUTCOME_APPLIED}:
+        return OPERATION_STATE_OK
+    if not outcomes.isdisjoint((OUTCOME_UNKNOWN, common_pb2.OUTCOME_UNSPECIFIED)):
         return OPERATION_STATE_UNKNOWN
     confirmed = sum(acknowledged(result, update=update) for result in results)
     if confirmed == len(results) and results:

@@ -35,6 +35,10 @@ _WITHOUT_RANKS = (OUTCOME_REJECTED, OUTCOME_SKIPPED, OUTCOME_NOT_SENT, OUTCOME_U
 """Outcomes that a stage may answer with, or that the coordinator gives, before any rank was asked."""
 
 
+AT_ONCE = 8
+"""So many commands are issued before those are let go out: the first stages are at work while the rest is issued."""
+
+
 class Fanout:
     """Sends verbs to stages over their links."""
 
@@ -42,6 +46,7 @@ class Fanout:
         self._roster = roster
         self._peers = peers
         self._clock = clock
+        self._turn = asyncio.Lock()
 
     async def run(
         self,
@@ -71,7 +76,7 @@ class Fanout:
         changes = verb.mutates(request)
         results: dict[Slot, StageResult] = {}
         waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
-        unanswered: set[Slot] = set()
+        unanswered = set(slots)
         everybody: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         given_up = False
 
@@ -86,10 +91,7 @@ class Fanout:
                 results[slot] = self._vetted(slot, verb, result, changes=changes, mutates=changes and not aside)
                 on_result(results[slot])
 
-        # No task for each stage, and no wait: of many stages, they would cost as much as their commands. Nothing is
-        # awaited between them either: whether the journal is still this coordinator's is asked once for all.
-        succeeded = self._peers.succession()
-        for slot in slots:
+        def issue(slot: Slot, succeeded: RlctlError | None) -> None:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
             try:
                 self._refuse_incapable(slot, request)
@@ -97,13 +99,24 @@ class Fanout:
                     raise succeeded
                 issued = self._peers.issue(slot, command_id, operation_id, packed, deadline, again=again)
             except RlctlError as error:
+                unanswered.discard(slot)
                 file(slot, self._failed(slot, error))
             else:
                 waiting[slot] = issued.result, command_id
-                unanswered.add(slot)
                 issued.result.add_done_callback(functools.partial(settle, slot))
+
+        # No task for each stage, and no wait: of many stages, they would cost as much as their commands. But the first
+        # ones are let go out while the rest is issued. No other fan-out comes between: all stages hear of two in the
+        # same order.
         try:
-            if waiting:
+            async with self._turn:
+                for first in range(0, len(slots), AT_ONCE):
+                    if first:
+                        await asyncio.sleep(0)
+                    succeeded = self._peers.succession()  # nothing is awaited between this and what is sent
+                    for slot in slots[first : first + AT_ONCE]:
+                        issue(slot, succeeded)
+            if unanswered:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
                         await everybody

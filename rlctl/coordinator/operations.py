@@ -103,13 +103,15 @@ class Run:
         there may be such targets; without it that is a defect.
         """
         operation = self.operation
-        answered = {result.slot for result in operation.stage_results}
-        for name in operation.targets:
-            if name not in answered:
-                missing = cause or Reason.INTERNAL.error("no result was filed for this target")
-                self.add(StageResult(slot=name, outcome=OUTCOME_UNKNOWN, error=missing.detail()))
-        operation.state = of_targets(operation.stage_results, update=update)
-        error = explain_operation(operation, update=update)
+        filed = list(operation.stage_results)  # each time that it is walked through makes a thousand objects
+        missing = set(operation.targets).difference(result.slot for result in filed)
+        if missing:
+            unfiled = cause or Reason.INTERNAL.error("no result was filed for this target")
+            for name in (name for name in operation.targets if name in missing):
+                self.add(StageResult(slot=name, outcome=OUTCOME_UNKNOWN, error=unfiled.detail()))
+            filed = list(operation.stage_results)
+        operation.state = of_targets(filed, update=update)
+        error = explain_operation(operation, update=update) if operation.state != OPERATION_STATE_OK else None
         if error is not None:
             operation.error.CopyFrom(error)
 
