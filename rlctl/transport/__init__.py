@@ -16,7 +16,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _CHOICE = "GRPC_EXPERIMENTS"
 _POLLED = "-event_engine_client,-event_engine_listener"
-_KNOWN_UP_TO = (1, 85)
+KNOWN_UP_TO = (1, 85)
 """Releases that have this choice. A later one may take the names for a mistake, and say so on stderr."""
 
 
@@ -25,7 +25,7 @@ def _import() -> bool:
     the sockets itself. Since then others do, which have to wake it for every message: a sixth of what a command costs.
     """
     release = tuple(int(part) for part in version("grpcio").split(".")[:2])
-    if "grpc" in sys.modules or _CHOICE in os.environ or release > _KNOWN_UP_TO:
+    if "grpc" in sys.modules or _CHOICE in os.environ or release > KNOWN_UP_TO:
         return False
     os.environ[_CHOICE] = _POLLED
     try:

@@ -6,10 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+from rlctl import transport
+
 CALLS = 300
+RELEASE = tuple(int(part) for part in version("grpcio").split(".")[:2])
+
+can_choose = pytest.mark.skipif(
+    RELEASE > transport.KNOWN_UP_TO, reason="of this release of gRPC it is not known whether it has the choice"
+)
 
 ECHO = """
 import asyncio, json, os, pathlib, sys
@@ -46,21 +54,35 @@ asyncio.run(main())
 """
 
 
-def echoed(first: str = "", **variables: str) -> tuple[bool, int, bool]:
-    code = ECHO.format(first=first, calls=CALLS)
+def run(code: str, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"} | variables
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, timeout=60.0
     )
     assert done.stderr == ""
-    polled, woken, inherited = json.loads(done.stdout)
+    return done.stdout
+
+
+def echoed(first: str = "", **variables: str) -> tuple[bool, int, bool]:
+    polled, woken, inherited = json.loads(run(ECHO.format(first=first, calls=CALLS), **variables))
     return polled, woken, inherited
 
 
+@can_choose
 def test_nobody_is_woken_for_a_message_but_who_waits_for_it() -> None:
     polled, woken, inherited = echoed()
     assert (polled, inherited) == (True, False)
     assert woken < CALLS / 2
+
+
+@can_choose
+@pytest.mark.parametrize(
+    "module",
+    ["coordinator.server", "stage.server", "worker.server", "gateway.workers", "client.fleet", "client.aio", "embed"],
+)
+def test_whatever_is_imported_first_imports_grpc_by_the_one_door(module: str) -> None:
+    code = f"import rlctl.{module}\nfrom rlctl.transport import POLLED\nprint(POLLED)"
+    assert run(code) == "True\n"
 
 
 @pytest.mark.parametrize(
