@@ -27,6 +27,7 @@ from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader, Target
+from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.fleet_pb2 import StageRegistration
 from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
 from rlctl.v1.results_pb2 import (
@@ -461,9 +462,9 @@ async def test_an_answer_that_contradicts_itself_is_unknown(
     stage = fleet.stages["b"]._stage
     truth = stage._result
 
-    def lying(*arguments: Any) -> StageResult:
+    def lying(*arguments: Any) -> CommandResult:
         result = truth(*arguments)
-        lie(result)
+        lie(result.stage)
         return result
 
     stage._result = lying  # type: ignore[method-assign]
