@@ -47,6 +47,8 @@ class Fanout:
         self._peers = peers
         self._clock = clock
         self._turn = asyncio.Lock()
+        self._withdrawn: dict[tuple[str, str], bool] = {}
+        """Operations' steps that are being issued: whether what is left of them is not to be sent any more."""
 
     async def run(
         self,
@@ -72,7 +74,6 @@ class Fanout:
         again; otherwise that is raised, since nothing may be decided that a crash would let it be forgotten for.
         """
         verb = of_request(request)
-        packed = self._pack(request)
         changes = verb.mutates(request)
         results: dict[Slot, StageResult] = {}
         waiting: dict[Slot, tuple[asyncio.Future[CommandResult], str]] = {}
@@ -91,12 +92,12 @@ class Fanout:
                 results[slot] = self._vetted(slot, verb, result, changes=changes, mutates=changes and not aside)
                 on_result(results[slot])
 
-        def issue(slot: Slot, succeeded: RlctlError | None) -> None:
+        def issue(slot: Slot, packed: Any, obstacle: RlctlError | None) -> None:
             command_id = f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}"
             try:
                 self._refuse_incapable(slot, request)
-                if succeeded is not None:
-                    raise succeeded
+                if obstacle is not None:
+                    raise obstacle
                 issued = self._peers.issue(slot, command_id, operation_id, packed, deadline, again=again)
             except RlctlError as error:
                 unanswered.discard(slot)
@@ -107,15 +108,22 @@ class Fanout:
 
         # No task for each stage, and no wait: of many stages, they would cost as much as their commands. But the first
         # ones are let go out while the rest is issued. No other fan-out comes between: all stages hear of two in the
-        # same order.
+        # same order. Under which epoch, whether the journal is still this coordinator's and whether somebody has
+        # cancelled is asked anew after each time that others may have had their say.
+        self._withdrawn[operation_id, step] = False
         try:
             async with self._turn:
+                epoch, packed = self._roster.epoch, self._pack(request)
                 for first in range(0, len(slots), AT_ONCE):
                     if first:
                         await asyncio.sleep(0)
-                    succeeded = self._peers.succession()  # nothing is awaited between this and what is sent
+                    if epoch != self._roster.epoch:
+                        epoch, packed = self._roster.epoch, self._pack(request)
+                    obstacle = self._peers.succession()
+                    if obstacle is None and self._withdrawn[operation_id, step]:
+                        obstacle = Reason.CANCELLED.error("cancelled before it was sent", outcome=OUTCOME_REJECTED)
                     for slot in slots[first : first + AT_ONCE]:
-                        issue(slot, succeeded)
+                        issue(slot, packed, obstacle)
             if unanswered:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
@@ -125,6 +133,7 @@ class Fanout:
                     file(slot, self._answer(slot, answer) if answer.done() else self._late(slot, command_id))
         finally:
             given_up = True
+            self._withdrawn.pop((operation_id, step), None)
         if changes and verb.waits:
             spoiling = (OUTCOME_DIRTY,) if aside else (OUTCOME_UNKNOWN, OUTCOME_DIRTY)
             spoilt = {slot: r.error for slot, r in results.items() if r.outcome in spoiling}
@@ -140,7 +149,9 @@ class Fanout:
         return [results[slot] for slot in slots]
 
     def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
-        """Ask stages to give up a command that they have not started."""
+        """Ask stages to give up a command that they have not started; what is not sent yet is not sent at all."""
+        if (operation_id, step) in self._withdrawn:
+            self._withdrawn[operation_id, step] = True
         for slot in slots:
             self._peers.cancel(slot, f"{operation_id}/{slot.name}/{slot.record.incarnation}/{step}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 # gRPC would take part in forks, though what has asyncio does not survive one: where its threads were at work then, the
 # child ended in a segmentation fault, whatever it was for (1.85). It reads this when the first channel is made.
@@ -20,12 +20,19 @@ KNOWN_UP_TO = (1, 85)
 """Releases that have this choice. A later one may take the names for a mistake, and say so on stderr."""
 
 
+def _known() -> bool:
+    try:
+        major, minor = version("grpcio").split(".")[:2]
+        return (int(major), int(minor)) <= KNOWN_UP_TO
+    except (PackageNotFoundError, ValueError):  # built by somebody, or into something, in a way of their own
+        return False
+
+
 def _import() -> bool:
     """Import gRPC; whether it was told to poll as it did up to 1.79: the thread that waits for completions waits for
     the sockets itself. Since then others do, which have to wake it for every message: a sixth of what a command costs.
     """
-    release = tuple(int(part) for part in version("grpcio").split(".")[:2])
-    if "grpc" in sys.modules or _CHOICE in os.environ or release > KNOWN_UP_TO:
+    if "grpc" in sys.modules or _CHOICE in os.environ or not _known():
         return False
     os.environ[_CHOICE] = _POLLED
     try:
