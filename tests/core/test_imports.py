@@ -127,6 +127,14 @@ def test_the_cores_know_neither_transport_nor_storage(core: str) -> None:
             assert not name.startswith("rlctl.transport"), f"{path} imports {name}"
 
 
+def test_grpc_comes_in_by_one_door() -> None:
+    within = ("rlctl/transport/", "rlctl/v1/", "rlctl/bench/fanout/")  # behind it; what is generated; who stay outside
+    for path in modules("rlctl"):
+        place = path.relative_to(ROOT).as_posix()
+        taken = {name for name in imported(path) if name.split(".")[0] == "grpc"}
+        assert not taken or place.startswith(within), f"{place} imports {taken}: from rlctl.transport import grpc"
+
+
 def test_importing_rlctl_loads_neither_grpc_nor_torch() -> None:
     code = "import rlctl, rlctl.cli.main, sys; print([m for m in ('grpc', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
