@@ -12,7 +12,16 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.state import state_directory
-from rlctl.cli.types import LEVEL, pairs
+from rlctl.cli.types import DEVICE, LEVEL, pairs
+
+DEVICE_OPTION = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=DEVICE,
+    metavar="auto|cpu|cuda|cuda:N",
+    help="What it computes on; auto: GPUs, if any.",
+)
 
 
 def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +42,7 @@ def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--engine", default="torch", show_default=True, help="Engine plug-in."),
         click.option("--model-path", required=True, help="Directory of the checkpoint."),
         click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks."),
-        click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:N."),
+        DEVICE_OPTION,
         click.option("--dtype", default="auto", show_default=True, help="Dtype to hold the weights in."),
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE", help="Setting of the plug-in.  [repeatable]"
@@ -138,10 +147,12 @@ def stage(
 ) -> None:
     """Run a stage server: rank 0 of one engine."""
     from rlctl.engine import EngineConfig, brings_ranks
+    from rlctl.launch import devices
     from rlctl.process import announce
     from rlctl.stage.server import StageConfig, StageServer
     from rlctl.transport.auth import load_token
 
+    device = devices.of_process(device, engine, 0)
     nodes = 1 + len(followers) if brings_ranks(engine) else 1
     config = StageConfig(
         slot=slot,
@@ -190,10 +201,12 @@ def worker(
 ) -> None:
     """Run a follower rank; its engine starts when rank 0 attaches, and it ends when rank 0 is gone."""
     from rlctl.engine import EngineConfig
+    from rlctl.launch import devices
     from rlctl.process import announce
     from rlctl.transport.auth import load_token
     from rlctl.worker.server import WorkerConfig, WorkerServer
 
+    device = devices.of_process(device, engine, rank)
     config = WorkerConfig(
         engine=engine,
         engine_config=EngineConfig(model_path, rank, tp_size, node, device, dtype, pairs(options)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from rlctl.cli.serve import serve
+from rlctl.cli.serve import DEVICE_OPTION, serve
 from rlctl.cli.types import DURATION, LEVEL, pairs
 
 
@@ -33,7 +33,7 @@ from rlctl.cli.types import DURATION, LEVEL, pairs
     "--vllm-arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of the launched vLLM.  [repeatable]"
 )
 @click.option("--tp-size", default=1, show_default=True, type=click.IntRange(1), help="Its tensor-parallel ranks.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:N.")
+@DEVICE_OPTION
 @click.option("--python", default="", help="Interpreter that vLLM is installed for.  [default: RLCTL_VLLM_VENV's]")
 @click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Until it must be ready.")
 @click.option("--token-file", default="", help="Token that admin verbs ask for. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
@@ -63,6 +63,7 @@ def sidecar_vllm(
     from rlctl_vllm.sidecar.serving import SidecarConfig, SidecarServer
 
     from rlctl.addresses import refuse_insecure, split
+    from rlctl.launch import devices
     from rlctl.process import announce
     from rlctl.transport.auth import load_token
 
@@ -76,7 +77,7 @@ def sidecar_vllm(
         port=port,
         arguments=pairs(arguments),
         tp_size=tp_size,
-        device=device,
+        device=devices.of_process(device, "vllm", 0),
         python=python,
         start_s=start_timeout,
         api_key_file=api_key_file,

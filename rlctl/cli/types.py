@@ -24,6 +24,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 LONGEST_S = 10 * 365 * 86400.0
 """Timers and deadlines hold some hundred years at most."""
 _NUMBERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
 
 
@@ -69,6 +70,21 @@ class NumbersType(ParamType):
 
 
 NUMBERS = NumbersType()
+
+
+class DeviceType(ParamType):
+    """A device to compute on: auto, cpu, cuda or cuda:N. Converts to the same word."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The word."""
+        if not _DEVICE.fullmatch(str(value)):
+            self.fail(f"{value!r} is none of auto, cpu, cuda or cuda:N", param, ctx)
+        return str(value)
+
+
+DEVICE = DeviceType()
 
 
 class LevelType(ParamType):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.engine import spans_nodes
+from rlctl.launch.devices import kind
 from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation, rank_arguments
 from rlctl.topology.context import whole
 from rlctl.topology.groups import BOOTSTRAP
@@ -228,7 +229,7 @@ def plan(
                 held = free.get(name, [])
                 held += [place for _ in range(group.num_gpus - len(held)) for place in places.take(1)]
                 reserved[name] = tuple(map(places.cell, held))
-                placeholders.append(Reservation(name, group.num_gpus, _device(group, gpus), tuple(held)))
+                placeholders.append(Reservation(name, group.num_gpus, kind(group.device, gpus), tuple(held)))
             for spec in of_group[slot_stem(model, group)]:
                 if not spec.attached:
                     specs[spec.slot] = replace(spec, gpus=kept.get(spec.slot) or places.take(spec.ranks))
@@ -339,7 +340,7 @@ def _spec(
         model=model.name,
         engine=model.engine,
         tp_size=max(group.num_gpus_per_engine // group.pp_size, 1),
-        device=_device(group, gpus),
+        device=kind(group.device, gpus),
         options=options,
         environment=group.environment,
         frozen=not model.update_weights,
@@ -359,10 +360,6 @@ def _nodes(topology: Topology, model: Model, group: Group) -> int:
     if topology.launcher != "ray" or group.external or not spans_nodes(model.engine):
         return 1
     return max(group.num_gpus_per_engine // topology.num_gpus_per_node, 1)
-
-
-def _device(group: Group, gpus: int) -> str:
-    return ("cuda" if gpus else "cpu") if group.device == "auto" else group.device
 
 
 def _disaggregation(group: Group, port: int) -> dict[str, str]:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from rlctl.cli import fields, results, text
 from rlctl.cli.output import plain_data
-from rlctl.cli.types import DURATION, LEVEL, EnumType
+from rlctl.cli.types import DEVICE, DURATION, LEVEL, EnumType
+from rlctl.engine import EngineConfig
+from rlctl.launch import devices
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration
@@ -50,6 +52,50 @@ def test_a_server_refuses_a_level_that_there_is_not(words: str) -> None:
     ran = run(*words.split(), "--log-level", "loud")
     assert ran.code == 2
     assert "Invalid value for '--log-level': 'loud'" in ran.err
+
+
+_SERVERS = {
+    "stage --slot a --model-path /": "rlctl.stage.server.StageConfig",
+    "worker --rank 1 --model-path /": "rlctl.worker.server.WorkerConfig",
+    "worker --rank 1 --model-path / --engine sglang": "rlctl.worker.server.WorkerConfig",
+    "sidecar vllm --launch /": "rlctl_vllm.sidecar.serving.SidecarConfig",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "device"),
+    [
+        *((0, words, "cpu") for words in _SERVERS),
+        *((2, f"{words} --device cpu", "cpu") for words in _SERVERS),
+        *((2, f"{words} --device cuda:5", "cuda:5") for words in _SERVERS),
+        (2, "stage --slot a --model-path /", "cuda:0"),
+        (2, "worker --rank 1 --model-path /", "cuda:1"),
+        (2, "worker --rank 1 --model-path / --device cuda", "cuda:1"),
+        (1, "worker --rank 1 --model-path /", "cuda:0"),  # on a second host, or where one GPU is shown to it
+        (2, "worker --rank 1 --model-path / --engine sglang", "cuda"),  # which has both GPUs of its node
+        (2, "sidecar vllm --launch /", "cuda"),
+    ],
+)
+def test_a_server_started_by_hand_computes_on_the_gpus_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, words: str, device: str
+) -> None:
+    chosen: list[str] = []
+
+    def config(*positional: object, **named: object) -> None:
+        engine = next((v for v in (*positional, *named.values()) if isinstance(v, EngineConfig)), None)
+        chosen.append(str(named["device"]) if engine is None else engine.device)
+        raise click.exceptions.Exit(0)
+
+    monkeypatch.setattr(devices, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(next(_SERVERS[known] for known in _SERVERS if words.startswith(known)), config)
+    assert run(*words.split()).code == 0
+    assert chosen == [device]
+
+
+@pytest.mark.parametrize("written", ["", "gpu", "cpux", "cuda0", "cuda:", "cuda:x", "cuda:-1"])
+def test_a_device_that_there_is_not_is_refused(written: str) -> None:
+    with pytest.raises(click.BadParameter, match="auto, cpu, cuda or cuda:N"):
+        DEVICE.convert(written, None, None)
 
 
 @pytest.mark.parametrize("written", ["99999999999999h", "9" * 400])
