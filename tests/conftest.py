@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,6 +43,20 @@ def _engines_are_forked() -> Iterator[None]:
         patch.setattr(processes, "subprocess", standing_in())
         yield
     NURSERY.close()
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Default dispositions of the signals that a test sends.
+
+    A background shell and nohup start the tests with some of them ignored, which processes inherit.
+    """
+    handlers: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    handlers[signal.SIGINT] = signal.default_int_handler
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def test_a_wait_in_pieces_ends_with_what_the_work_ends_with(loop: LoopThread, mo
         loop.call(end(True))
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_an_interrupt_says_farewell_once_and_restores_the_handlers() -> None:
     said = []
     before = signal.getsignal(signal.SIGINT)

@@ -24,7 +24,7 @@ from rlctl.launch import processes
 from rlctl.launch.fleet import LaunchedFleet
 from rlctl.launch.processes import STOP_S
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("default_signals")]
 
 WAIT_S = 60.0
 
@@ -275,8 +275,6 @@ def test_a_new_fleet_starts_with_versions_of_its_own(up: list[str], checkpoint: 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_fleet_in_the_foreground_goes_down_on_a_signal(up: list[str], number: int, code: int) -> None:
-    if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("the tests run under nohup, or in the background")
     process = start(*up, "-o", "jsonl")
     fleet = json.loads(read_until(process.stdout, '"ready"'))
     process.send_signal(number)

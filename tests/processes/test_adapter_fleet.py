@@ -6,7 +6,6 @@ import copy
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from answers import of_each
 from loras import CONFIG, lora, merged_says, save
+from up_helpers import restarted
 
 from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import encode
@@ -125,14 +125,7 @@ def test_a_stage_that_comes_back_gets_what_a_trainer_sent_from_another(
     for name, given in (("math", tensors), ("code", other)):
         publisher.update(given.items(), version=f"{name}-{slot}", adapter=name, adapter_config=CONFIG)
     publisher.close()
-    torch_fleet.restart(slot)
-
-    def serves() -> bool:
-        stages = fleet.status().stages
-        return len(stages) == 2 and all(stage.routable and len(stage.report.adapters) == 2 for stage in stages)
-
-    with closing(fleet.watch()) as events:
-        next(event for event in events if serves())
+    restarted(torch_fleet, fleet, slot, lambda stage: len(stage.report.adapters) == 2)
     assert generated(fleet, "math") == [(merged_says(tiny[0], PROMPT, tensors), {f"math-{slot}"})] * 2
     assert generated(fleet, "code") == [(merged_says(tiny[0], PROMPT, other), {f"code-{slot}"})] * 2
     for name in ("math", "code"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import greedy
 from trainers import PP_TP, train
+from up_helpers import restarted
 
 import rlctl
 from rlctl.client.fleet import Fleet
@@ -72,9 +73,7 @@ def test_the_others_go_on_without_an_engine_that_dies(three: LaunchedFleet) -> N
         # holds the same parts as c, engine a does not.
         parts = [stage.registration.layout.shards_sha256 for stage in stages.values()]
         assert parts[1] == parts[2] != parts[0]
-        three.restart("c")
-        with closing(fleet.watch()) as events:
-            next(event for event in events if fleet.status().stages[2].routable)
+        restarted(three, fleet, "c")
         assert held(fleet) == {rlctl.model_digest(model)}
         assert fleet.status().stages[2].incarnation > before[2]
         assert fleet.status().models[0].latest.label == "without-c"
@@ -102,9 +101,7 @@ def test_several_sources_start_over_without_an_engine_that_dies(three: LaunchedF
             stages = {stage.registration.slot: stage for stage in fleet.status().stages}
             assert {slot: stage.routable for slot, stage in stages.items()} == {"a": True, "b": True, "c": False}
             assert fleet.status().models[0].latest.label == f"seed-{seeds[-1]}"
-            three.restart("c")
-            with closing(fleet.watch()) as events:
-                next(event for event in events if fleet.status().stages[2].routable)
+            restarted(three, fleet, "c")
             assert held(fleet) == {wanted[-1]}
 
 
@@ -123,9 +120,7 @@ def test_without_a_quorum_nothing_is_served_and_the_rest_is_helped_by_the_next_u
         assert result.operation.state == OPERATION_STATE_PARTIAL
         assert held(fleet, "b", "c") == {rlctl.model_digest(demo_tiny.make(seed=3))}
         # Two ranks are healed from one.
-        three.restart("a")
-        with closing(fleet.watch()) as events:
-            next(event for event in events if fleet.status().stages[0].routable)
+        restarted(three, fleet, "a")
         assert held(fleet) == {rlctl.model_digest(demo_tiny.make(seed=3))}
         publisher.close()
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import changed
 from test_torch_fleet import all_generate_like, digests
+from up_helpers import restarted
 
 import rlctl
-from rlctl.client.fleet import Fleet
 from rlctl.demo.tiny import save
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 
@@ -28,12 +27,6 @@ def two(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LaunchedFleet]:
         yield fleet
 
 
-def routable_again(two: LaunchedFleet, fleet: Fleet, slot: str) -> None:
-    two.restart(slot)
-    with closing(fleet.watch()) as events:
-        next(event for event in events if all(stage.routable for stage in fleet.status().stages))
-
-
 def test_every_rank_gets_its_own_part_from_the_same_rank_of_another_engine(
     two: LaunchedFleet, tiny: tuple[Any, Path]
 ) -> None:
@@ -45,7 +38,7 @@ def test_every_rank_gets_its_own_part_from_the_same_rank_of_another_engine(
         with fleet.publisher("actor") as publisher:
             publisher.update(model, version="one")
         for slot in ("b", "a"):
-            routable_again(two, fleet, slot)
+            restarted(two, fleet, slot)
             (heal,) = (each for each in fleet.operations(verb="HealStage") if slot in each.targets)
             (healed,) = heal.stage_results
             received = [rank.weights.bytes_received for rank in healed.rank_results]
@@ -70,7 +63,7 @@ def test_a_version_whose_checkpoint_is_no_longer_there_comes_from_another_engine
         shutil.rmtree(latest)
         if becomes == "overwritten":
             save(changed(tiny[0], seed=3), latest)
-        routable_again(two, fleet, "a")
+        restarted(two, fleet, "a")
         assert digests(fleet) == {rlctl.model_digest(model)}
         healed, failed = (each for each in fleet.operations(verb="HealStage") if "a" in each.targets)
         assert (healed.error.reason, bool(failed.error.reason)) == ("", True)

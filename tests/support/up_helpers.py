@@ -18,6 +18,7 @@ import pytest
 from rlctl.cli import state
 from rlctl.client.fleet import Fleet
 from rlctl.errors import RlctlError
+from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1.fleet_pb2 import Stage
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi-model.yaml"
@@ -44,6 +45,25 @@ def when(fleet: Fleet, condition: Callable[[dict[str, Stage]], object]) -> dict[
             if condition(now):
                 return now
     raise AssertionError("the coordinator ended the watch")
+
+
+def restarted(
+    launched: LaunchedFleet, fleet: Fleet, slot: str, serves: Callable[[Stage], object] = lambda stage: True
+) -> dict[str, Stage]:
+    """Restart an engine and wait until every stage of the fleet is routable and ``serves``; the stages by slot.
+
+    The status right after the restart may be the one of the former process: the new incarnation is waited for.
+    """
+    before = next(stage.incarnation for stage in fleet.status().stages if stage.registration.slot == slot)
+    launched.restart(slot)
+    return when(
+        fleet,
+        lambda now: (
+            slot in now
+            and now[slot].incarnation > before
+            and all(stage.routable and serves(stage) for stage in now.values())
+        ),
+    )
 
 
 def known(name: str) -> state.FleetState:
