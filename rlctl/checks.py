@@ -21,7 +21,7 @@ from rlctl import fingerprints, vllm_transfer
 from rlctl.errors import Reason, RlctlError
 from rlctl.sampling import check_levels
 from rlctl.times import seconds
-from rlctl.v1 import coordinator_pb2, rollout_pb2, update_pb2, verbs_pb2
+from rlctl.v1 import common_pb2, coordinator_pb2, rollout_pb2, update_pb2, verbs_pb2
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PROMPTS = 256
@@ -335,6 +335,22 @@ def _options(options: verbs_pb2.UpdateOptions, field: str = "options") -> None:
         _probe(options.probe, f"{field}.probe")
 
 
+def _adapter_options(options: verbs_pb2.UpdateOptions) -> None:
+    """An adapter's tensors are digested where they are staged. No other evidence of them is computed."""
+    if options.HasField("probe"):
+        raise Reason.FIELD_CONFLICT.error(
+            "a probe is computed without adapters, so it says nothing of this one",
+            field="options.probe",
+            next_step="Leave the probe out: the digest of an adapter's tensors is verified.",
+        )
+    if options.verify in (common_pb2.VERIFICATION_LEVEL_PROBE, common_pb2.VERIFICATION_LEVEL_RECEIVED):
+        raise Reason.FIELD_CONFLICT.error(
+            "an adapter is verified by the digest of what is staged",
+            field="options.verify",
+            next_step="Leave it out, or ask for expected, replica or none.",
+        )
+
+
 def _digest(value: str, field: str) -> None:
     if value and (len(value) != 64 or set(value) - set("0123456789abcdef")):
         raise _invalid(f"{field} is not a SHA-256 in lower-case hex", field)
@@ -393,6 +409,7 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
                 field="adapter_config",
                 next_step="One that lies on disk is loaded with LoadAdapter.",
             )
+        _adapter_options(request.options)
     elif request.adapter or request.HasField("adapter_config"):
         raise Reason.FIELD_CONFLICT.error("an adapter is named, but the update is not of kind ADAPTER", field="kind")
     target = request.header.target

@@ -63,6 +63,7 @@ def _tables(operation: Operation) -> list[Table]:
                 ("Update", operation.update_id),
                 ("Version", text.version(operation.weight_version)),
                 ("Model digest", operation.model_digest),
+                ("Verified", text.evidence(operation.verification)),
                 ("Adapters", text.adapters(operation.adapters)),
                 ("Adapters dropped", ", ".join(operation.dropped_adapters)),
                 ("Paused", text.duration(operation.pause_time) if operation.HasField("pause_time") else ""),

@@ -162,7 +162,7 @@ def _stage(result: StageResult) -> Iterator[str]:
 def _proof(result: StageResult) -> Iterator[str]:
     ranks = result.rank_results
     yield text.name_of(Evidence.DESCRIPTOR, result.evidence)
-    yield text.name_of(VerificationLevel.DESCRIPTOR, result.verified)
+    yield text.evidence(result.verification) or text.name_of(VerificationLevel.DESCRIPTOR, result.verified)
     yield f"{sum(rank.outcome == OUTCOME_APPLIED for rank in ranks)}/{len(ranks)}" if ranks else ""
     yield _steps(ranks)
     yield text.duration(result.elapsed)

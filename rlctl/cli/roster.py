@@ -128,6 +128,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Version", text.version(model.latest)),
                 ("Admitted", text.joined(text.version(version) for version in model.admitted)),
                 ("Digest", model.model_digest),
+                ("Verified", text.evidence(model.verification)),
                 ("Checkpoint", model.checkpoint),
                 ("Adapters", text.adapters(model.adapters)),
                 ("Updatable", text.yes(model.updatable)),

@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.client.enums import short_name
 from rlctl.times import seconds
-from rlctl.v1.common_pb2 import ErrorDetail, WeightVersion
+from rlctl.v1.common_pb2 import VERIFICATION_LEVEL_NONE, ErrorDetail, Verification, VerificationLevel, WeightVersion
 from rlctl.v1.verbs_pb2 import Adapter
 
 
@@ -58,6 +58,13 @@ def version(value: WeightVersion) -> str:
 def adapters(values: Iterable[Adapter]) -> str:
     """Names and versions: math@a-1,code@a-3."""
     return joined(f"{value.name}@{value.version}" if value.version else value.name for value in values)
+
+
+def evidence(value: Verification) -> str:
+    """The evidence of each kind: EXPECTED,PROBE; NONE for none of either; "" where no update says."""
+    none = VERIFICATION_LEVEL_NONE
+    levels = [level for level in (value.held, value.computed) if level > none] or [max(value.held, value.computed)]
+    return joined(name_of(VerificationLevel.DESCRIPTOR, level) for level in levels if level)
 
 
 def error(detail: ErrorDetail) -> str:

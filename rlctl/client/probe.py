@@ -1,4 +1,4 @@
-"""What a trainer passes with an update so that it can be verified by what an engine computes."""
+"""Prompts and their log probabilities, which a trainer passes with an update so that every engine computes them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlctl.outcomes import acknowledged
-from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.common_pb2 import Verification, WeightVersion
 from rlctl.v1.results_pb2 import Operation
 
 
@@ -33,6 +33,13 @@ class UpdateResult:
     transfer_s: float
     pause_s: float
     total_s: float
+
+    @property
+    def verification(self) -> Verification:
+        """Evidence of each kind, the weakest among the targets that confirmed: ``held`` of the bytes that their ranks
+        hold, ``computed`` of what they compute. The operation has each target's own.
+        """
+        return self.operation.verification
 
     @property
     def left_out(self) -> dict[str, str]:

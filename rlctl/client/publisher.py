@@ -179,10 +179,12 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         ``adapters``: keep or drop those that are loaded when the base weights change; "" keeps. ``pause``: abort,
         retract, in_place, drain, or "" to refuse while requests are active (with ``adapter``: requests that use it);
         None: retract, for an adapter in_place, where requests that do not use it lose nothing. ``flush``: None empties
-        the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: "" for the
-        highest level that each target reaches, or expected, replica, received, probe, none. ``probe``: what level probe
-        compares. ``quorum``: targets that must confirm, 0 for all. ``retries``: times that the sources go through their
-        weights again after a group failed, without the targets that are gone. ``partial``: not every parameter is sent.
+        the caches; False keeps KV entries of the old weights. ``after``: resume, stay_paused. ``verify``: evidence of
+        the bytes that ranks hold: "" for the highest level that each target reaches, or expected, replica, received,
+        none; probe asks for the probe alone. ``probe``: log probabilities that the new weights give; every target
+        computes them before it serves, at every level of ``verify``. ``quorum``: targets that must confirm, 0 for all.
+        ``retries``: times that the sources go through their weights again after a group failed, without the targets
+        that are gone. ``partial``: not every parameter is sent.
         ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
         from it are sent, after a pass that digests all. ``selector``: of engines that have a draft model: target,
         draft, or all; "" for all. ``apply``: in_place, under the pause, or staged: into a second copy of the weights

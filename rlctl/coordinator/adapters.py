@@ -21,11 +21,9 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.outcomes import blame
 from rlctl.ports import Journal
 from rlctl.v1.common_pb2 import (
-    EVIDENCE_VERIFIED,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
-    VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
     WeightVersion,
 )
@@ -95,6 +93,7 @@ class FinishAdapter(Finish):
         failed = [slot for slot, r in zip(good, results, strict=True) if r.outcome != OUTCOME_APPLIED]
         await session.step(AbortUpdateRequest(reason=NOT_CONFIRMED), failed, cleanup=True)
         run.operation.weight_version.CopyFrom(session.record.plan.version)
+        run.operation.verification.CopyFrom(self._evidence(run))
         run.operation.adapters.extend(record.adapters)
 
     async def _put(self, run: Run, slots: Sequence[Slot]) -> list[StageResult]:
@@ -108,12 +107,7 @@ class FinishAdapter(Finish):
             raise
         for result in results:
             if result.outcome == OUTCOME_APPLIED:
-                level = self._levels.get(result.slot, VERIFICATION_LEVEL_NONE)
-                result.verified = level
-                if level == VERIFICATION_LEVEL_EXPECTED:
-                    result.evidence = EVIDENCE_VERIFIED
-                    for rank in result.rank_results:
-                        rank.evidence = EVIDENCE_VERIFIED
+                self._certify_one(result, self._levels.get(result.slot, VERIFICATION_LEVEL_NONE))
             run.add(result)
         return results
 

@@ -288,7 +288,8 @@ class Finish:
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
         if session.staged:
-            wrong = verification.judge_evidence(answers, levels) | await probe(session, good, levels)
+            wrong = verification.judge_evidence(answers, levels, probed=options.HasField("probe"))
+            wrong |= await probe(session, good)
             good = await self._without(run, good, wrong)
         else:
             good, digest = await self._verify(run, good, answers, levels, expected)
@@ -379,11 +380,26 @@ class Finish:
         names = {slot.name for slot in slots}
         for result in run.operation.stage_results:
             if result.outcome == OUTCOME_APPLIED and result.slot in names:
-                result.verified = levels[result.slot]
-                if levels[result.slot] == VERIFICATION_LEVEL_EXPECTED:
-                    result.evidence = EVIDENCE_VERIFIED
-                    for rank in result.rank_results:
-                        rank.evidence = EVIDENCE_VERIFIED
+                self._certify_one(result, levels[result.slot])
+
+    def _certify_one(self, result: StageResult, level: Level) -> None:
+        probed = self._session.record.request.options.HasField("probe")
+        result.verification.CopyFrom(verification.certificate(level, probed=probed))
+        result.verified = max(result.verification.held, result.verification.computed)
+        if level == VERIFICATION_LEVEL_EXPECTED:
+            result.evidence = EVIDENCE_VERIFIED
+            for rank in result.rank_results:
+                rank.evidence = EVIDENCE_VERIFIED
+
+    def _evidence(self, run: Run) -> common_pb2.Verification:
+        """The weakest, of each kind, among the targets that have confirmed."""
+        return verification.weakest(
+            [
+                result.verification
+                for result in run.operation.stage_results
+                if result.outcome == OUTCOME_APPLIED and result.HasField("verification")
+            ]
+        )
 
     def _spoil(self, run: Run, errors: Mapping[str, RlctlError]) -> None:
         """Targets that had committed and turned out wrong: their results say so."""
@@ -408,13 +424,18 @@ class Finish:
         """Publish the version, once, and trust these targets again. ``beside``: versions that may be served as well."""
         session = self._session
         trusted = good if session.full else []
+        evidence = self._evidence(run)
+        run.operation.verification.CopyFrom(evidence)
         if session.published:
             await self._roster.lift_quarantine(trusted)
+            await self._weaken(evidence)
             return
         version = session.record.plan.version
         dropped: list[str] = []
         async with self._roster.publishing:
-            record = versions.published(session.model, version, model_digest=digest, checkpoint=session.checkpoint)
+            record = versions.published(
+                session.model, version, model_digest=digest, checkpoint=session.checkpoint, verification=evidence
+            )
             if session.record.request.options.adapters == ADAPTER_POLICY_DROP:
                 dropped = [adapter.name for adapter in record.adapters]
                 del record.adapters[:]
@@ -430,6 +451,17 @@ class Finish:
         run.operation.model_digest = digest
         run.operation.adapters.extend(record.adapters)
         run.operation.dropped_adapters.extend(dropped)
+
+    async def _weaken(self, evidence: common_pb2.Verification) -> None:
+        """Journal the version's evidence anew where a later batch has less of it than the batches before."""
+        model = self._session.model
+        if not evidence.held or evidence == model.record.verification:
+            return
+        async with self._roster.publishing:
+            record = versions.verified(model, evidence)
+            await self._session.advance(UPDATE_PHASE_PUBLISHED, model_put(record))
+            model.record = record
+        self._roster.changed()
 
     async def _await_admission(self, good: Sequence[Slot]) -> None:
         """Wait until the stages say that they have been admitted: whoever reads the fleet next sees it.

@@ -512,6 +512,7 @@ class Roster:
             trainer_incarnation=model.record.trainer_incarnation,
             checkpoint=model.record.checkpoint,
             adapters=model.record.adapters,
+            verification=model.record.verification if model.record.HasField("verification") else None,
         )
 
     def _stage(self, slot: Slot) -> Stage:

@@ -1,4 +1,8 @@
-"""Whether the targets of an update hold what was sent: levels, and what the answers prove. Pure."""
+"""Evidence for an update: what its targets hold, what they compute with it, and what their answers prove. Pure.
+
+Evidence is of two kinds. A level of the bytes that ranks hold is chosen for each target. The probe is the evidence of
+the values that an engine computes. A probe that is passed is computed by every target, at every level of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_UNSPECIFIED,
     Transport,
+    Verification,
     VerificationLevel,
 )
 from rlctl.v1.results_pb2 import StageResult
@@ -32,6 +37,9 @@ from rlctl.v1.verbs_pb2 import Probe, TensorDifference, UpdateOptions
 Level: TypeAlias = VerificationLevel.ValueType
 
 _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
+
+_OF_BYTES = (VERIFICATION_LEVEL_NONE, VERIFICATION_LEVEL_RECEIVED, *reversed(_BY_DIGEST))
+"""Levels of the bytes that ranks hold, weakest first."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,13 @@ def reached(
     options: UpdateOptions,
     together: Sequence[Slot],
 ) -> dict[Level, str]:
-    """Which levels an update can be verified at on a target; those that it cannot, with the reason, are not "".
+    """Which levels of the bytes an update can be verified at on a target; those that it cannot, with the reason, are
+    not "".
 
     ``together``: the stages that can be compared with each other, this one among them. EXPECTED is reached though the
     sources may turn out to have computed no digest.
     """
-    obstacles = {level: "" for level in VerificationLevel.values() if level}
+    obstacles: dict[Level, str] = dict.fromkeys(_OF_BYTES, "")
     for level in obstacles:
         if level not in (VERIFICATION_LEVEL_NONE, *slot.capabilities.verification):
             obstacles[level] = "its engine has no code for it"
@@ -79,13 +88,33 @@ def reached(
         obstacles[VERIFICATION_LEVEL_REPLICA] = alone
     if transport == TRANSPORT_DISK:
         obstacles[VERIFICATION_LEVEL_RECEIVED] = "it reads from disk, nobody sends to it"
-    if not options.HasField("probe"):
-        obstacles[VERIFICATION_LEVEL_PROBE] = "no probe was passed with the update"
-    elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
-        obstacles[VERIFICATION_LEVEL_PROBE] = "its KV cache is released, so it can compute nothing"
-    if slot.capabilities.answers_for_ranks and transport != TRANSPORT_VLLM_NCCL:  # over which every rank is asked
+    # Over vLLM's own transfer every rank is asked.
+    one_answer = slot.capabilities.answers_for_ranks and transport != TRANSPORT_VLLM_NCCL
+    if one_answer and not options.HasField("probe"):
         obstacles[VERIFICATION_LEVEL_NONE] = "its engine gives one answer for all ranks, which proves nothing of each"
     return obstacles
+
+
+def of_bytes(options: UpdateOptions) -> Level:
+    """The level of the bytes that is asked for by name; UNSPECIFIED for AUTO."""
+    return VERIFICATION_LEVEL_NONE if options.verify == VERIFICATION_LEVEL_PROBE else options.verify
+
+
+def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
+    """Raise VERIFICATION_UNREACHABLE when a probe was passed that a target cannot compute."""
+    if not options.HasField("probe"):
+        return
+    if VERIFICATION_LEVEL_PROBE not in slot.capabilities.verification:
+        why = "its engine has no code for it"
+    elif slot.report is not None and MEMORY_TAG_KV_CACHE in slot.report.released:
+        why = "its KV cache is released, so it can compute nothing"
+    else:
+        return
+    raise Reason.VERIFICATION_UNREACHABLE.error(
+        f"{slot.name} cannot compute the probe: {why}",
+        field="options.probe",
+        next_step="Leave the probe out, or update without this stage.",
+    )
 
 
 def refuse_unreachable(
@@ -95,13 +124,14 @@ def refuse_unreachable(
     together: Sequence[Slot],
 ) -> None:
     """Raise VERIFICATION_UNREACHABLE, naming the target, when it cannot reach the level that is asked for by name; or,
-    with AUTO, any. ``transports`` are the targets' by slot; ``together`` as for :func:`reached`. FIELD_REQUIRED for
-    level PROBE without a probe.
+    with AUTO, any; or when it cannot compute the probe. ``transports`` are the targets' by slot; ``together`` as for
+    :func:`reached`. FIELD_REQUIRED for level PROBE without a probe.
     """
-    wanted = options.verify
-    if wanted == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
+    wanted = of_bytes(options)
+    if options.verify == VERIFICATION_LEVEL_PROBE and not options.HasField("probe"):
         raise Reason.FIELD_REQUIRED.error("verify=probe needs the probe to verify with", field="options.probe")
     for slot in targets:
+        refuse_uncomputable(options, slot)
         obstacles = reached(slot, transports[slot.name], options, together)
         if wanted == VERIFICATION_LEVEL_UNSPECIFIED and not all(obstacles.values()):
             continue
@@ -132,20 +162,22 @@ def levels(
     digesting: Collection[str],
     adapter: bool = False,
 ) -> dict[str, Level]:
-    """At which level each target is verified, by slot. AUTO takes the highest that it reaches. ``together`` as for
-    :func:`reached`. ``digesting``: slots that were told to digest what they take in. ``adapter``: it is one, which an
-    engine that answers for its ranks says to be loaded when every rank has.
+    """At which level of the bytes each target is verified, by slot. AUTO takes the highest that it reaches.
+    ``together`` as for :func:`reached`. ``digesting``: slots that were told to digest what they take in. ``adapter``:
+    it is one, which an engine that answers for its ranks says to be loaded when every rank has.
 
     Raises FIELD_REQUIRED when the level that was asked for by name needs a digest that the sources did not give,
-    VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by.
+    VERIFICATION_UNREACHABLE when without one nothing is left that a target could be verified by, or when one can no
+    longer compute the probe.
     """
-    wanted = options.verify
+    wanted = of_bytes(options)
     given = {VERIFICATION_LEVEL_EXPECTED: expected.digest, VERIFICATION_LEVEL_RECEIVED: expected.sent}
     missing = [level for level, digest in given.items() if not digest]
     if wanted in missing:
         raise Reason.FIELD_REQUIRED.error(f"verify={_name(wanted)} needs the sources' digest", field="expected_digest")
     chosen = {}
     for slot in targets:
+        refuse_uncomputable(options, slot)
         obstacles = reached(slot, transports[slot.name], options, together)
         if adapter:
             obstacles[VERIFICATION_LEVEL_NONE] = ""
@@ -164,8 +196,8 @@ def digests_what_comes(
     """Whether a target must digest what it takes in, because it may be verified at level RECEIVED. Of a ``partial``
     update the sources know no digest of all weights, which level EXPECTED needs.
     """
-    if options.verify != VERIFICATION_LEVEL_UNSPECIFIED:
-        return options.verify == VERIFICATION_LEVEL_RECEIVED
+    if of_bytes(options) != VERIFICATION_LEVEL_UNSPECIFIED:
+        return of_bytes(options) == VERIFICATION_LEVEL_RECEIVED
     obstacles = reached(slot, transport, options, together)
     if partial:
         del obstacles[VERIFICATION_LEVEL_EXPECTED]
@@ -208,8 +240,14 @@ def judge_digests(
     return wrong
 
 
-def judge_evidence(committed: Sequence[StageResult], levels: Mapping[str, Level]) -> dict[str, RlctlError]:
-    """Targets that nothing is verified of, and whose engines gave one answer for all of their ranks, by slot."""
+def judge_evidence(
+    committed: Sequence[StageResult], levels: Mapping[str, Level], *, probed: bool
+) -> dict[str, RlctlError]:
+    """Targets that nothing is verified of, and whose engines gave one answer for all of their ranks, by slot.
+    ``probed``: a probe is evidence of all of them.
+    """
+    if probed:
+        return {}
     return {
         result.slot: Reason.VERIFICATION_UNREACHABLE.error(
             "its engine gave one answer for all ranks, which proves nothing of each, and nothing was verified",
@@ -240,7 +278,7 @@ def judge_received(committed: Sequence[StageResult], expected: Expected) -> dict
 
 
 def judge_probe(results: Sequence[StageResult], probe: Probe) -> dict[str, RlctlError]:
-    """What is wrong with targets at level PROBE, given what they computed, by slot."""
+    """What is wrong with targets, given what they computed of the probe, by slot."""
     wrong = {}
     for result in results:
         error = _probed(result, probe)
@@ -275,6 +313,18 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
                     outcome=OUTCOME_DIRTY,
                 )
     return None
+
+
+def certificate(level: Level, *, probed: bool) -> Verification:
+    """The record of a target that was verified at this level of the bytes, and whether it computed a probe."""
+    return Verification(held=level, computed=VERIFICATION_LEVEL_PROBE if probed else VERIFICATION_LEVEL_NONE)
+
+
+def weakest(records: Sequence[Verification]) -> Verification:
+    """The evidence, of each kind, that all of these records have; empty for none."""
+    if not records:
+        return Verification()
+    return Verification(held=min(each.held for each in records), computed=min(each.computed for each in records))
 
 
 def named(error: RlctlError, result: StageResult) -> RlctlError:

@@ -14,7 +14,6 @@ from rlctl.fingerprints import fingerprints
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     VERIFICATION_LEVEL_EXPECTED,
-    VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     VERIFICATION_LEVEL_UNSPECIFIED,
@@ -55,30 +54,31 @@ async def verify(
 
     options = session.record.request.options
     # With AUTO, ranks must agree among themselves also where there is nothing else to compare with.
-    auto = options.verify == VERIFICATION_LEVEL_UNSPECIFIED
+    auto = verification.of_bytes(options) == VERIFICATION_LEVEL_UNSPECIFIED
     digested = slots if auto else at(VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
     results = await session.step(_check(session), [slot for slot in digested if verification.digests(slot)])
     wrong = verification.judge_digests(results, levels, expected)
     checks = await _compared(session, results, wrong, expected)
     for slot, answer in checks.items():
         wrong[slot] = verification.named(wrong[slot], answer)
-    wrong |= verification.judge_evidence(completed, levels)
+    wrong |= verification.judge_evidence(completed, levels, probed=options.HasField("probe"))
     took = {slot.name for slot in at(VERIFICATION_LEVEL_RECEIVED)}
     wrong |= verification.judge_received([result for result in completed if result.slot in took], expected)
     if not session.staged:
-        wrong |= await probe(session, slots, levels)
+        wrong |= await probe(session, slots)
     found = {r.rank_results[0].check.model_digest for r in results if r.slot not in wrong and r.rank_results}
     return Verdict(wrong, checks, found.pop() if len(found) == 1 else "")
 
 
-async def probe(session: Session, slots: Sequence[Slot], levels: Mapping[str, Level]) -> dict[str, RlctlError]:
-    """What is wrong with targets that are verified at level PROBE, by slot. Only what is served computes: of a staged
-    update it is asked after the swap.
+async def probe(session: Session, slots: Sequence[Slot]) -> dict[str, RlctlError]:
+    """What is wrong with what targets compute of the update's probe, if it has one, by slot. Only what is served
+    computes: of a staged update it is asked after the swap.
     """
-    probed = [slot for slot in slots if levels[slot.name] == VERIFICATION_LEVEL_PROBE]
-    wanted = session.record.request.options.probe
-    check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=wanted.prompts)
-    return verification.judge_probe(await session.step(check, probed), wanted)
+    options = session.record.request.options
+    if not options.HasField("probe"):
+        return {}
+    check = CheckWeightsRequest(action=CHECK_ACTION_PROBE, prompts=options.probe.prompts)
+    return verification.judge_probe(await session.step(check, slots), options.probe)
 
 
 async def _compared(

@@ -8,7 +8,7 @@ from rlctl.adapters import same
 from rlctl.coordinator import verification
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
-from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.common_pb2 import Verification, WeightVersion
 from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.verbs_pb2 import Adapter
 
@@ -132,7 +132,9 @@ def close(model: ModelState) -> None:
     model.admitted = [model.record.latest]
 
 
-def published(model: ModelState, version: WeightVersion, *, model_digest: str, checkpoint: str) -> ModelRecord:
+def published(
+    model: ModelState, version: WeightVersion, *, model_digest: str, checkpoint: str, verification: Verification
+) -> ModelRecord:
     """The record after publishing a version. The sequence never goes backwards."""
     record = ModelRecord()
     record.CopyFrom(model.record)
@@ -141,6 +143,15 @@ def published(model: ModelState, version: WeightVersion, *, model_digest: str, c
     del record.former_labels[:]
     record.model_digest = model_digest
     record.checkpoint = checkpoint
+    record.verification.CopyFrom(verification)
+    return record
+
+
+def verified(model: ModelState, evidence: Verification) -> ModelRecord:
+    """The record with other evidence for the published version."""
+    record = ModelRecord()
+    record.CopyFrom(model.record)
+    record.verification.CopyFrom(evidence)
     return record
 
 

@@ -116,6 +116,11 @@ def _always_right(results: Any, levels: Any, expected_digest: str) -> dict[str, 
     return {}
 
 
+def _always_computed(results: Any, probe: Any) -> dict[str, Any]:
+    del results, probe
+    return {}
+
+
 async def _published_first(self: Finish, run: Any, expected: Any) -> None:
     """The version is published as soon as it was written."""
     await self._publish(run, list(self._session.targets), expected.digest)
@@ -176,6 +181,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "lease_echo": [(Stage, "grant", _from_receipt)],
     "lease_expiry": [(Updates, "_decision", _no_lease)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
+    "probe": [(verification, "judge_probe", _always_computed)],
     "presumed_abort": [(Orphans, "_orphan", _nothing)],
     "publish_last": [(Finish, "commit", _published_first)],
     "quarantine": [(Roster, "quarantine", _no_quarantine)],

@@ -76,6 +76,7 @@ class Observer:
         adapters: what each adapter is made of, by model, name and version.
         digested: updates whose trainers say which digest is right.
         compared: partial updates whose targets are compared with each other.
+        mistaken: updates with a probe that their weights do not pass.
         nameless: every tensor that a trainer has sent that names no update.
     """
 
@@ -93,6 +94,7 @@ class Observer:
         self.adapters: dict[tuple[str, str, str], Tensors] = {}
         self.digested: set[str] = set()
         self.compared: set[str] = set()
+        self.mistaken: set[str] = set()
         self.nameless: set[str] = set()
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
@@ -309,6 +311,8 @@ class Observer:
         update = operation.verb in WEIGHT_UPDATES
         good = (OUTCOME_APPLIED,) if update else (OUTCOME_APPLIED, OUTCOME_SKIPPED)
         results = {result.slot: result for result in operation.stage_results}
+        if operation.operation_id in self.mistaken:
+            self.broken("I3", f"{operation.verb} {operation.operation_id} is OK, its probe does not pass")
         for slot in operation.targets:
             result = results.get(slot)
             if result is None or result.outcome not in good:

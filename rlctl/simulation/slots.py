@@ -15,7 +15,7 @@ from rlctl.v1.common_pb2 import (
 _BY_DIGEST = (VERIFICATION_LEVEL_EXPECTED, VERIFICATION_LEVEL_REPLICA)
 
 LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
-    "plain": _BY_DIGEST,
+    "plain": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
     "thorough": (*_BY_DIGEST, VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
     "receiver": (VERIFICATION_LEVEL_RECEIVED, VERIFICATION_LEVEL_PROBE),
     "speaker": (*_BY_DIGEST, VERIFICATION_LEVEL_PROBE),
@@ -62,6 +62,11 @@ class SimSlot:
     def speaker(self) -> bool:
         """Whether one process of its engines answers for all ranks."""
         return self.kind == "speaker"
+
+    @property
+    def probes(self) -> bool:
+        """Whether its engines can compute a probe."""
+        return VERIFICATION_LEVEL_PROBE in LEVELS[self.kind]
 
     @property
     def digests(self) -> bool:

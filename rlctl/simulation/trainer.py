@@ -89,11 +89,16 @@ class Trainer(Caller):
         if chance.random() < 0.15:
             options.verify = chance.choice(VERIFY)
         if chance.random() < 0.3 and begin.kind == verbs_pb2.UPDATE_KIND_FULL:
-            prompts = [verbs_pb2.ProbePrompt(token_ids=[1, 2, 3]), verbs_pb2.ProbePrompt(token_ids=[4, 5])]
             expected = contents(tag if chance.random() < 0.8 else f"{tag}, mistaken")
-            options.probe.prompts.extend(probed(expected, prompts))
-            options.probe.tolerance = 1e-6
+            if self._able() or self.sim.world.chance(f"probe of {tag}").random() < 0.1:
+                prompts = [verbs_pb2.ProbePrompt(token_ids=[1, 2, 3]), verbs_pb2.ProbePrompt(token_ids=[4, 5])]
+                options.probe.prompts.extend(probed(expected, prompts))
+                options.probe.tolerance = 1e-6
         return begin
+
+    def _able(self) -> bool:
+        """Whether every stage of the model can compute a probe: an update with one is refused otherwise."""
+        return all(self.sim.slots[slot].probes for slot in self.fleet.models[self.model])
 
     def _choose_way(self, begin: update_pb2.BeginWeightUpdateRequest) -> None:
         """How tensors are to travel, and whether those are left out that have not changed."""
@@ -126,6 +131,9 @@ class Trainer(Caller):
         several = len(plan.targets) > 1 and not in_batches  # a batch may be of one stage
         if begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_REPLICA) and several:
             sim.observer.compared.add(plan.update_id)
+        prompts = begin.options.probe.prompts
+        if prompts and probed(contents(tag), prompts) != list(prompts):
+            sim.observer.mistaken.add(plan.update_id)
         whole = (
             sim.observer.adapters.get((self.model, begin.adapter, tag))
             or sim.observer.published[self.model, plan.version.sequence]

@@ -276,11 +276,11 @@ class _VerificationLevel:
 class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerificationLevel.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     VERIFICATION_LEVEL_UNSPECIFIED: _VerificationLevel.ValueType  # 0
-    """AUTO: the highest level that each target reaches; the result names it."""
+    """AUTO: the highest level of the bytes that each target reaches; the result names it."""
     VERIFICATION_LEVEL_NONE: _VerificationLevel.ValueType  # 1
-    """No verification; refused for targets whose evidence is only ENGINE."""
+    """No evidence of the bytes; refused for targets whose evidence is only ENGINE, unless a probe is passed."""
     VERIFICATION_LEVEL_PROBE: _VerificationLevel.ValueType  # 2
-    """Log probabilities of fixed prompts against those that the trainer passes with the update."""
+    """Log probabilities of fixed prompts against those that the trainer passes with the update. Asked for by name: the probe alone, without evidence of the bytes."""
     VERIFICATION_LEVEL_RECEIVED: _VerificationLevel.ValueType  # 3
     """Digest of the bytes that each rank took in."""
     VERIFICATION_LEVEL_REPLICA: _VerificationLevel.ValueType  # 4
@@ -289,14 +289,14 @@ class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ver
     """The model digest equals the one that the sources computed from what they sent."""
 
 class VerificationLevel(_VerificationLevel, metaclass=_VerificationLevelEnumTypeWrapper):
-    """How strongly an update is verified, weakest first."""
+    """Evidence for an update. There are two kinds. RECEIVED, REPLICA and EXPECTED, weakest first, are evidence of the bytes that ranks hold. PROBE is evidence of the values that an engine computes with them. An update can have one of each."""
 
 VERIFICATION_LEVEL_UNSPECIFIED: VerificationLevel.ValueType  # 0
-"""AUTO: the highest level that each target reaches; the result names it."""
+"""AUTO: the highest level of the bytes that each target reaches; the result names it."""
 VERIFICATION_LEVEL_NONE: VerificationLevel.ValueType  # 1
-"""No verification; refused for targets whose evidence is only ENGINE."""
+"""No evidence of the bytes; refused for targets whose evidence is only ENGINE, unless a probe is passed."""
 VERIFICATION_LEVEL_PROBE: VerificationLevel.ValueType  # 2
-"""Log probabilities of fixed prompts against those that the trainer passes with the update."""
+"""Log probabilities of fixed prompts against those that the trainer passes with the update. Asked for by name: the probe alone, without evidence of the bytes."""
 VERIFICATION_LEVEL_RECEIVED: VerificationLevel.ValueType  # 3
 """Digest of the bytes that each rank took in."""
 VERIFICATION_LEVEL_REPLICA: VerificationLevel.ValueType  # 4
@@ -344,6 +344,32 @@ TRANSPORT_CUDA_IPC: Transport.ValueType  # 5
 TRANSPORT_DISK: Transport.ValueType  # 6
 """A checkpoint that the rank reads itself."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
+
+@_typing.final
+class Verification(_message.Message):
+    """The evidence that there is for weights, of each kind."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
+    held: Global___VerificationLevel.ValueType
+    """Of the bytes that ranks hold: NONE, RECEIVED, REPLICA or EXPECTED. UNSPECIFIED: no update has brought them."""
+    computed: Global___VerificationLevel.ValueType
+    """Of the values that engines compute with them: PROBE, or NONE where no probe was passed. UNSPECIFIED: no update has brought them."""
+    def __init__(
+        self,
+        *,
+        held: Global___VerificationLevel.ValueType = ...,
+        computed: Global___VerificationLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "held", b"held"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Verification: _TypeAlias = Verification  # noqa: Y015
 
 @_typing.final
 class WeightVersion(_message.Message):

@@ -557,6 +557,7 @@ class Model(_message.Message):
     TRAINER_INCARNATION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     updatable: _builtins.bool
@@ -583,6 +584,10 @@ class Model(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Adapters that may be served, at these versions."""
 
+    @_builtins.property
+    def verification(self) -> _common_pb2.Verification:
+        """Evidence for the latest version: of each kind, the weakest among the stages that its update brought to it."""
+
     def __init__(
         self,
         *,
@@ -596,10 +601,11 @@ class Model(_message.Message):
         trainer_incarnation: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
+        verification: _common_pb2.Verification | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_owner", b"update_owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_owner", b"update_owner", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -155,6 +155,7 @@ class ModelRecord(_message.Message):
     GROUP_GENERATION_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     FORMER_LABELS_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -183,6 +184,10 @@ class ModelRecord(_message.Message):
         """Labels that the published version had before it got its present one. A stage that still knows it by one of these is told."""
 
     @_builtins.property
+    def verification(self) -> _common_pb2.Verification:
+        """Evidence for the published version: of each kind, the weakest among the stages that its update brought to it."""
+
+    @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Its adapters."""
 
@@ -199,11 +204,12 @@ class ModelRecord(_message.Message):
         group_generation: _builtins.int = ...,
         groups: _abc.Iterable[_builtins.str] | None = ...,
         former_labels: _abc.Iterable[_builtins.str] | None = ...,
+        verification: _common_pb2.Verification | None = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

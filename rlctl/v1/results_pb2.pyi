@@ -203,6 +203,7 @@ class StageResult(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     """Which stage."""
     incarnation: _builtins.int
@@ -214,7 +215,7 @@ class StageResult(_message.Message):
     state: _common_pb2.StageState.ValueType
     """State of the stage afterwards."""
     verified: _common_pb2.VerificationLevel.ValueType
-    """Verification that was reached, for updates."""
+    """Verification that was reached, for updates: the level of the bytes or, where there is none, PROBE if a probe has passed."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -239,6 +240,10 @@ class StageResult(_message.Message):
     def warning(self) -> _common_pb2.ErrorDetail:
         """The operation succeeded here, but what should follow it did not (a resume after a published update, say); the stage is quarantined."""
 
+    @_builtins.property
+    def verification(self) -> _common_pb2.Verification:
+        """Verification that was reached, for updates, of each kind."""
+
     def __init__(
         self,
         *,
@@ -254,10 +259,11 @@ class StageResult(_message.Message):
         verified: _common_pb2.VerificationLevel.ValueType = ...,
         elapsed: _duration_pb2.Duration | None = ...,
         warning: _common_pb2.ErrorDetail | None = ...,
+        verification: _common_pb2.Verification | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "error", b"error", "header", b"header", "warning", b"warning", "weight_version", b"weight_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "error", b"error", "header", b"header", "verification", b"verification", "warning", b"warning", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "error", b"error", "evidence", b"evidence", "header", b"header", "incarnation", b"incarnation", "outcome", b"outcome", "rank_results", b"rank_results", "slot", b"slot", "state", b"state", "verified", b"verified", "warning", b"warning", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "error", b"error", "evidence", b"evidence", "header", b"header", "incarnation", b"incarnation", "outcome", b"outcome", "rank_results", b"rank_results", "slot", b"slot", "state", b"state", "verification", b"verification", "verified", b"verified", "warning", b"warning", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,6 +324,7 @@ class Operation(_message.Message):
     PAUSE_TIME_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     DROPPED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """The request_id that made it."""
     verb: _builtins.str
@@ -378,6 +385,10 @@ class Operation(_message.Message):
     def dropped_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Weight updates: names of the adapters that did not survive, as asked for."""
 
+    @_builtins.property
+    def verification(self) -> _common_pb2.Verification:
+        """Weight updates: of each kind, the weakest evidence among the targets that confirmed."""
+
     def __init__(
         self,
         *,
@@ -400,10 +411,11 @@ class Operation(_message.Message):
         pause_time: _duration_pb2.Duration | None = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         dropped_adapters: _abc.Iterable[_builtins.str] | None = ...,
+        verification: _common_pb2.Verification | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "weight_version", b"weight_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_time", b"done_time", "error", b"error", "header", b"header", "pause_time", b"pause_time", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "create_time", b"create_time", "done_time", b"done_time", "dropped_adapters", b"dropped_adapters", "error", b"error", "excluded", b"excluded", "header", b"header", "model", b"model", "model_digest", b"model_digest", "operation_id", b"operation_id", "pause_time", b"pause_time", "replayed", b"replayed", "stage_results", b"stage_results", "state", b"state", "targets", b"targets", "update_id", b"update_id", "validate_only", b"validate_only", "verb", b"verb", "verification", b"verification", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

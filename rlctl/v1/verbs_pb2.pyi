@@ -619,7 +619,7 @@ class UpdateOptions(_message.Message):
     after: Global___AfterUpdate.ValueType
     """What to do after publishing. Default: resume what was generating before."""
     verify: _common_pb2.VerificationLevel.ValueType
-    """How strongly to verify before publishing. Default AUTO."""
+    """Evidence of the bytes that is wanted before publishing. Default AUTO. PROBE: none of the bytes, the probe alone."""
     quorum: _builtins.int
     """Number of targets that must confirm. 0: all of them; fewer end PARTIAL at best."""
     recapture_cuda_graph: _builtins.bool
@@ -632,7 +632,7 @@ class UpdateOptions(_message.Message):
     """Whether loaded adapters survive a base update."""
     @_builtins.property
     def probe(self) -> Global___Probe:
-        """Level PROBE: what the new weights must give. AUTO takes it where nothing higher is reached."""
+        """What the new weights must give. Every target computes it before it serves them, at every level of verify. An update is refused where a target cannot compute it. Not for adapters."""
 
     def __init__(
         self,

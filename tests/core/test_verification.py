@@ -49,14 +49,12 @@ def options(verify: int = 0, *, probe: bool = False) -> UpdateOptions:
 @pytest.mark.parametrize(
     ("target", "transport", "probe", "replicas", "levels"),
     [
-        (slot(), TRANSPORT_TORCH_GLOO, True, 2, {NONE, PROBE, RECEIVED, REPLICA, EXPECTED}),
+        (slot(), TRANSPORT_TORCH_GLOO, True, 2, {NONE, RECEIVED, REPLICA, EXPECTED}),
         (slot(), TRANSPORT_TORCH_GLOO, False, 2, {NONE, RECEIVED, REPLICA, EXPECTED}),
-        (slot(), TRANSPORT_DISK, True, 1, {NONE, PROBE, EXPECTED}),
-        (slot(can=(PROBE,), opaque=True), TRANSPORT_TORCH_GLOO, True, 2, {PROBE}),
+        (slot(), TRANSPORT_DISK, True, 1, {NONE, EXPECTED}),
+        (slot(can=(PROBE,), opaque=True), TRANSPORT_TORCH_GLOO, True, 2, {NONE}),
         (slot(can=(PROBE,), opaque=True), TRANSPORT_TORCH_GLOO, False, 2, set()),
-        (slot(can=(PROBE,), released=(common.MEMORY_TAG_KV_CACHE,)), TRANSPORT_TORCH_GLOO, True, 2, {NONE}),
-        (slot(can=(PROBE,), released=(common.MEMORY_TAG_WEIGHTS,)), TRANSPORT_TORCH_GLOO, True, 2, {NONE, PROBE}),
-        (Slot(slot().record), TRANSPORT_DISK, True, 1, {NONE, PROBE, EXPECTED}),
+        (Slot(slot().record), TRANSPORT_DISK, True, 1, {NONE, EXPECTED}),
     ],
 )
 def test_a_level_is_reached_where_engine_path_and_fleet_allow_it(
@@ -69,6 +67,39 @@ def test_a_level_is_reached_where_engine_path_and_fleet_allow_it(
     together = [target, slot("b")][:replicas]
     obstacles = verification.reached(target, transport, options(probe=probe), together)
     assert {level for level, why in obstacles.items() if not why} == levels
+
+
+@pytest.mark.parametrize(
+    ("target", "cause"),
+    [
+        (slot(), ""),
+        (Slot(slot().record), ""),
+        (slot(can=(RECEIVED,)), "its engine has no code for it"),
+        (slot(released=(common.MEMORY_TAG_KV_CACHE,)), "its KV cache is released, so it can compute nothing"),
+        (slot(released=(common.MEMORY_TAG_WEIGHTS,)), ""),
+    ],
+)
+@pytest.mark.parametrize("verify", [0, NONE, PROBE, EXPECTED])
+def test_a_probe_is_refused_for_a_target_that_cannot_compute_it(target: Slot, cause: str, verify: int) -> None:
+    if verify == EXPECTED and EXPECTED not in target.capabilities.verification:
+        verify = 0
+    error = refused(verify, target, probe=True)
+    if not cause:
+        assert error is None
+        return
+    assert error is not None
+    assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.probe")
+    assert error.message == f"a cannot compute the probe: {cause}"
+    assert refused(0, target) is None, "without a probe it is a target like the others"
+
+
+def test_evidence_is_recorded_by_kind_and_the_weakest_counts_for_all() -> None:
+    both = verification.certificate(EXPECTED, probed=True)
+    assert both == common.Verification(held=EXPECTED, computed=PROBE)
+    bytes_alone = verification.certificate(RECEIVED, probed=False)
+    assert bytes_alone == common.Verification(held=RECEIVED, computed=NONE)
+    assert verification.weakest([both, bytes_alone]) == bytes_alone
+    assert verification.weakest([]) == common.Verification()
 
 
 def refused(wanted: int, *targets: Slot, probe: bool = False) -> RlctlError | None:
@@ -240,6 +271,7 @@ def test_one_answer_for_all_ranks_proves_nothing_where_nothing_is_verified() -> 
     answers = [
         StageResult(slot=name, evidence=evidence) for name, evidence in (("a", EVIDENCE_ENGINE), ("b", EVIDENCE_RANK))
     ]
-    assert list(verification.judge_evidence(answers, {"a": NONE, "b": NONE})) == ["a"]
-    assert not verification.judge_evidence(answers, {"a": PROBE, "b": NONE})
-    assert not verification.judge_evidence(answers, {})
+    assert list(verification.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=False)) == ["a"]
+    assert not verification.judge_evidence(answers, {"a": NONE, "b": NONE}, probed=True)
+    assert not verification.judge_evidence(answers, {"a": RECEIVED, "b": NONE}, probed=False)
+    assert not verification.judge_evidence(answers, {}, probed=False)

@@ -174,10 +174,12 @@ def test_what_a_version_leaves_behind() -> None:
     reserved = versions.reserved(before, 2)
     assert (reserved.reserved_sequence, reserved.trainer_incarnation, reserved.latest) == (6, 2, LATEST)
     after = WeightVersion(label="next", sequence=6)
-    record = versions.published(before, after, model_digest="d", checkpoint="/c")
+    evidence = common.Verification(held=common.VERIFICATION_LEVEL_EXPECTED, computed=common.VERIFICATION_LEVEL_NONE)
+    record = versions.published(before, after, model_digest="d", checkpoint="/c", verification=evidence)
+    assert record.verification == evidence
     assert (record.latest, list(record.former_labels), record.model_digest, record.checkpoint) == (after, [], "d", "/c")
     with pytest.raises(AssertionError):
-        versions.published(before, LATEST, model_digest="", checkpoint="")
+        versions.published(before, LATEST, model_digest="", checkpoint="", verification=evidence)
     versions.publish(before, record, [LATEST])
     assert (before.record, before.admitted) == (record, [LATEST, after])
     versions.close(before)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_membership import restart_coordinator
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
 from rlctl.engine import Call
@@ -15,7 +16,9 @@ from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine, logprobs
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.coordinator_pb2 import GetFleetRequest
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation, StageResult
 
 PROMPTS = ([1, 2, 3], [4, 5])
@@ -166,9 +169,98 @@ async def test_level_probe_compares_log_probabilities(fleet: InProcessFleet) -> 
     assert version_of(fleet) == ("step-1", 2)
 
 
-async def test_auto_takes_the_highest_level_whatever_probe_is_passed(fleet: InProcessFleet) -> None:
-    operation = await update(fleet, probe=probe_of("other weights"))
-    assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
+@pytest.mark.parametrize(
+    ("verify", "held"),
+    [
+        (common.VERIFICATION_LEVEL_UNSPECIFIED, common.VERIFICATION_LEVEL_EXPECTED),
+        (common.VERIFICATION_LEVEL_EXPECTED, common.VERIFICATION_LEVEL_EXPECTED),
+        (common.VERIFICATION_LEVEL_REPLICA, common.VERIFICATION_LEVEL_REPLICA),
+        (common.VERIFICATION_LEVEL_RECEIVED, common.VERIFICATION_LEVEL_RECEIVED),
+        (common.VERIFICATION_LEVEL_PROBE, common.VERIFICATION_LEVEL_NONE),
+        (common.VERIFICATION_LEVEL_NONE, common.VERIFICATION_LEVEL_NONE),
+    ],
+)
+async def test_a_probe_that_is_passed_is_computed_at_every_level(fleet: InProcessFleet, verify: int, held: int) -> None:
+    both = common.Verification(held=held, computed=common.VERIFICATION_LEVEL_PROBE)  # type: ignore[arg-type]
+    operation = await update(fleet, verify=verify, probe=probe_of("w1"))
+    assert operation.state == OPERATION_STATE_OK
+    assert [result.verification for result in operation.stage_results] == [both, both]
+    assert {result.verified for result in operation.stage_results} == {max(held, common.VERIFICATION_LEVEL_PROBE)}
+    assert operation.verification == both, "the operation says which evidence there is of each kind"
+    (model,) = (await fleet.stub.GetFleet(GetFleetRequest())).models
+    assert model.verification == both, "and so does the version"
+    operation = await update(fleet, verify=verify, probe=probe_of("other weights"))
+    assert operation.state == OPERATION_STATE_FAILED
+    assert {result.error.reason for result in operation.stage_results} == {"PROBE_MISMATCH"}
+    assert not any(result.HasField("verification") for result in operation.stage_results)
+    assert version_of(fleet) == ("step-1", 2)
+
+
+async def test_without_a_probe_nothing_is_said_to_be_computed(fleet: InProcessFleet) -> None:
+    operation = await update(fleet)
+    held = common.Verification(held=common.VERIFICATION_LEVEL_EXPECTED, computed=common.VERIFICATION_LEVEL_NONE)
+    assert operation.verification == held
+    (model,) = (await fleet.stub.GetFleet(GetFleetRequest())).models
+    assert model.verification == held
+
+
+async def test_the_evidence_for_a_version_outlives_its_coordinator(fleet: InProcessFleet) -> None:
+    both = (await update(fleet, probe=probe_of("w1"))).verification
+    await restart_coordinator(fleet)
+    (model,) = (await fleet.stub.GetFleet(GetFleetRequest())).models
+    assert both.computed == common.VERIFICATION_LEVEL_PROBE
+    assert model.verification == both
+
+
+async def test_a_version_has_the_weakest_evidence_of_its_targets(fleet: InProcessFleet) -> None:
+    able = fleet.server.coordinator.roster.slots["a"].record.registration.capabilities
+    able.verification[:] = [common.VERIFICATION_LEVEL_RECEIVED]
+    operation = await update(fleet, sent_digest=digest("w1"))
+    levels = {result.slot: result.verification.held for result in operation.stage_results}
+    assert levels == {"a": common.VERIFICATION_LEVEL_RECEIVED, "b": common.VERIFICATION_LEVEL_EXPECTED}
+    assert operation.verification.held == common.VERIFICATION_LEVEL_RECEIVED
+
+
+async def test_a_later_batch_with_less_evidence_weakens_that_of_the_version(fleet: InProcessFleet) -> None:
+    able = fleet.server.coordinator.roster.slots["b"].record.registration.capabilities
+    able.verification[:] = [common.VERIFICATION_LEVEL_RECEIVED]
+    options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
+    plan = await begin(fleet, options=options, apply=v.APPLY_MODE_STAGED, rollout=u.RolloutStrategy(max_unavailable=1))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    operation = await commit(fleet, plan, digest("w1"), sent_digest=digest("w1"))
+    assert operation.state == OPERATION_STATE_OK
+    assert [r.verification.held for r in operation.stage_results] == [
+        common.VERIFICATION_LEVEL_EXPECTED,
+        common.VERIFICATION_LEVEL_RECEIVED,
+    ]
+    (model,) = (await fleet.stub.GetFleet(GetFleetRequest())).models
+    assert model.verification == operation.verification
+    assert model.verification.held == common.VERIFICATION_LEVEL_RECEIVED
+
+
+async def test_a_probe_that_a_target_cannot_compute_is_refused_at_the_begin(make_fleet: Callable) -> None:
+    async with make_fleet(a=1) as fleet:
+        await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(tags=[common.MEMORY_TAG_KV_CACHE]))
+        error = await refusal(begin(fleet, options=v.UpdateOptions(probe=probe_of("w1"))))
+        assert (error.reason, error.field) == (Reason.VERIFICATION_UNREACHABLE, "options.probe")
+        assert error.message == "a cannot compute the probe: its KV cache is released, so it can compute nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (v.UpdateOptions(probe=probe_of("w1")), "probe"),
+        (v.UpdateOptions(verify=common.VERIFICATION_LEVEL_RECEIVED), "verify"),
+    ],
+)
+async def test_evidence_that_is_not_computed_of_an_adapter_is_refused(
+    fleet: InProcessFleet, options: v.UpdateOptions, field: str
+) -> None:
+    config = v.AdapterConfig(lora_rank=2, target_modules=["q_proj"])
+    kind = {"kind": v.UPDATE_KIND_ADAPTER, "adapter": "math", "adapter_config": config}
+    error = await refusal(begin(fleet, options=options, **kind))
+    assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, f"options.{field}")
 
 
 async def test_an_engine_that_answers_for_its_ranks_is_never_taken_at_its_word(make_fleet: Callable) -> None:
@@ -182,6 +274,7 @@ async def test_an_engine_that_answers_for_its_ranks_is_never_taken_at_its_word(m
         assert operation.state == OPERATION_STATE_OK
         (result,) = operation.stage_results
         assert (result.verified, result.evidence) == (common.VERIFICATION_LEVEL_PROBE, common.EVIDENCE_ENGINE)
+        assert result.verification.held == common.VERIFICATION_LEVEL_NONE
         assert (await update(fleet, probe=probe_of("w2"))).state == OPERATION_STATE_FAILED
 
 

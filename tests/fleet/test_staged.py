@@ -226,14 +226,15 @@ async def test_level_received_compares_what_came_into_the_copy(three: InProcessF
     assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_RECEIVED}
 
 
+@pytest.mark.parametrize("verify", [common.VERIFICATION_LEVEL_PROBE, common.VERIFICATION_LEVEL_REPLICA])
 @pytest.mark.parametrize("right", [True, False])
 async def test_a_probe_is_computed_after_the_swap_and_before_anything_is_served(
-    three: InProcessFleet, right: bool
+    three: InProcessFleet, right: bool, verify: common.VerificationLevel.ValueType
 ) -> None:
     tokens = [1, 2, 3]
     expected = fake_engine.logprobs("w1" if right else "other", tokens)
     probe = v.Probe(prompts=[v.ProbePrompt(token_ids=tokens, logprobs=expected)], tolerance=0.001)
-    options = v.UpdateOptions(pause=RETRACT, verify=common.VERIFICATION_LEVEL_PROBE, probe=probe)
+    options = v.UpdateOptions(pause=RETRACT, verify=verify, probe=probe)
     plan = await begin(three, apply=v.APPLY_MODE_STAGED, options=options, **rolling(2))
     await join(three, plan)
     await write(three, plan, "w1")
@@ -247,7 +248,8 @@ async def test_a_probe_is_computed_after_the_swap_and_before_anything_is_served(
     assert ("w1", False) in seen, "computed with what was swapped in, served by nobody"
     if right:
         assert operation.state == OPERATION_STATE_OK, operation
-        assert {result.verified for result in operation.stage_results} == {common.VERIFICATION_LEVEL_PROBE}
+        assert {result.verified for result in operation.stage_results} == {verify}
+        assert operation.verification.computed == common.VERIFICATION_LEVEL_PROBE
         assert all(three.stage(slot).routable for slot in "abc")
         return
     assert operation.state == OPERATION_STATE_FAILED

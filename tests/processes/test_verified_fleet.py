@@ -104,7 +104,13 @@ def test_a_probe_is_what_the_engines_compute(fleet: Fleet) -> None:
     results = caught.value.operation.stage_results
     assert {result.error.reason for result in results} == {"PROBE_MISMATCH"}
     assert {result.state for result in results} == {common.STAGE_STATE_DIRTY}
-    publisher.update(model, version="again", verify="probe", probe=probe)
+    result = publisher.update(model, version="again", probe=probe)
+    assert levels(result) == {common.VERIFICATION_LEVEL_EXPECTED}, "the probe is beside the digest, not in its place"
+    assert result.verification.computed == common.VERIFICATION_LEVEL_PROBE
+    with pytest.raises(OperationFailed) as ignored:
+        publisher.update(another, version="not so", probe=probe)
+    assert {each.error.reason for each in ignored.value.operation.stage_results} == {"PROBE_MISMATCH"}
+    publisher.update(model, version="whole", probe=probe)
     publisher.close()
 
 

@@ -38,6 +38,7 @@ CAUGHT_BY = {
     "lease_expiry": 1194,
     "ongoing_gate": 1111,
     "presumed_abort": 1004,
+    "probe": 1000,
     "publish_last": 1004,
     "quarantine": 1954,
     "second_stage": 1009,
