@@ -477,6 +477,8 @@ def _confirm(request: coordinator_pb2.ConfirmFleetRequest) -> None:
 @_rule(coordinator_pb2.SetStageEnabledRequest)
 def _enabled(request: coordinator_pb2.SetStageEnabledRequest) -> None:
     _required(request.slots, "slots")
+    if request.enabled and request.reason:
+        raise Reason.FIELD_CONFLICT.error("reason says why stages are disabled", field="reason")
 
 
 @_rule(coordinator_pb2.SetHealingRequest)

@@ -35,6 +35,11 @@ def down(settings: Settings, name: str) -> None:
             f"no fleet {name!r} is up on this machine; " + (f"it may be one of: {there}" if there else "none is"),
             param_hint="--name",
         )
+    if not running.alive and (left := running.survivors):
+        raise click.ClickException(
+            f"no fleet {name!r} is up on this machine: its supervisor {running.pid} has died; still ending: "
+            + ", ".join(f"{process} (pid {pid})" for process, pid in left.items())
+        )
     if not running.alive:
         state.remove(name)
         raise click.ClickException(

@@ -108,9 +108,16 @@ def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
     if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
         # What the operator has said must be seen whatever the state: it holds when the state is over.
-        said = [text.error(stage.quarantine), "" if stage.enabled else "disabled"]
+        said = [text.error(stage.quarantine), _disabled(stage)]
         return "; ".join(filter(None, said)) or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
     return stage.not_routable
+
+
+def _disabled(stage: Stage) -> str:
+    """That the operator has taken it out of routing, and why."""
+    if stage.enabled:
+        return ""
+    return f"disabled: {stage.disabled_reason}" if stage.disabled_reason else "disabled"
 
 
 def stage_view(stage: Stage) -> View:
@@ -159,6 +166,8 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Routable", text.yes(stage.routable)),
             ("Why not", why_not(stage)),
             ("Enabled", text.yes(stage.enabled)),
+            ("Disabled because", stage.disabled_reason),
+            ("Disabled since", text.moment(stage.disable_time)),
             ("Quarantine", text.error(stage.quarantine)),
             ("Version", text.version(report.weight_version)),
             ("Digest", report.model_digest),

@@ -63,6 +63,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 @click.option(
     "--journal", default="", help="File of the journal.  [default: journal.db in the state directory of the fleet]"
 )
+@click.option("--new", is_flag=True, help="Start over: put the records of the fleet before aside as NAME.previous.db.")
 @click.option(
     "--heal-by-hand",
     multiple=True,
@@ -72,6 +73,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 @_server_options
 def coordinator(
     journal: str,
+    new: bool,
     heal_by_hand: tuple[str, ...],
     listen: str,
     token_file: str,
@@ -81,6 +83,7 @@ def coordinator(
 ) -> None:
     """Run a coordinator."""
     from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+    from rlctl.coordinator.start_over import start_over
     from rlctl.process import announce
     from rlctl.transport.auth import load_token
 
@@ -88,6 +91,8 @@ def coordinator(
     config = CoordinatorConfig(path, listen, load_token(file=token_file), insecure, heal_by_hand=heal_by_hand)
 
     async def start() -> Callable[[], Any]:
+        if new:
+            await asyncio.to_thread(start_over, path)
         server = CoordinatorServer(config)
         await server.start()
         announce("coordinator", address=server.address, pid=os.getpid())

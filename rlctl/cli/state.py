@@ -47,6 +47,7 @@ class FleetState:
         engines: where each engine is in its life, by slot.
         gateways: where the HTTP gateway of a model answers, http://HOST:PORT.
         routers: where the router in front of it does, for models that have one.
+        identities: of those ``processes`` that run on this machine, as :func:`identity` tells them.
     """
 
     name: str
@@ -60,11 +61,21 @@ class FleetState:
     engines: dict[str, str] = field(default_factory=dict)
     gateways: dict[str, str] = field(default_factory=dict)
     routers: dict[str, str] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:
         """Whether that very process still runs."""
         return bool(self.started) and identity(self.pid) == self.started
+
+    @property
+    def survivors(self) -> dict[str, int]:
+        """Pids of its processes that still run on this machine, by name."""
+        return {
+            name: pid
+            for name, pid in self.processes.items()
+            if self.identities.get(name) and identity(pid) == self.identities[name]
+        }
 
 
 _KINDS = {field.name: {"str": str, "int": int}.get(str(field.type), dict) for field in dataclasses.fields(FleetState)}

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -37,13 +36,19 @@ class Stopped(BaseException):
 
 
 def supervise(
-    settings: Settings, wanted: Deployment, on_ready: Callable[[FleetState], None], *, lock: int | None = None
+    settings: Settings,
+    wanted: Deployment,
+    on_ready: Callable[[FleetState], None],
+    *,
+    lock: int | None = None,
+    new: bool = False,
 ) -> NoReturn:
     """Start the fleet, keep it as it is wanted until a signal comes, take it down, exit with 128 + its number.
 
     ``on_ready`` is told once every stage is routable. ``lock``: descriptor of the fleet's lock, where whoever started
-    this process holds it already. Raises OPERATION_CONFLICT when a fleet of this name is up, and what the launcher
-    raises.
+    this process holds it already. ``new``: start over, where a fleet of this name has left a journal.
+
+    Raises OPERATION_CONFLICT when a fleet of this name is up, and what the launcher raises.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -53,7 +58,7 @@ def supervise(
                 os.set_inheritable(lock, False)
             stack.enter_context(_stop_signals())
             stack.callback(state.remove, wanted.name)
-            _Supervisor(settings, wanted).hold(on_ready)
+            _Supervisor(settings, wanted, new=new).hold(on_ready)
     except Stopped as stopped:
         settings.say(f"Fleet {wanted.name} is down.")
         sys.exit(128 + stopped.number)
@@ -84,7 +89,7 @@ def taken(name: str) -> RlctlError:
 class _Supervisor:
     """Holds a fleet."""
 
-    def __init__(self, settings: Settings, wanted: Deployment) -> None:
+    def __init__(self, settings: Settings, wanted: Deployment, *, new: bool = False) -> None:
         from rlctl.launch.fleet import LaunchedFleet
 
         self._settings = settings
@@ -109,6 +114,7 @@ class _Supervisor:
             reserved=wanted.reserved,
             gateways=wanted.gateways,
             heal_by_hand=wanted.heal_by_hand,
+            new=new,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
@@ -116,7 +122,6 @@ class _Supervisor:
 
         fleet = self._fleet
         state.write(self._state)
-        set_journal_aside(fleet.directory)
         try:
             with time_limit(self._settings.timeout_s, "starting the fleet"):
                 self._state = dataclasses.replace(self._state, endpoint=fleet.start())
@@ -233,11 +238,10 @@ class _Supervisor:
         if "coordinator" not in self._told:
             self._told["coordinator"] = error
             self._say(f"Warning: {error}")
-            journal = fleet.directory / "journal.db"
             if not self._wanted.restart:
                 self._say(
                     "  The stages serve until their lease runs out. Start it again: "
-                    f"rlctl coordinator --listen {fleet.address} --journal {journal}"
+                    f"rlctl coordinator --listen {fleet.address} --journal {fleet.journal}"
                 )
             if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
                 self._coordinator_failures = 0  # it had served for long: those before it say nothing of this one
@@ -260,6 +264,7 @@ class _Supervisor:
             engines={slot: run.phase.value for slot, run in fleet.runs.items()},
             gateways=fleet.gateways.addresses,
             routers=fleet.gateways.routers,
+            identities=self._identities(),
             deployment=self._deployed,
         )
         if fresh != self._state:
@@ -272,23 +277,24 @@ class _Supervisor:
             else:
                 self._state, self._unwritten = fresh, False
 
+    def _identities(self) -> dict[str, str]:
+        """Of processes on this machine; looked up once each."""
+        from rlctl.launch.processes import Process
+
+        here = [process for process in self._fleet.processes if isinstance(process, Process)]
+        pids, known = self._state.processes, self._state.identities
+        return {
+            each.name: known[each.name]
+            if each.name in known and pids.get(each.name) == each.pid
+            else state.identity(each.pid)
+            for each in here
+        }
+
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, a terminal that is gone
             self._settings.say(line)
         for request in self._asking:
             request.say(line)
-
-
-def set_journal_aside(directory: Path) -> None:
-    """Keep the journal of an earlier fleet of this name as ``journal.previous.db``: a new fleet has new versions."""
-    if not (directory / "journal.db").exists():
-        return
-    for suffix in ("", "-wal", "-shm"):
-        old = directory / f"journal.db{suffix}"
-        aside = directory / f"journal.previous.db{suffix}"
-        aside.unlink(missing_ok=True)
-        if old.exists():
-            old.rename(aside)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ from rlctl.cli.settings import ENDPOINT, Settings
 from rlctl.cli.state import FleetState, state_directory
 from rlctl.cli.tables import Table, facts
 from rlctl.cli.topology import TopologyCommand, flags, options
+from rlctl.errors import Reason
+from rlctl.process import ENDS_S
 
 if TYPE_CHECKING:
     from rlctl.cli.prepare import Prepared
@@ -31,12 +33,19 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 STOP_S = 30.0
+SURVIVE_S = ENDS_S + 10.0
+"""How long the processes of a supervisor that died may take to end."""
 _READY = "Ready."
 
 
 @click.command(cls=TopologyCommand)
 @options
 @click.option("-d", "--detach", is_flag=True, help="Leave a supervisor running and return when the fleet is ready.")
+@click.option(
+    "--new",
+    is_flag=True,
+    help="Start over: put the journal of a fleet of this name aside. Its versions are served no more.",
+)
 @click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
 @click.option("--lock", type=int, hidden=True, help="For the supervisor: descriptor of the fleet's lock.")
 @click.option("--end-with-parent", is_flag=True, hidden=True, help="End when standard input ends.")
@@ -46,6 +55,7 @@ def up(
     /,
     file: Path | None,
     detach: bool,
+    new: bool,
     deployment: Path | None,
     lock: int | None,
     end_with_parent: bool,
@@ -55,8 +65,9 @@ def up(
 
     In the foreground Ctrl-C takes it down; from another terminal `rlctl down` does. When the fleet is up already, a
     file is applied to it: engines are added, replaced one after another, or drained and removed; the others are not
-    touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME; every start is a new fleet, the journal of the one
-    before stays as journal.previous.db.
+    touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME. A fleet that was up before goes on from its
+    journal: engines serve the version that was published last, or nothing until a heal or an update brings it. With
+    --new the fleet starts over: the journal is kept as journal.previous.db, epoch and sequence numbers go on.
     """
     from rlctl.cli.prepare import plan_view, prepare, token, warn
     from rlctl.cli.supervisor import supervise, taken
@@ -69,13 +80,19 @@ def up(
         end()
     if deployment is not None:
         wanted = Deployment.of(json.loads(deployment.read_text()))
-        supervise(settings, wanted, lambda ready: _announce(settings, ready), lock=lock)
+        supervise(settings, wanted, lambda ready: _announce(settings, ready), lock=lock, new=new)
     prepared = prepare(file, flags(given))
     warn(settings, prepared.problems)
     wanted = prepared.deployment
     refuse_insecure(wanted.listen, token=token(settings, prepared.plan), insecure=wanted.insecure)
     if prepared.running is not None and file is None:
         raise taken(wanted.name)
+    if prepared.running is not None and new:
+        raise Reason.OPERATION_CONFLICT.error(
+            f"fleet {wanted.name!r} is up, and cannot be started over meanwhile",
+            field="--new",
+            next_step=f"`rlctl down --name {wanted.name}` first.",
+        )
     if settings.dry_run:
         show(settings, plan_view(prepared))
         settings.say("Nothing was done.")
@@ -86,11 +103,33 @@ def up(
     if prepared.running is not None:
         _change(settings, prepared, prepared.running)
         return
+    _await_survivors(settings, wanted.name)
     refuse_used(wanted.listen)
     if detach:
-        _detach(settings, wanted)
+        _detach(settings, wanted, new=new)
     else:
-        supervise(settings, wanted, lambda ready: _announce(settings, ready))
+        supervise(settings, wanted, lambda ready: _announce(settings, ready), new=new)
+
+
+def _await_survivors(settings: Settings, name: str) -> None:
+    """Wait for the processes of a supervisor that died: they end by themselves, and hold journal, ports and GPUs until
+    they have. Raises OPERATION_CONFLICT for those that do not end.
+    """
+    former = state.read(name)
+    if former is None or former.alive or not (left := former.survivors):
+        return
+    settings.say(f"supervisor {former.pid} has died; waiting for {', '.join(left)} to end")
+    limit_s = min(SURVIVE_S, settings.timeout_s or SURVIVE_S)
+    deadline = time.monotonic() + limit_s
+    while left := former.survivors:
+        if time.monotonic() > deadline:
+            pids = " ".join(map(str, left.values()))
+            raise Reason.OPERATION_CONFLICT.error(
+                f"processes of fleet {name!r} still run {limit_s:g} s after its supervisor died: "
+                + ", ".join(f"{process} (pid {pid})" for process, pid in left.items()),
+                next_step=f"`kill {pids}`, then the same command again.",
+            )
+        time.sleep(LOOK_S)
 
 
 def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
@@ -123,7 +162,7 @@ def _announce(settings: Settings, ready: FleetState) -> None:
     settings.say(f"{_READY} Ctrl-C takes it down, and so does `rlctl down --name {ready.name}`.")
 
 
-def _detach(settings: Settings, wanted: Deployment) -> None:
+def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
     """Start a supervisor in a session of its own, tell what it tells until the fleet is ready."""
     from rlctl.cli.supervisor import claimed
 
@@ -137,7 +176,7 @@ def _detach(settings: Settings, wanted: Deployment) -> None:
         with log.open("w") as output:
             supervisor = subprocess.Popen(
                 [sys.executable, "-m", "rlctl", *_as_given(settings), "up", "--deployment", str(deployment),
-                 "--lock", str(lock)],
+                 "--lock", str(lock), *(["--new"] if new else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=output,

@@ -261,12 +261,22 @@ class AsyncAdmin:
             raise OperationFailed(operation)
         return operation
 
-    async def set_enabled(self, slots: Sequence[str], enabled: bool, *, validate_only: bool = False) -> Fleet:
-        """Let stages be routed to, or not."""
-        request = coordinator_pb2.SetStageEnabledRequest(slots=_listed(slots), enabled=enabled)
+    async def set_enabled(
+        self, slots: Sequence[str], enabled: bool, *, reason: str = "", validate_only: bool = False
+    ) -> Fleet:
+        """Let stages be routed to, or not. ``reason``: why not; shown until they are enabled again."""
+        request = coordinator_pb2.SetStageEnabledRequest(slots=_listed(slots), enabled=enabled, reason=reason)
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
+
+    async def deregister(self, slot: str, *, boot_id: str = "", force: bool = False) -> None:
+        """Take a slot off the roster. A stage that still fills it registers again by itself.
+
+        ``boot_id``: only where this process fills it; ``force``: also where an open update counts on it.
+        """
+        request = coordinator_pb2.DeregisterStageRequest(slot=slot, boot_id=boot_id, force=force)
+        await self.connection.call("DeregisterStage", request, READ_S)
 
     async def set_healing(self, model: str, *, by_hand: bool) -> Fleet:
         """Have the coordinator heal a model's stages, or only when somebody asks; until it is started again."""

@@ -156,6 +156,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     abort_update = _blocking(AsyncFleet.abort_update)
     heal = _blocking(AsyncFleet.heal)
     set_enabled = _blocking(AsyncFleet.set_enabled)
+    deregister = _blocking(AsyncFleet.deregister)
     set_healing = _blocking(AsyncFleet.set_healing)
 
     def engine(self, slot: str) -> Engine:

@@ -25,7 +25,7 @@ from rlctl.coordinator.operations import RETAINED, Operations, Run
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.records import parsed
-from rlctl.coordinator.roster import Roster, Slot, model_put, names
+from rlctl.coordinator.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason
@@ -137,7 +137,8 @@ class Coordinator:
     async def start(self) -> None:
         """Take over: a higher epoch than every coordinator before, then the links to the stages on record."""
         for key, body in self._journal.read("fleet"):
-            self.roster.epoch = parsed("fleet", key, body, FleetRecord).fleet_epoch
+            record = parsed("fleet", key, body, FleetRecord)
+            self.roster.epoch, self.roster.first_sequence = record.fleet_epoch, record.first_sequence
         await self._take_over(self.roster.epoch)
         self.roster.load()
         self._peers.outlive_predecessor()
@@ -156,7 +157,8 @@ class Coordinator:
         async with self._raising:
             if seen < self.roster.epoch:
                 return
-            await self._journal.write([Put("fleet", "", FleetRecord(fleet_epoch=seen + 1).SerializeToString())])
+            record = FleetRecord(fleet_epoch=seen + 1, first_sequence=self.roster.first_sequence)
+            await self._journal.write([Put("fleet", "", record.SerializeToString())])
             self.roster.epoch = seen + 1
             await self._peers.disconnect()
 
@@ -530,7 +532,8 @@ class Coordinator:
         check(request)
         slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         if not request.header.validate_only:
-            await self.roster.change(slots, lambda record: setattr(record, "enabled", request.enabled))
+            now = self._clock.wall()
+            await self.roster.change(slots, lambda record: enable(record, request.enabled, request.reason, now))
             if not request.enabled:
                 await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()

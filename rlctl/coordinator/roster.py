@@ -16,6 +16,8 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from rlctl.control.commander import Commander
 from rlctl.coordinator.followers import Followers
 from rlctl.coordinator.formers import Formers
@@ -168,7 +170,8 @@ class Slot:
                 name += f": {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
             return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
         if not self.record.enabled:
-            return "disabled"
+            reason = self.record.disabled_reason
+            return f"disabled: {reason}" if reason else "disabled"
         if self.quarantine is not None:
             return f"quarantined: {self.quarantine.message}"
         if self.report is None or not self.report.lease_held:
@@ -211,6 +214,8 @@ class Roster:
         self.slots: dict[str, Slot] = {}
         self.models: dict[str, ModelState] = {}
         self.epoch = 0
+        self.first_sequence = 0
+        """Of models that have no version yet, as :class:`FleetRecord` says it."""
         self._revision = 0
         self._watchers: dict[asyncio.Queue[None], None] = {}
         self.followers = Followers()
@@ -240,14 +245,20 @@ class Roster:
             same = slot is not None and slot.record.registration.boot_id == registration.boot_id
             record = SlotRecord(incarnation=slot.record.incarnation + 1 if slot else 1, enabled=True)
             if slot is not None:
-                record.enabled, record.unseen = slot.record.enabled, True
+                record.enabled, record.disabled_reason = slot.record.enabled, slot.record.disabled_reason
+                if slot.record.HasField("disable_time"):
+                    record.disable_time.CopyFrom(slot.record.disable_time)
+                record.unseen = True
             if slot is not None and same:
                 record.CopyFrom(slot.record)
             _fill(record, registration)
             changes = [slot_put(record)]
             model = self.models.get(registration.model)
             if model is None:
-                model = ModelState(ModelRecord(name=registration.model, updatable=not registration.frozen))
+                fresh = ModelRecord(
+                    name=registration.model, updatable=not registration.frozen, first_sequence=self.first_sequence
+                )
+                model = ModelState(fresh)
                 changes.append(model_put(model.record))
             await self._journal.write(changes)
             self.models.setdefault(registration.model, model)
@@ -531,7 +542,18 @@ class Roster:
             staging_update_id=slot.report.update_id if slot.report is not None and staging else "",
             last_heard=duration(heard) if heard is not None else None,
             unhealable=bool(slot.unhealable),
+            disabled_reason=slot.record.disabled_reason,
+            disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
         )
+
+
+def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:
+    """Set the operator's flag."""
+    if enabled:
+        record.ClearField("disable_time")
+    elif not record.HasField("disable_time"):
+        record.disable_time.CopyFrom(now)
+    record.enabled, record.disabled_reason = enabled, "" if enabled else reason
 
 
 def _fill(record: SlotRecord, registration: StageRegistration) -> None:

@@ -22,6 +22,11 @@ POSSIBLY_DONE = (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_DIRTY, common_pb
 """Outcomes after which an effect must be assumed where assuming it is the safe side."""
 
 
+def first_sequence(record: ModelRecord) -> int:
+    """The sequence of a model's first version: 1, or above all that were given before the fleet was started over."""
+    return record.first_sequence or FIRST_SEQUENCE
+
+
 def first_version(model: ModelState, slot: Slot, now_ms: int) -> ModelRecord | None:
     """The record that publishes a model's first version: the checkpoint that this stage loaded or, where a coordinator
     with another journal has updated it before, the version that it is at. None: the model has one.
@@ -33,7 +38,7 @@ def first_version(model: ModelState, slot: Slot, now_ms: int) -> ModelRecord | N
     record = ModelRecord()
     record.CopyFrom(model.record)
     label = slot.record.registration.weight_version or FIRST_LABEL
-    record.latest.CopyFrom(WeightVersion(label=label, sequence=FIRST_SEQUENCE))
+    record.latest.CopyFrom(WeightVersion(label=label, sequence=first_sequence(record)))
     if slot.report.weight_version.sequence:
         record.latest.CopyFrom(slot.report.weight_version)
         record.group_generation = max(record.group_generation, now_ms)
@@ -62,7 +67,7 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
         return model.model_digest == report.model_digest
     if report.model_digest or not model.checkpoint or model.checkpoint != report.checkpoint:
         return False
-    unknown = model.latest.sequence == FIRST_SEQUENCE and not verification.digests(slot)
+    unknown = model.latest.sequence == first_sequence(model) and not verification.digests(slot)
     return unknown or not model.model_digest
 
 
@@ -77,7 +82,7 @@ def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:
     model, report = roster.models[slot.model].record, slot.report
     if report is None or report.state in _UNUSABLE or report.weight_version.sequence or not report.model_digest:
         return None
-    if model.latest.sequence != FIRST_SEQUENCE or model.model_digest or model.checkpoint != report.checkpoint:
+    if model.latest.sequence != first_sequence(model) or model.model_digest or model.checkpoint != report.checkpoint:
         return None
     if not model.checkpoint or any(_may_tell(model, other) for other in roster.slots.values() if other is not slot):
         return None
@@ -161,7 +166,7 @@ def reserved(model: ModelState, trainer_incarnation: int) -> ModelRecord:
     The first one is the first version's, which may come while the update is open.
     """
     record = fenced(model, trainer_incarnation)
-    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence, FIRST_SEQUENCE) + 1
+    record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence, first_sequence(record)) + 1
     return record
 
 

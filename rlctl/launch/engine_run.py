@@ -15,7 +15,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.processes import STOP_S, end
 from rlctl.launch.spec import LOAD_S, EngineSpec
-from rlctl.v1.common_pb2 import STAGE_STATE_STALE
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.fleet_pb2 import Stage
 
 START_S = 300.0
@@ -28,6 +28,11 @@ STEADY_S = 60.0
 STALE_S = 2.0
 """An engine that nobody heals is taken to stay stale after so long: one that has the published version is admitted
 within a moment."""
+
+REPLACED = "its engine is replaced or removed by `rlctl up`"
+"""Why a slot is disabled before it is drained. The engine that fills it next is enabled again, by another supervisor
+too: the reason is in the coordinator's journal.
+"""
 
 
 class Phase(enum.Enum):
@@ -198,6 +203,10 @@ class EngineRun:
                     self._enter(Phase.READY)
                 elif self.phase is Phase.STALE:
                     self._refuse_lost(stage)
+                elif here and (lifted_by := self._held_by_operator(stage)):
+                    assert stage is not None
+                    self._say(f"{self.spec.slot}: up, {stage.not_routable}; `{lifted_by}` lets it serve")
+                    self._enter(Phase.READY)
                 elif here and (waits_for := self._waits_for(stage)):
                     self._say(f"{self.spec.slot}: up, stale, waits for {waits_for}")
                     self._enter(Phase.STALE)
@@ -250,6 +259,15 @@ class EngineRun:
         if self.by_hand:
             return f"a heal by hand: rlctl heal {self.spec.slot}"
         return f"the trainer's next update ({stage.not_routable})" if stage.unhealable else ""
+
+    def _held_by_operator(self, stage: Stage | None) -> str:
+        """The command that lifts what an operator holds against a stage which is otherwise ready, or ""."""
+        disabled = stage is not None and not stage.enabled and stage.disabled_reason != REPLACED
+        if stage is not None and stage.state == STAGE_STATE_READY and disabled:
+            return f"rlctl enable {self.spec.slot}"
+        if stage is not None and stage.state == STAGE_STATE_PAUSED and not stage.report.paused_by_update:
+            return f"rlctl continue --slot {self.spec.slot}"
+        return ""
 
     def _refuse_lost(self, stage: Stage | None) -> None:
         """A stage server whose engine is gone, and that cannot start it again, holds its slot in vain."""

@@ -20,12 +20,13 @@ from typing import Self
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import Reason, RlctlError
-from rlctl.launch.engine_run import START_S, UP, EngineRun, Limits, Phase
+from rlctl.launch.engine_run import REPLACED, START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import STOP_S, stop_all
 from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
+from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
 from rlctl.v1.fleet_pb2 import Stage
 
@@ -63,14 +64,17 @@ class LaunchedFleet:
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
         heal_by_hand: Sequence[str] = (),
+        new: bool = False,
     ) -> None:
-        """``directory``: where the journal and the logs go; a temporary one if None.
+        """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
+        there goes on; ``new``: it is started over.
 
         ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
         it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
         ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal.
         """
+        self._new = new
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
         """What the coordinator goes by."""
@@ -91,8 +95,6 @@ class LaunchedFleet:
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
         self._client: Fleet | None = None
         self._ask_at = 0.0
-        self._disabled: set[str] = set()
-        """Slots that were disabled to be drained, so that whatever fills them next is enabled again."""
 
     def __enter__(self) -> Self:
         """Start."""
@@ -121,9 +123,14 @@ class LaunchedFleet:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._launcher.make_room(self.engines, self._reserved)
-            self._start_coordinator(self._listen)
+            resumed = self.journal.exists() and not self._new
+            self._start_coordinator(self._listen, new=self._new)
             self._say(f"coordinator at {self.address}")
+            if resumed:
+                self._tell_resumed()
             self.settle()
+            if resumed:
+                self._dismiss_absent()
         except BaseException as error:
             self._tell_of_interrupt(error)
             self.stop()
@@ -169,6 +176,11 @@ class LaunchedFleet:
                 raise run.error
             time.sleep(POLL_S)
             run.advance(None)
+
+    @property
+    def journal(self) -> Path:
+        """File of the coordinator's journal."""
+        return self.directory / "journal.db"
 
     def restart_coordinator(self) -> None:
         """Start it again at its address, with its journal, after it has ended."""
@@ -267,20 +279,20 @@ class LaunchedFleet:
         """Take it out of routing before it is drained."""
         slot = run.spec.slot
         if run.phase is Phase.READY and slot in stages:
-            if not stages[slot].enabled:
-                run.drain()
-            elif self._asked(lambda client: client.set_enabled([slot], False)):
-                self._disabled.add(slot)
+            if not stages[slot].enabled or self._asked(
+                lambda client: client.set_enabled([slot], False, reason=REPLACED)
+            ):
                 run.drain()
         else:
             run.drain()
 
     def _enable(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         slot = run.spec.slot
-        if slot in self._disabled and run.phase in (Phase.HEALING, Phase.STALE) and slot in stages and (
-            stages[slot].registration.address == run.leader.facts["address"]
-        ) and self._asked(lambda client: client.set_enabled([slot], True)):  # fmt: skip
-            self._disabled.discard(slot)
+        if run.phase not in (Phase.HEALING, Phase.STALE) or (stage := stages.get(slot)) is None:
+            return
+        ours = not stage.enabled and stage.disabled_reason == REPLACED
+        if ours and stage.registration.address == run.leader.facts["address"]:
+            self._asked(lambda client: client.set_enabled([slot], True))
 
     def _may_replace(self, run: EngineRun, wanted: Mapping[str, EngineSpec]) -> bool:
         """One of a model after the other, so that the others serve meanwhile; a failed one is in nobody's way."""
@@ -305,8 +317,8 @@ class LaunchedFleet:
             spec, self._launcher, self.address, self.limits, self._say, by_hand=spec.model in self._by_hand
         )
 
-    def _start_coordinator(self, listen: str) -> None:
-        arguments = ["coordinator", "--listen", listen, "--journal", str(self.directory / "journal.db")]
+    def _start_coordinator(self, listen: str, *, new: bool = False) -> None:
+        arguments = ["coordinator", "--listen", listen, "--journal", str(self.journal), *(["--new"] if new else [])]
         arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
         self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
@@ -318,6 +330,27 @@ class LaunchedFleet:
             by_hand = model in self._by_hand
             if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
                 self._told_by_hand ^= {model}
+
+    def _tell_resumed(self) -> None:
+        """Say which versions the fleet of the journal is at: engines that come up with others serve nothing."""
+        fleet = self._status()
+        if fleet is None or not (models := [model for model in fleet.models if model.latest.sequence]):
+            return
+        versions = ", ".join(f"{model.name} at {model.latest.label}#{model.latest.sequence}" for model in models)
+        self._say(f"the fleet of {self.journal} goes on (epoch {fleet.header.fleet_epoch}): {versions}")
+
+    def _dismiss_absent(self) -> None:
+        """Take slots off the record that are not wanted and that nothing fills: engines of an earlier topology. A stage
+        that is only out of reach registers again.
+        """
+        fleet = self._status()
+        wanted = {spec.slot for spec in self.engines}
+        for stage in fleet.stages if fleet is not None else ():
+            slot = stage.registration.slot
+            if slot in wanted or stage.state not in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE):
+                continue
+            if self._asked(lambda client, slot=slot: client.deregister(slot)):  # type: ignore[misc]
+                self._say(f"{slot}: on record, not wanted and not there: taken off the record")
 
     def _refuse_failed(self) -> None:
         if self.coordinator is not None and self.coordinator.returncode is not None:

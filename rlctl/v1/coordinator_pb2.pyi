@@ -458,8 +458,11 @@ class SetStageEnabledRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     ENABLED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Let them be routed to."""
+    reason: _builtins.str
+    """Of a disabling: why, for people. Kept until they are enabled again."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
@@ -474,10 +477,11 @@ class SetStageEnabledRequest(_message.Message):
         header: _common_pb2.RequestHeader | None = ...,
         slots: _abc.Iterable[_builtins.str] | None = ...,
         enabled: _builtins.bool = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "header", b"header", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "header", b"header", "reason", b"reason", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -488,6 +488,8 @@ class Stage(_message.Message):
     STAGING_UPDATE_ID_FIELD_NUMBER: _builtins.int
     LAST_HEARD_FIELD_NUMBER: _builtins.int
     UNHEALABLE_FIELD_NUMBER: _builtins.int
+    DISABLED_REASON_FIELD_NUMBER: _builtins.int
+    DISABLE_TIME_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Grows when what fills the slot restarts; assigned by the coordinator."""
     state: _common_pb2.StageState.ValueType
@@ -502,6 +504,8 @@ class Stage(_message.Message):
     """Update whose shadow copy it is filling. Empty: none."""
     unhealable: _builtins.bool
     """Its version has no source to heal it from."""
+    disabled_reason: _builtins.str
+    """Why it is disabled, as the caller of SetStageEnabled said it."""
     @_builtins.property
     def registration(self) -> Global___StageRegistration:
         """What it said when it joined."""
@@ -518,6 +522,10 @@ class Stage(_message.Message):
     def last_heard(self) -> _duration_pb2.Duration:
         """Time since it was last heard."""
 
+    @_builtins.property
+    def disable_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is disabled."""
+
     def __init__(
         self,
         *,
@@ -532,10 +540,12 @@ class Stage(_message.Message):
         staging_update_id: _builtins.str = ...,
         last_heard: _duration_pb2.Duration | None = ...,
         unhealable: _builtins.bool = ...,
+        disabled_reason: _builtins.str = ...,
+        disable_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_heard", b"last_heard", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "last_heard", b"last_heard", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

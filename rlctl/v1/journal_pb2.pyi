@@ -68,16 +68,20 @@ class FleetRecord(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FLEET_EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
     fleet_epoch: _builtins.int
     """Epoch of the coordinator that wrote it."""
+    first_sequence: _builtins.int
+    """Sequence from which the versions of models count that have none yet. Lower ones were given before the fleet was started over. 0: 1."""
     def __init__(
         self,
         *,
         fleet_epoch: _builtins.int = ...,
+        first_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet_epoch", b"fleet_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sequence", b"first_sequence", "fleet_epoch", b"fleet_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -97,6 +101,8 @@ class SlotRecord(_message.Message):
     CONTINUE_WHEN_RESIDENT_FIELD_NUMBER: _builtins.int
     UNSEEN_FIELD_NUMBER: _builtins.int
     RETIRE_TIME_FIELD_NUMBER: _builtins.int
+    DISABLED_REASON_FIELD_NUMBER: _builtins.int
+    DISABLE_TIME_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Present incarnation."""
     enabled: _builtins.bool
@@ -107,6 +113,8 @@ class SlotRecord(_message.Message):
     """Somebody continued it while memory was released: generation goes on when the last region is resumed."""
     unseen: _builtins.bool
     """Its process took another one's place, and has not been attached to since."""
+    disabled_reason: _builtins.str
+    """Why the operator's flag is off."""
     @_builtins.property
     def registration(self) -> _fleet_pb2.StageRegistration:
         """Registration of the present incarnation."""
@@ -119,6 +127,10 @@ class SlotRecord(_message.Message):
     def retire_time(self) -> _timestamp_pb2.Timestamp:
         """When it was deregistered, if it is: the oldest of those are forgotten."""
 
+    @_builtins.property
+    def disable_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is off."""
+
     def __init__(
         self,
         *,
@@ -130,10 +142,12 @@ class SlotRecord(_message.Message):
         continue_when_resident: _builtins.bool = ...,
         unseen: _builtins.bool = ...,
         retire_time: _timestamp_pb2.Timestamp | None = ...,
+        disabled_reason: _builtins.str = ...,
+        disable_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "registration", b"registration", "retire_time", b"retire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "quarantine", b"quarantine", "registration", b"registration", "retire_time", b"retire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retire_time", b"retire_time", "retired", b"retired", "unseen", b"unseen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_when_resident", b"continue_when_resident", "disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "incarnation", b"incarnation", "quarantine", b"quarantine", "registration", b"registration", "retire_time", b"retire_time", "retired", b"retired", "unseen", b"unseen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,6 +170,7 @@ class ModelRecord(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     FORMER_LABELS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -171,6 +186,8 @@ class ModelRecord(_message.Message):
     """Trainer incarnation that may update it."""
     group_generation: _builtins.int
     """Generation of its groups."""
+    first_sequence: _builtins.int
+    """Sequence of its first version. 0: 1."""
     @_builtins.property
     def latest(self) -> _common_pb2.WeightVersion:
         """Version published last."""
@@ -205,11 +222,12 @@ class ModelRecord(_message.Message):
         groups: _abc.Iterable[_builtins.str] | None = ...,
         former_labels: _abc.Iterable[_builtins.str] | None = ...,
         verification: _common_pb2.Verification | None = ...,
+        first_sequence: _builtins.int = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -258,18 +258,56 @@ def test_a_detached_fleet_answers_until_it_is_taken_down(up: list[str]) -> None:
     assert "no fleet 'default' is up" in err
 
 
-def test_a_new_fleet_starts_with_versions_of_its_own(up: list[str], checkpoint: Callable[[str], str]) -> None:
+def models_of(fleet: dict[str, str]) -> tuple[str, str]:
+    """(label, sequence) of the only model."""
+    code, models, err = call("--endpoint", fleet["endpoint"], "get", "models", "-o", "json")
+    assert code == 0, err
+    [model] = json.loads(models)
+    return model["latest"]["label"], model["latest"]["sequence"]
+
+
+def epoch_of(fleet: dict[str, str]) -> int:
+    with connect(fleet["endpoint"]) as client:
+        return client.status().header.fleet_epoch
+
+
+def test_a_fleet_whose_supervisor_died_goes_on_from_its_journal_until_it_is_started_over(
+    up: list[str], checkpoint: Callable[[str], str]
+) -> None:
+    code, out, err = call(*up, "-d", "-o", "json", "--rollout-num-gpus", "3")
+    assert code == 0, err
+    first = json.loads(out)
+    update = ["weights", "update", "--model", "actor", "--model-path", checkpoint("two"), "--weight-version", "v2"]
+    assert call("--endpoint", first["endpoint"], *update)[0] == 0
+    assert call("--endpoint", first["endpoint"], "disable", "actor-1")[0] == 0
+    os.kill(first["pid"], signal.SIGKILL)
+
     code, out, err = call(*up, "-d", "-o", "json", "--rollout-num-gpus", "2")
     assert code == 0, err
-    endpoint = json.loads(out)["endpoint"]
-    update = ["weights", "update", "--model", "actor", "--model-path", checkpoint("two"), "--weight-version", "v2"]
-    assert call("--endpoint", endpoint, *update)[0] == 0
+    assert "goes on (epoch 2): actor at v2#2" in err
+    assert "actor-1: up, disabled" in err
+    second = json.loads(out)
+    assert models_of(second) == ("v2", "2")
+    with connect(second["endpoint"]) as client:
+        stages = {stage.registration.slot: stage for stage in client.status().stages}
+        assert stages.keys() == {"actor-0", "actor-1"}, "actor-2 is of the topology before"
+        assert [stage.report.weight_version.label for stage in stages.values()] == ["v2", "v2"]
+        assert (stages["actor-0"].routable, stages["actor-1"].not_routable) == (True, "disabled")
+        assert stages["actor-0"].incarnation == 2
+        assert client.generate("1+2=", model="actor").samples[0].versions[0].version.label == "v2"
     assert call("down")[0] == 0
+
     code, out, err = call(*up, "-d", "-o", "json")
     assert code == 0, err
-    code, models, _ = call("--endpoint", json.loads(out)["endpoint"], "get", "models", "-o", "json")
-    assert json.loads(models)[0]["latest"]["label"] == "initial"
-    assert (Path(json.loads(out)["directory"]) / "journal.previous.db").exists()
+    assert models_of(json.loads(out)) == ("v2", "2"), "an orderly end is none of the fleet's records"
+    assert call("down")[0] == 0
+
+    code, out, err = call(*up, "-d", "-o", "json", "--new")
+    assert code == 0, err
+    over = json.loads(out)
+    assert models_of(over) == ("initial", "3")
+    assert epoch_of(over) == 4
+    assert (Path(over["directory"]) / "journal.previous.db").exists()
     assert call("down")[0] == 0
 
 

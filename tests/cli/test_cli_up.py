@@ -16,7 +16,6 @@ from cli_helpers import Cli
 
 from rlctl.cli import state
 from rlctl.cli.settings import Settings
-from rlctl.cli.supervisor import set_journal_aside
 
 
 @pytest.fixture
@@ -150,11 +149,28 @@ def test_what_a_fleet_is_started_from_is_not_overwritten_by_another_start(cli: C
     assert [file.read_text() for file in files] == ["the first one's"] * 2
 
 
-def test_the_journal_of_an_earlier_fleet_is_kept_aside(tmp_path: Path) -> None:
-    (tmp_path / "journal.previous.db-wal").write_text("older still")
-    (tmp_path / "journal.db").write_text("old")
-    set_journal_aside(tmp_path)
-    assert (tmp_path / "journal.previous.db").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.previous.db"]
-    set_journal_aside(tmp_path)
-    assert (tmp_path / "journal.previous.db").read_text() == "old"
+def test_processes_of_a_supervisor_that_died_are_waited_for_and_named(
+    cli: Cli, up: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold the journal and the ports. This test is one of them; its parent only has the pid of another."""
+    me, other = os.getpid(), os.getppid()
+    identities = {"coordinator": state.identity(me), "actor-0": "another process"}
+    processes = {"coordinator": me, "actor-0": other}
+    dead = state.FleetState("default", 2**22 + 1, "gone", state.READY, "", "", processes, identities=identities)
+    state.write(dead)
+    monkeypatch.setattr("rlctl.cli.up.SURVIVE_S", 0.2)
+    ran = cli(*up)
+    assert ran.code == 7
+    assert "has died; waiting for coordinator to end" in ran.err
+    assert f"still run 0.2 s after its supervisor died: coordinator (pid {me})" in ran.err
+    assert f"kill {me}" in ran.err
+
+
+def test_a_fleet_that_is_up_is_not_started_over(cli: Cli, up: list[str], tmp_path: Path) -> None:
+    me = os.getpid()
+    state.write(state.FleetState("default", me, state.identity(me), state.READY, "", ""))
+    file = tmp_path / "fleet.yaml"
+    file.write_text('{"models": [{"name": "actor", "server_groups": [{"worker_type": "regular", "num_gpus": 1}]}]}')
+    ran = cli("up", str(file), *up[1:], "--new")
+    assert ran.code == 7, ran.err
+    assert "cannot be started over" in ran.err

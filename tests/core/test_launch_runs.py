@@ -11,12 +11,12 @@ from children import Children
 from rlctl.errors import Reason
 from rlctl.launch import engine_run
 from rlctl.launch.devices import gpu_count
-from rlctl.launch.engine_run import EngineRun, Limits, Phase
+from rlctl.launch.engine_run import REPLACED, EngineRun, Limits, Phase
 from rlctl.launch.processes import last_line, log_end
 from rlctl.launch.spec import EngineSpec
 from rlctl.stage import server
-from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_STALE, StageState
-from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE, StageState
+from rlctl.v1.fleet_pb2 import Stage, StageReport
 
 
 @pytest.fixture
@@ -89,6 +89,50 @@ def test_an_engine_that_nothing_can_heal_waits_for_an_update(clock: Callable[[fl
     assert (run.phase, run.error) == (Phase.STALE, None), "another start would not bring a source"
     run.advance(READY)
     assert run.phase is Phase.READY
+
+
+@pytest.mark.parametrize(
+    ("stage", "command"),
+    [
+        (Stage(not_routable="disabled", state=STAGE_STATE_READY, disabled_reason="a new disk"), "rlctl enable a"),
+        (Stage(not_routable="PAUSED", state=STAGE_STATE_PAUSED, enabled=True), "rlctl continue --slot a"),
+    ],
+    ids=["disabled", "paused"],
+)
+def test_an_engine_that_an_operator_holds_back_is_up_and_says_what_lifts_it(
+    stage: Stage, command: str, clock: Callable[[float], None]
+) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said, Limits(heal_s=5))
+    for _ in range(2):
+        children.all[-1].announce()
+        run.advance(None)
+    stage.registration.address = "at a"
+    run.advance(stage)
+    assert run.phase is Phase.READY
+    assert command in said[-1]
+    clock(6)
+    run.advance(stage)
+    assert run.phase is Phase.READY, "it has not failed to become routable"
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        Stage(state=STAGE_STATE_PAUSED, enabled=True, report=StageReport(paused_by_update="u")),
+        Stage(state=STAGE_STATE_READY, disabled_reason=REPLACED),
+    ],
+    ids=["paused by an update", "disabled by the supervisor"],
+)
+def test_what_ends_by_itself_is_waited_for(stage: Stage, clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    for _ in range(2):
+        children.all[-1].announce()
+        run.advance(None)
+    stage.registration.address = "at a"
+    run.advance(stage)
+    assert run.phase is Phase.HEALING
 
 
 @pytest.mark.parametrize(("by_hand", "state"), [(False, STAGE_STATE_STALE), (True, STAGE_STATE_DIRTY)])

@@ -163,6 +163,12 @@ def test_the_first_version_is_what_the_first_stage_has_loaded_or_has_been_brough
     used = versions.first_version(model, slot("base", weight_version=LATEST, state=STAGE_STATE_READY), 1000)
     assert used is not None
     assert (used.latest, used.reserved_sequence, used.group_generation) == (LATEST, 5, 1000)
+    # The fleet was started over: the numbers go on.
+    over = ModelState(ModelRecord(name="actor", first_sequence=12))
+    assert versions.reserved(over, 2).reserved_sequence == 13, "12 is the first version's"
+    twelfth = versions.first_version(over, slot(model_digest="d"), 1000)
+    assert twelfth is not None
+    assert (twelfth.latest, twelfth.reserved_sequence) == (WeightVersion(label="initial", sequence=12), 12)
     assert versions.first_version(ModelState(used), slot(model_digest="d"), 1000) is None
     for state in UNUSABLE:
         assert versions.first_version(model, slot(model_digest="d", state=state), 1000) is None

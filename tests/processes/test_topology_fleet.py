@@ -174,6 +174,32 @@ def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of
     assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
 
 
+def test_a_fleet_whose_supervisor_died_serves_no_checkpoint_in_place_of_the_trainers_version(
+    tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, checkpoint = tiny
+    command = ["up", "--hf-checkpoint", str(checkpoint), "--engine", "torch", "--listen", "127.0.0.1:0", "-d"]
+    up = rlctl_command(*command, "-o", "json")
+    assert up.returncode == 0, up.stderr
+    first = json.loads(up.stdout)
+    with connect(first["endpoint"]) as fleet, contextlib.closing(fleet.publisher("actor")) as publisher:
+        publisher.update(model, version="a-7")
+    os.kill(first["pid"], signal.SIGKILL)
+
+    again = rlctl_command(*command, "-o", "json")
+    assert again.returncode == 0, again.stderr
+    second = json.loads(again.stdout)
+    assert "goes on (epoch 2): actor at a-7#2" in again.stderr
+    assert "up, stale, waits for the trainer's next update" in again.stderr
+    with connect(second["endpoint"]) as fleet:
+        [stage] = fleet.status().stages
+        assert (stage.routable, stage.unhealable) == (False, True)
+        assert "version 'a-7' of actor is in no checkpoint" in stage.not_routable
+        with contextlib.closing(fleet.publisher("actor")) as publisher:
+            assert publisher.update(model, version="a-8").version.sequence == 3
+        assert fleet.generate("1+2=", model="actor").samples[0].versions[0].version.label == "a-8"
+
+
 def test_a_model_that_is_healed_by_hand_has_its_stale_engine_up_and_out_until_somebody_asks(
     fleet_of_fakes: Callable[..., Path], checkpoint: Callable[[str], str]
 ) -> None:

@@ -1,0 +1,72 @@
+"""A fleet that is started over: its records are put aside, and its numbers go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from pathlib import Path
+
+from rlctl.coordinator.records import parsed
+from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.errors import Reason
+from rlctl.ports import Put
+from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
+
+
+def previous(path: Path) -> Path:
+    """Where the records of the fleet before are kept: ``journal.previous.db`` beside ``journal.db``."""
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def start_over(path: Path) -> None:
+    """Put a journal aside as :func:`previous`, in the place of the one before. A journal takes its place that holds
+    only how far epoch and sequences have come: stages that outlive the fleet obey no lower epoch, and a sequence never
+    stands for two versions. Nothing happens where there is no journal.
+
+    Raises JOURNAL_FAILED, then nothing has changed: another coordinator holds it, or it is damaged.
+    """
+    if not path.exists():
+        return
+    reached = _reached(path)
+    wal = path.with_name(f"{path.name}-wal")
+    if wal.exists():
+        raise Reason.JOURNAL_FAILED.error(f"journal {path}: {wal.name} is still in use")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        asyncio.run(_begin(draft, reached))
+        aside = previous(path)
+        for suffix in ("", "-wal", "-shm"):
+            aside.with_name(aside.name + suffix).unlink(missing_ok=True)
+        os.link(path, aside)  # there is a journal of this name at every moment, whatever ends this process
+        os.replace(draft, path)
+    except OSError as error:
+        raise Reason.JOURNAL_FAILED.error(f"journal {path}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+async def _begin(path: Path, reached: FleetRecord) -> None:
+    journal = SqliteJournal(path)
+    try:
+        await journal.write([Put("fleet", "", reached.SerializeToString())])
+    finally:
+        journal.close()
+
+
+def _reached(path: Path) -> FleetRecord:
+    """How far a fleet's epoch and sequences have come, as the record that a fleet after it begins with."""
+    reached = FleetRecord()
+    journal = SqliteJournal(path)
+    try:
+        for key, body in journal.read("fleet"):
+            reached = parsed("fleet", key, body, FleetRecord)
+        for key, body in journal.read("model"):
+            model = parsed("model", key, body, ModelRecord)
+            given = max(model.reserved_sequence, model.latest.sequence)
+            reached.first_sequence = max(reached.first_sequence, given + 1)
+    finally:
+        journal.close()
+    return reached
