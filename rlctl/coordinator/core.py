@@ -21,7 +21,7 @@ from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.keys import Keys
-from rlctl.coordinator.operations import RETAINED, Operations, Run
+from rlctl.coordinator.operations import RETAINED, Operations, Run, page_token
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.records import parsed
@@ -404,14 +404,12 @@ class Coordinator:
         """Read operations, newest first."""
         check(request)
         size = min(request.page_size or 50, 1000)
-        runs = self.operations.newest_first(request.verb, request.state)
-        if request.page_token:
-            runs = [run for run in runs if run.operation.operation_id < request.page_token]
+        runs = self.operations.newest_first(request.verb, request.state, request.page_token)
         page = runs[:size]
         return rpc.ListOperationsResponse(
             header=self.roster.header(),
             operations=[run.operation for run in page],
-            next_page_token=page[-1].operation.operation_id if len(runs) > size else "",
+            next_page_token=page_token(page[-1]) if len(runs) > size else "",
         )
 
     async def watch_operation(self, request: rpc.WatchOperationRequest) -> AsyncIterator[Operation]:

@@ -371,13 +371,16 @@ class Operations:
             raise Reason.OPERATION_NOT_FOUND.error(f"no operation {operation_id!r} is on record", field="operation_id")
         return run
 
-    def newest_first(self, verb: str, state: OperationState.ValueType) -> list[Run]:
-        """Runs, newest first: ids are UUIDv7 and sort by time."""
-        return [
-            run
-            for _, run in sorted(self._runs.items(), reverse=True)
-            if verb in ("", run.operation.verb) and state in (0, run.operation.state)
-        ]
+    def newest_first(self, verb: str, state: OperationState.ValueType, before: str = "") -> list[Run]:
+        """Runs by the time of their acceptance on the coordinator's clock, newest first.
+
+        ``before``: a :func:`page_token`; the runs that come after that one in the list.
+        Raises FIELD_INVALID for a token that no list has given.
+        """
+        start = _parsed_token(before) if before else None
+        runs = (run for run in self._runs.values() if verb in ("", run.operation.verb))
+        matching = (run for run in runs if state in (0, run.operation.state))
+        return sorted((run for run in matching if start is None or _accepted(run) < start), key=_accepted, reverse=True)
 
     async def stop(self, within_s: float) -> None:
         """Wait for what runs, for so long."""
@@ -423,6 +426,26 @@ class Operations:
 
     async def _save(self, run: Run) -> None:
         await self._journal.write([_put(run.record)])
+
+
+def page_token(run: Run) -> str:
+    """The position of a run in the list of operations, which outlives its record."""
+    nanoseconds, operation_id = _accepted(run)
+    return f"{nanoseconds}/{operation_id}"
+
+
+def _accepted(run: Run) -> tuple[int, str]:
+    # Not the id alone: clients make ids, by clocks of their own.
+    return run.operation.create_time.ToNanoseconds(), run.operation.operation_id
+
+
+def _parsed_token(token: str) -> tuple[int, str]:
+    nanoseconds, _, operation_id = token.partition("/")
+    if not (nanoseconds.isascii() and nanoseconds.isdecimal() and len(nanoseconds) <= 20 and operation_id):
+        raise Reason.FIELD_INVALID.error(
+            f"{token!r} is not a page token; pass next_page_token of the previous answer", field="page_token"
+        )
+    return int(nanoseconds), operation_id
 
 
 def body_hash(request: Message, request_id: str = "") -> bytes:

@@ -369,6 +369,24 @@ async def test_operations_are_listed_read_and_watched(fleet: InProcessFleet) -> 
     assert (await refusal(fleet.stub.GetOperation(missing))).reason is Reason.OPERATION_NOT_FOUND
 
 
+async def test_operations_are_listed_by_the_coordinators_clock(fleet: InProcessFleet) -> None:
+    """The clock of a client, which makes the ids of its requests, may be hours ahead."""
+    ahead = "fff00000-0000-7000-8000-000000000000"
+    first = await fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=RequestHeader(request_id=ahead)))
+    second = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+    third = await fleet.stub.FlushCache(v.FlushCacheRequest())
+    listed, token = [], ""
+    for _ in range(3):
+        request = coordinator_pb2.ListOperationsRequest(page_size=1, page_token=token)
+        page = await fleet.stub.ListOperations(request)
+        listed += [operation.operation_id for operation in page.operations]
+        token = page.next_page_token
+    assert listed == [third.operation_id, second.operation_id, first.operation_id]
+    assert token == ""
+    foreign = await refusal(fleet.stub.ListOperations(coordinator_pb2.ListOperationsRequest(page_token=ahead)))
+    assert (foreign.reason, foreign.field) == (Reason.FIELD_INVALID, "page_token")
+
+
 async def test_a_cancelled_operation_that_nobody_started_has_no_effect(fleet: InProcessFleet) -> None:
     release, begun = asyncio.Event(), asyncio.Event()
 
