@@ -17,6 +17,7 @@ from rlctl.cli.session import connected, interruptible
 from rlctl.cli.settings import Settings
 from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest
 from rlctl.verbs import Verb
 
 SERVICES = ("CoordinatorService", "StageService")
@@ -106,6 +107,8 @@ def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) 
     mutates = verb.mutates(request)
     if mutates and verb.reads_if is not None and not settings.dry_run:
         settings.confirm(f"This {verb.cli} changes the stages. Go on?", unasked=False)
+    if isinstance(request, PauseGenerationRequest) and not request.mode and not settings.dry_run:
+        settings.confirm("Without --mode, a pause aborts the requests that run and wait. Abort them?")
     settings.request_id = values["request_id"] or new_uuid7()
     settings.mutating = mutates and not settings.dry_run
     if settings.verbose:

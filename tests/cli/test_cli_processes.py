@@ -23,6 +23,7 @@ from rlctl.client.fleet import connect
 from rlctl.launch import processes
 from rlctl.launch.fleet import LaunchedFleet
 from rlctl.launch.processes import STOP_S
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("default_signals")]
 
@@ -119,6 +120,25 @@ def test_the_same_request_attaches_to_the_one_that_runs(
     assert code == code_again == 0
     assert json.loads(out)["stage_results"] == json.loads(out_again)["stage_results"]
     assert json.loads(out_again)["replayed"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer", "code", "paused"),
+    [([], b"n\n", 130, False), ([], b"y\n", 0, True), (["--mode", "retract"], b"", 0, True), (["--yes"], b"", 0, True)],
+)
+def test_a_pause_at_a_terminal_asks_before_it_aborts_requests(
+    rlctl: LiveFleet, arguments: list[str], answer: bytes, code: int, paused: bool
+) -> None:
+    terminal, end = os.openpty()
+    command = [sys.executable, "-m", "rlctl", "--endpoint", rlctl.endpoint, "pause", *arguments]
+    with subprocess.Popen(command, stdin=end, stderr=end, stdout=subprocess.DEVNULL) as process:
+        os.close(end)
+        os.write(terminal, answer)
+        assert process.wait(WAIT_S) == code
+    said = os.read(terminal, 4096).decode()
+    os.close(terminal)
+    assert ("aborts the requests" in said) == bool(answer)
+    assert (rlctl.state("a") == STAGE_STATE_PAUSED) == paused
 
 
 def test_watching_prints_a_line_for_every_change_until_it_is_interrupted(rlctl: LiveFleet) -> None:
