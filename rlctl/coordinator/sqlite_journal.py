@@ -24,10 +24,14 @@ MIGRATIONS = (
 LOCK_S = 0.5
 """How long to wait for a coordinator that is just leaving to let the file go."""
 
-NEXT_STEP = "Make the file writable and its disk big enough, or stop the coordinator that holds it."
+NEXT_STEP = "Make the file writable and its disk big enough."
+LOCKED = "Stop the coordinator that uses it, or give this one a journal of its own."
 DAMAGED = f"Nothing was changed. {records.NEXT_STEP}"
 
 MOVED = "Start a coordinator on the file that holds the fleet's records."
+
+_COMMAND_SHOWN = 200
+"""Characters of a process's command line in an error."""
 
 _Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -86,6 +90,8 @@ class SqliteJournal:
             self._migrate(connection, found)
         except sqlite3.DatabaseError as error:
             connection.close()
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise self._failed(f"it is locked{_lock_holder(self._path)}", LOCKED) from error
             damaged = not isinstance(error, sqlite3.OperationalError)
             raise self._failed(str(error), DAMAGED if damaged else NEXT_STEP) from error
         except RlctlError:
@@ -198,6 +204,22 @@ class SqliteJournal:
 
     def _failed(self, why: str, next_step: str = NEXT_STEP) -> RlctlError:
         return Reason.JOURNAL_FAILED.error(f"journal {self._path}: {why}", next_step=next_step)
+
+
+def _lock_holder(path: Path) -> str:
+    """The process that has locked a file, for an error message: " by process 4711 (rlctl coordinator)".
+
+    Empty where the kernel does not list locks, and where the holder is on another host or in another namespace.
+    """
+    try:
+        inode = str(path.stat().st_ino)
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        # 1: POSIX  ADVISORY  WRITE 4711 fe:00:2270947 0 EOF
+        pid = next(words[4] for words in locks if words[1] == "POSIX" and words[5].rpartition(":")[2] == inode)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (OSError, StopIteration, IndexError):
+        return ""
+    return f" by process {pid} ({command[:_COMMAND_SHOWN]})"
 
 
 def _settle(done: asyncio.Future[None], error: RlctlError | None) -> None:

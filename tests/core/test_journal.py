@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -67,6 +68,13 @@ async def test_writes_side_by_side_all_become_durable(path: Path) -> None:
 def test_one_that_another_coordinator_holds_is_refused(path: Path) -> None:
     journal = SqliteJournal(path)
     with refused(path, "locked"):
+        SqliteJournal(path)
+    journal.close()
+
+
+def test_a_locked_journal_names_the_process_that_uses_it(path: Path) -> None:
+    journal = SqliteJournal(path)
+    with pytest.raises(RlctlError, match=rf"locked by process {os.getpid()} \(.*pytest"):
         SqliteJournal(path)
     journal.close()
 
