@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.struct_pb2 import Struct, Value
 
 from rlctl.errors import Reason
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
@@ -70,13 +70,31 @@ def seed_of(params: SamplingParams, index: int) -> int | None:
 def check_levels(fields: Mapping[str, object] | Struct, where: str = "engine_fields.", *, within: int = 1) -> None:
     """Raise FIELD_INVALID for the first of ``engine_fields`` that is nested deeper than they may be.
 
-    ``where``: what stands before its name; ``within``: how many objects these are in.
+    ``where``: what stands before its name; ``within``: how many objects these are in. A field whose protobuf value is
+    not set is refused as well: JSON has no such thing.
     """
+    if isinstance(fields, Struct):
+        for name, each in fields.fields.items():
+            if not _is_set(each):
+                raise Reason.FIELD_INVALID.error(
+                    "a google.protobuf.Value without a kind",
+                    field=f"{where}{name}",
+                    next_step="Set null_value for null.",
+                )
     for name, value in fields.items():
         if deeper(value, MOST_LEVELS - within):
             raise Reason.FIELD_INVALID.error(
                 f"more than {MOST_LEVELS} objects and lists stand within each other", field=f"{where}{name}"
             )
+
+
+def _is_set(value: Value) -> bool:
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return all(_is_set(each) for each in value.struct_value.fields.values())
+    if kind == "list_value":
+        return all(_is_set(each) for each in value.list_value.values)
+    return kind is not None
 
 
 def deeper(value: object, most: int) -> bool:

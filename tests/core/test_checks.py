@@ -7,12 +7,13 @@ import uuid
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
 from rlctl.checks import check
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.times import duration, seconds
-from rlctl.v1 import coordinator_pb2, update_pb2, verbs_pb2
+from rlctl.v1 import coordinator_pb2, rollout_pb2, update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.verbs_pb2 import Shape, TensorBucket, UpdateOptions
 
@@ -173,3 +174,18 @@ def test_what_is_no_time_is_refused_before_it_is_sent(given: float) -> None:
 @pytest.mark.parametrize("given", [0.0, 0.25, -1.5, 86400.0, 3e11])
 def test_a_time_is_what_it_was_once_it_has_been_sent(given: float) -> None:
     assert seconds(Duration.FromString(duration(given).SerializeToString())) == given
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Value(),
+        Value(list_value=ListValue(values=[Value(null_value=NULL_VALUE), Value()])),
+        Value(struct_value=Struct(fields={"inner": Value()})),
+    ],
+)
+def test_an_engine_field_without_a_value_is_refused(value: Value) -> None:
+    fields = Struct(fields={"sampling_params": value})
+    with pytest.raises(RlctlError) as caught:
+        check(rollout_pb2.GenerateRequest(input_ids={"ids": [1]}, engine_fields=fields))
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "engine_fields.sampling_params")
