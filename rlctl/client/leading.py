@@ -229,8 +229,9 @@ class Leading:
                 self._note(request, operation, digests)
                 return operation, sent[0]
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline)))
+            cause = error if isinstance(error, RlctlError) else None
+            reason = cause.message if cause else f"{type(error).__name__}: {error}"
+            ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline, cause)))
             self._progress.told = ended
             if ended is not None and ended.state == OPERATION_STATE_OK:
                 # It was being committed: the coordinator has seen it to its end, and only its answer is missing.
@@ -482,9 +483,16 @@ class Leading:
             async with asyncio.timeout(left):
                 blame_ranks(operation, digests, await self._take_turns(source, attempt, _nothing_to_ship))
 
-    async def _abort(self, plan: BeginWeightUpdateResponse, reason: str, deadline: float) -> Operation | None:
+    async def _abort(
+        self, plan: BeginWeightUpdateResponse, reason: str, deadline: float, cause: RlctlError | None = None
+    ) -> Operation | None:
         """The update as it has ended; None when the coordinator does not say."""
-        request = AbortWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token, reason=reason)
+        request = AbortWeightUpdateRequest(
+            update_id=plan.update_id,
+            fencing_token=plan.fencing_token,
+            reason=reason,
+            error=cause.detail() if cause else None,
+        )
         timeout_s = min(max(deadline - asyncio.get_running_loop().time(), LATE_S), ABORT_S)
         # Best effort: an update that nobody renews is aborted by its lease.
         with contextlib.suppress(RlctlError):

@@ -28,7 +28,7 @@ from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.waking import Waking
-from rlctl.errors import Reason
+from rlctl.errors import Reason, from_detail
 from rlctl.ports import Clock, Dialer, Journal, Put
 from rlctl.times import seconds
 from rlctl.v1 import coordinator_pb2 as rpc
@@ -380,7 +380,8 @@ class Coordinator:
     async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
         """Abort an update."""
         check(request)
-        run = await self.updates.abort(request.update_id, request.fencing_token, request.reason)
+        cause = from_detail(request.error) if request.error.reason else None
+        run = await self.updates.abort(request.update_id, request.fencing_token, request.reason, cause)
         return await self._answer(run)
 
     async def renew_lease(self, request: RenewLeaseRequest) -> RenewLeaseResponse:

@@ -498,6 +498,11 @@ class Session:
                 if earlier.rank_results:
                     del result.rank_results[:]
                     result.rank_results.extend(earlier.rank_results)
+        # A rank's APPLIED is that of the abort or of a step before it, not of the update.
+        for rank in result.rank_results:
+            if rank.outcome == OUTCOME_APPLIED:
+                rank.outcome = result.outcome
+                rank.error.CopyFrom(result.error)
         run.add(result)
 
     def put(self, phase: UpdatePhase.ValueType = UPDATE_PHASE_OPEN) -> Put:

@@ -239,12 +239,19 @@ class Updates:
             return self._operations.get(request.update_id)
         return await self._rolling.commit_batch(opened, request)
 
-    async def abort(self, update_id: str, fencing_token: int, reason: str) -> Run:
-        """Decide an update against its version; token 0 is an operator's override. One that is committing finishes."""
+    async def abort(self, update_id: str, fencing_token: int, reason: str, cause: RlctlError | None = None) -> Run:
+        """Decide an update against its version; token 0 is an operator's override. One that is committing finishes.
+
+        ``cause``: the failure that the owner aborts for, with which the operation ends; CANCELLED without one.
+        """
         opened = self._own(update_id, fencing_token, override=True)
         if opened is None:
             return self._operations.get(update_id)
-        opened.decide(verdict=Reason.CANCELLED.error(f"aborted: {reason or 'no reason given'}"))
+        cause = cause or Reason.CANCELLED.error()
+        said = f"aborted: {reason or cause.message}"
+        opened.decide(
+            verdict=cause.reason.error(said, field=cause.field, next_step=cause.next_step, metadata=cause.metadata)
+        )
         return opened.run
 
     def renew(self, update_id: str, fencing_token: int) -> RenewLeaseResponse:

@@ -176,7 +176,10 @@ class Trainer(Caller):
             sim.observer.note(f"{tag} failed: {error}")
             self.boot_id = sim.world.new_id()
             abort = update_pb2.AbortWeightUpdateRequest(
-                update_id=plan.update_id, fencing_token=plan.fencing_token, reason=str(error)
+                update_id=plan.update_id,
+                fencing_token=plan.fencing_token,
+                reason=error.message,
+                error=error.detail(),
             )
             with contextlib.suppress(RlctlError):
                 await self.call("AbortWeightUpdate", abort, 60.0)

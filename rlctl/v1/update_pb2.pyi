@@ -656,6 +656,7 @@ class AbortWeightUpdateRequest(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update."""
     fencing_token: _builtins.int
@@ -666,6 +667,10 @@ class AbortWeightUpdateRequest(_message.Message):
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
 
+    @_builtins.property
+    def error(self) -> _common_pb2.ErrorDetail:
+        """The failure that the owner aborts for: the operation ends with its reason and field. Empty: CANCELLED."""
+
     def __init__(
         self,
         *,
@@ -673,10 +678,11 @@ class AbortWeightUpdateRequest(_message.Message):
         update_id: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
         reason: _builtins.str = ...,
+        error: _common_pb2.ErrorDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "header", b"header", "reason", b"reason", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fencing_token", b"fencing_token", "header", b"header", "reason", b"reason", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

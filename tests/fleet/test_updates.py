@@ -156,7 +156,21 @@ async def test_an_abort_past_the_first_byte_leaves_the_targets_dirty(fleet: InPr
     await write(fleet, plan, "w1")
     operation = await abort(fleet, plan, token=0)
     assert {r.outcome for r in operation.stage_results} == {OUTCOME_DIRTY}
+    assert {rank.outcome for r in operation.stage_results for rank in r.rank_results} == {OUTCOME_DIRTY}
     assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
+
+
+async def test_an_update_that_its_owner_aborts_for_a_failure_ends_with_its_reason(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet)
+    cause = Reason.FIELD_INVALID.error("w has shape (3, 3); actor has (64, 128)", field="weights", next_step="Look.")
+    request = u.AbortWeightUpdateRequest(
+        update_id=plan.update_id, fencing_token=plan.fencing_token, reason=cause.message, error=cause.detail()
+    )
+    operation = await fleet.stub.AbortWeightUpdate(request)
+    assert operation.state == OPERATION_STATE_FAILED
+    assert (operation.error.reason, operation.error.field) == ("FIELD_INVALID", "weights")
+    assert operation.error.message == "aborted: w has shape (3, 3); actor has (64, 128)"
+    assert operation.error.next_step == "Look."
 
 
 async def test_an_abort_breaks_a_receive_that_hangs(fleet: InProcessFleet) -> None:
