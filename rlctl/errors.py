@@ -25,12 +25,14 @@ from __future__ import annotations
 import enum
 import errno
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlctl.v1 import common_pb2
 
 if TYPE_CHECKING:
     from rlctl.v1 import results_pb2
+
+E = TypeVar("E", bound=BaseException)
 
 DOMAIN = "rlctl"
 """ErrorInfo.domain of every error of this project."""
@@ -474,6 +476,24 @@ def from_detail(detail: common_pb2.ErrorDetail) -> RlctlError:
 def typed(error: BaseException) -> RlctlError:
     """The error itself; of anything else, which is a defect, INTERNAL with what it says."""
     return error if isinstance(error, RlctlError) else Reason.INTERNAL.error(f"{type(error).__name__}: {error}")
+
+
+def without_frames(error: E) -> E:
+    """The error without its traceback and those of its causes. For errors that are stored, and for those that were
+    answered.
+
+    A traceback holds the frames that the error passed, and these their variables, a request's body among them. Where
+    a variable refers to the error in turn, only the garbage collector frees them.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            pending += [each.__cause__, each.__context__]
+    return error
 
 
 def unbound(listen: str, error: OSError) -> RlctlError:

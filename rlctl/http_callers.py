@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from typing import cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
 
 from aiohttp import web
 
@@ -31,6 +32,13 @@ READ_S = 30.0
 
 SLOWEST_BYTES_S = 16 << 10
 """Beside that, a body comes at this pace at least."""
+
+LARGE = 256 << 10
+"""Bytes of a body from which on it is read on a thread: 64 MiB of numbers take seconds."""
+
+T = TypeVar("T")
+
+_reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
 _LENGTH = re.compile(rb"(?im)^content-length:[ \t]*(\d{1,18})")
 _CHUNKED = re.compile(rb"(?im)^transfer-encoding:.*chunked")
@@ -66,6 +74,16 @@ async def body(request: web.Request, most: int) -> bytes:
         raise failure from None
     except web.RequestPayloadError as error:
         raise Reason.FIELD_INVALID.error(f"the body is not coded as its headers say: {error}", field="body") from None
+
+
+async def beside(size: int, work: Callable[[], T]) -> T:
+    """The result of work with a body of this size. Large bodies are worked with beside the event loop, one at a time.
+
+    Parsed, a body takes several times its size. A parser holds the interpreter for one call at most, not for many.
+    """
+    if size < LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_reader, work)
 
 
 def _too_large(size: int, most: int) -> Exception:

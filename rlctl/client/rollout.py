@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Unpack
 from rlctl.client.dispatch import Attempt, Dispatch, Lines
 from rlctl.client.generation import GENERATE_S, Sampling, batch_of, build_request
 from rlctl.client.line import Line
-from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unauthenticated, Unsupported
+from rlctl.errors import InvalidRequest, NotFound, Reason, RlctlError, Unauthenticated, Unsupported, without_frames
 from rlctl.rollout.admission import Admission, parse
 from rlctl.rollout.policies import policy as policy_of
 from rlctl.rollout.progress import Progress, begin, check_continuable, check_resumable
@@ -336,7 +336,7 @@ class AsyncRollout:
                 placed = await self._wait(job, self._place(deadline, timeout_s))
             error = await self._attempts(job, deadline, timeout_s)
         except RlctlError as failure:
-            error = failure
+            error = without_frames(failure)
         finally:
             if placed and self._places is not None:
                 self._places.release()
@@ -432,7 +432,7 @@ class AsyncRollout:
                     if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
                         return None  # at a stop that the engine has not seen
         except RlctlError as error:
-            return error
+            return without_frames(error)
         finally:
             job.running = None
         return None

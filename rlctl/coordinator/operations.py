@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, names
-from rlctl.errors import Reason, RlctlError, typed
+from rlctl.errors import Reason, RlctlError, typed, without_frames
 from rlctl.outcomes import explain_operation, of_targets
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
@@ -291,11 +291,11 @@ class Operations:
             cancelled = run.given_up and error.reason is Reason.CANCELLED
             ended = OPERATION_STATE_CANCELLED if cancelled else OPERATION_STATE_FAILED
             operation.state = OPERATION_STATE_UNKNOWN if unknown else ended
-            operation.error.CopyFrom(error.detail())
+            operation.error.CopyFrom(without_frames(error).detail())
         except Exception as error:  # a defect must end the operation, not leave it running for ever
             log.exception("%s %s failed", operation.verb, operation.operation_id)
             operation.state = OPERATION_STATE_UNKNOWN
-            operation.error.CopyFrom(typed(error).detail())
+            operation.error.CopyFrom(typed(without_frames(error)).detail())
         finally:
             self._release(operation.operation_id)
             if operation.state == OPERATION_STATE_RUNNING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -14,6 +14,8 @@ from rlctl.gateway import bodies, identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.generation.service import Generation
 from rlctl.ports import new_uuid7
+
+T = TypeVar("T")
 
 UNKNOWN_FIELDS = "X-RLCTL-Unknown-Fields"
 """Header of the answer that lists what of the body nobody looked at."""
@@ -55,6 +57,7 @@ class Call:
         self._most = most
         self._id = ""
         self._data: bytes | None = None
+        self._parsed: Fields | None = None
         self._fields: list[Fields] = []
         self._unknown: list[str] = []
 
@@ -70,20 +73,26 @@ class Call:
 
     def replace_body(self, data: bytes) -> None:
         """What handlers read from now on; for middleware."""
-        self._data = data
+        self._data, self._parsed = data, None
 
     async def json(self) -> Any:
         """The body; None if there is none. Raises as :meth:`body`, and FIELD_INVALID."""
         data = await self.body()
-        return bodies.parse(data) if data.strip() else None
+        return await http_callers.beside(len(data), lambda: bodies.parse(data) if data.strip() else None)
 
     async def fields(self) -> Fields:
         """The fields of the body, an object; {} if there is none. Raises as :meth:`json`.
 
         What is not taken of them is listed in the answer.
         """
-        value = await self.json()
-        return self.watch(Fields({} if value is None else value))
+        if self._parsed is None:
+            value = await self.json()
+            self._parsed = self.watch(Fields({} if value is None else value))
+        return self._parsed
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """The result of work with all of the body; see :func:`rlctl.http_callers.beside`."""
+        return await http_callers.beside(len(await self.body()), work)
 
     def watch(self, fields: Fields) -> Fields:
         """List what is not taken of these in the answer, too."""
@@ -118,10 +127,12 @@ class Call:
         return identity.derived(self._id, step) if step else self._id
 
     async def _reserved(self, header: str, key: str) -> str:
+        data = await self.body()
         path, _, query = self.url.partition("?")
         scope = (self._dialect, self.generation.settings.model, self.token or "", self.method, path, key)
         try:
-            return await identity.reserved(self.fleet, scope, query.encode() + b"\0" + await self.body())
+            digest = await self.beside(lambda: identity.body_digest(query, data))
+            return await identity.reserved(self.fleet, scope, digest)
         except RlctlError as error:
             if error.reason is Reason.REQUEST_ID_REUSED:
                 error.field = header

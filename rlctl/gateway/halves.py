@@ -105,4 +105,5 @@ async def _taken(call: Call) -> tuple[int | None, bytes]:
         room = room[0] if room else None
     if not isinstance(room, int):
         return None, b""
-    return room, bodies.dump({name: value for name, value in body.items() if name not in _FIELDS})
+    rest = {name: value for name, value in body.items() if name not in _FIELDS}
+    return room, await call.beside(lambda: bodies.dump(rest))

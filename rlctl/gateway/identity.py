@@ -57,15 +57,20 @@ def as_uuid7(given: str) -> str:
     return str(made) if made.version == 7 else ""
 
 
-async def reserved(fleet: AsyncFleet, scope: Sequence[str], body: bytes) -> str:
+def body_digest(query: str, body: bytes) -> bytes:
+    """What two requests under one key are compared by."""
+    digest = hashlib.sha256(query.encode() + b"\0")
+    digest.update(body)
+    return digest.digest()
+
+
+async def reserved(fleet: AsyncFleet, scope: Sequence[str], body_sha256: bytes) -> str:
     """The request_id that a key stands for at the coordinator, and so at every gateway, now and after a restart.
 
     ``scope``: the key and all that tells it from others' (who asks for what, where); it may hold a token, and only its
     hash is sent. Raises REQUEST_ID_REUSED where another body came under it.
     """
-    request = ReserveRequestIdRequest(
-        key=hashlib.sha256(orjson.dumps(scope)).hexdigest(), body_sha256=hashlib.sha256(body).digest()
-    )
+    request = ReserveRequestIdRequest(key=hashlib.sha256(orjson.dumps(scope)).hexdigest(), body_sha256=body_sha256)
     response: ReserveRequestIdResponse = await fleet.connection.call("ReserveRequestId", request, _RESERVE_S)
     return response.request_id
 

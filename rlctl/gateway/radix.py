@@ -56,14 +56,15 @@ class RadixMiddleware:
 
     async def _generate(self, call: Call, handler: Handler) -> Answer:
         body = await call.json()
-        prompt = _prompt(body)
+        prompt = await call.beside(lambda: _prompt(body))
         if prompt is None:
             return await handler(call)
         kept, tokenizer = await self._of(str(body.get("model") or ""), str(body.get("lora_path") or ""))
         pieces = await _known(kept, tokenizer, prompt)
         rest = {name: value for name, value in body.items() if name not in _PROMPTS}
         ids = [token for piece in pieces for token in piece.tokens]
-        call.replace_body(bodies.dump({**rest, "input_ids": ids, "return_logprob": True}))
+        asked = {**rest, "input_ids": ids, "return_logprob": True}
+        call.replace_body(await call.beside(lambda: bodies.dump(asked)))
         answer = await handler(call)
         if isinstance(answer, Reply) and isinstance(answer.body, dict) and "output_ids" in answer.body:
             # The answer does not wait for it, and whatever is asked next finds it.

@@ -17,7 +17,7 @@ from rlctl import http_callers
 from rlctl.addresses import join, refuse_insecure, split
 from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, without_frames
 from rlctl.gateway import dialects, middleware
 from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
@@ -145,6 +145,7 @@ class GatewayServer:
         except web.HTTPException as said:
             if said.status not in (404, 405):
                 raise
+            without_frames(said)
             failure = Reason.VERB_UNKNOWN.error(f"there is no {request.method} {request.path} here")
             failure.http_status = said.status
             allowed = {name: value for name, value in said.headers.items() if name == "Allow"}
@@ -165,7 +166,7 @@ class GatewayServer:
                 return await self._stream(request, call, answer)
             return _response(answer, _unknown(call))
         except RlctlError as error:
-            answer = (route.fail or self.dialect.fail)(error)
+            answer = (route.fail or self.dialect.fail)(without_frames(error))
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception as error:  # noqa: BLE001 it is logged
@@ -206,7 +207,7 @@ class GatewayServer:
                 async for chunk in chunks:
                     await response.write(chunk)
             except RlctlError as error:
-                await response.write(answer.fail(error))
+                await response.write(answer.fail(without_frames(error)))
             except ConnectionError:
                 raise
             except Exception as error:  # noqa: BLE001 it is logged
@@ -222,6 +223,7 @@ class GatewayServer:
 def _defect(request: web.Request, error: Exception) -> RlctlError:
     """What is said of an error that nobody here foresaw."""
     log.error("%s %s", request.method, request.path, exc_info=error)
+    without_frames(error)
     return Reason.INTERNAL.error("the gateway failed; its log says more")
 
 

@@ -123,22 +123,16 @@ class Row:
         """At every engine's own address, and for the fleet at the root; ``fail`` says in the dialect's words what is
         wrong with a call.
         """
-
-        async def answer(call: Call) -> Reply:
-            try:
-                return await self._answer(call)
-            except RlctlError as error:
-                return fail(error)
-
         return [
-            Route(self.methods, prefix + self.path, answer, self.scope, self.about, lasting=False, fail=fail)
+            Route(self.methods, prefix + self.path, self._answer, self.scope, self.about, lasting=False, fail=fail)
             for prefix in (ENGINE, "")
         ]
 
     async def _answer(self, call: Call) -> Reply:
-        values = {each.name: each.read(await call.fields()) for each in self.fields}
-        if not self.fields and self.scope is Scope.ADMIN:
-            await call.fields()
+        values: dict[str, Any] = {}
+        if self.fields or self.scope is Scope.ADMIN:
+            fields = await call.fields()
+            values = await call.beside(lambda: {each.name: each.read(fields) for each in self.fields})
         for each in self.query:
             values[each.name] = _of_query(each, call.query.get(each.name))
         return await self.handler(Asked(call, call.path.get(SLOT, ""), values))

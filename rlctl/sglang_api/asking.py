@@ -88,12 +88,12 @@ def read(
     words: Words,
     *,
     check_prompts: Callable[[int, str], None] = lambda _count, _field: None,
-    check_bytes: Callable[[int], None] = lambda _size: None,
+    check_bytes: Callable[[int, int], None] = lambda _size, _together: None,
 ) -> Asking:
     """A parsed body. Raises FIELD_REQUIRED, FIELD_INVALID, FIELD_CONFLICT, LENGTH_MISMATCH, UNSUPPORTED.
 
-    ``check_prompts`` may refuse their number, before anything is made of them, and ``check_bytes`` what the samples
-    of those that have been made take together: a short body may ask for much.
+    ``check_prompts`` may refuse their number, before anything is made of them. ``check_bytes`` may refuse the size of
+    a prompt's request, or that of all samples so far: a short body may ask for much.
     """
     if not isinstance(body, dict):
         raise Reason.FIELD_INVALID.error("the body is no JSON object", field="body")
@@ -101,7 +101,7 @@ def read(
     stream = _flag(body, "stream")
     name, prompts, batch = _prompts(body)
     check_prompts(len(prompts), name)
-    size = 0
+    together = 0
     each = [_fields_of(body, index, len(prompts) if batch else None) for index in range(len(prompts))]
     made = []
     for index, (prompt, fields) in enumerate(zip(prompts, each, strict=True)):
@@ -111,8 +111,9 @@ def read(
         if rid and batch and not isinstance(body["rid"], list):
             rid = f"{rid}_{index}"
         made.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
-        size += made[-1].request.ByteSize() * made[-1].samples
-        check_bytes(size)
+        size = made[-1].request.ByteSize()
+        together += size * made[-1].samples
+        check_bytes(size, together)
     rids = [asked.rid for asked in made]
     if len(set(rids)) < len(rids):
         raise Reason.FIELD_INVALID.error("two prompts have the same rid", field="rid")

@@ -14,7 +14,7 @@ from typing import cast
 
 from google.protobuf.message import Message
 
-from rlctl.errors import Reason, RlctlError, typed
+from rlctl.errors import Reason, RlctlError, typed, without_frames
 from rlctl.loops import give_way
 from rlctl.sampling import MOST_META_LEVELS, deeper
 from rlctl.times import seconds
@@ -130,10 +130,10 @@ class Multiplexed:
                     await self._room_until(deadline)
                     self._say(number, part)
         except RlctlError as failure:
-            error = failure
+            error = without_frames(failure)
         except Exception as failure:
             log.exception("request %s failed", request.rid)
-            error = typed(failure)
+            error = typed(without_frames(failure))
         try:
             await self._room_until(deadline)
             self._say(number, last, ended=True, error=error)

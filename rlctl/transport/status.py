@@ -9,7 +9,7 @@ import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from rlctl.errors import DOMAIN, Reason, RlctlError, from_detail
+from rlctl.errors import DOMAIN, Reason, RlctlError, from_detail, without_frames
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, ErrorDetail
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -35,6 +35,7 @@ _ENDED = "Internal error from Core"
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RlctlError) -> NoReturn:
     """End a call with the error."""
+    without_frames(error)
     metadata = {key: value[:MAX_VALUE] for key, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=metadata)
     if error.field:

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from rlctl.checks import check
 from rlctl.engine import Call, Engine
-from rlctl.errors import Reason, RlctlError, from_detail, typed
+from rlctl.errors import Reason, RlctlError, from_detail, typed, without_frames
 from rlctl.ports import Clock
 from rlctl.times import duration
 from rlctl.v1.common_pb2 import (
@@ -72,7 +72,7 @@ class Worker:
             results = await self._answered(verb, request, call)
         except Exception as defect:  # without an answer its caller would wait until the time is up
             log.exception("%s could not be answered", verb.name)
-            results = self._for_all(self.result(verb.after_defect(request), typed(defect)))
+            results = self._for_all(self.result(verb.after_defect(request), typed(without_frames(defect))))
         elapsed = self._clock.now() - started
         for result in results:
             result.elapsed.CopyFrom(duration(elapsed))
@@ -82,6 +82,7 @@ class Worker:
         try:
             return await self._carry_out(verb, request, call)
         except RlctlError as error:
+            without_frames(error)  # an engine's hold tensors
             return self._for_all(self.result(error.outcome, error))
 
     async def withdraw(self, command_id: str) -> None:

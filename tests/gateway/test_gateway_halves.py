@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -32,6 +33,9 @@ class _Call:
 
     async def json(self) -> Any:
         return orjson.loads(self._body)
+
+    async def beside(self, work: Callable[[], Any]) -> Any:
+        return work()
 
     def replace_body(self, data: bytes) -> None:
         self._body = data

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from rlctl import http_callers
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import Reason, RlctlError, without_frames
 from rlctl_vllm.sidecar.admin import VERBS, Admin
 from rlctl_vllm.sidecar.asking import read
 from rlctl_vllm.sidecar.running import Requests
@@ -81,7 +81,8 @@ class Sidecar:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if isinstance(self._admin, Admin):
             self._admin.refuse_dirty()
-        asking = read(await _body(request))
+        body = await _body(request)
+        asking = await http_callers.beside(request.content_length or http_callers.LARGE, lambda: read(body))
         if not asking.stream:
             return _json(await self._requests.whole(asking))
         answers = self._requests.streamed(asking)
@@ -95,7 +96,7 @@ class Sidecar:
                 async for answer in answers:
                     await response.write(_event(answer))
             except RlctlError as error:
-                await response.write(_event({"error": error.described()}))
+                await response.write(_event({"error": without_frames(error).described()}))
             await response.write(b"data: [DONE]\n\n")
         finally:
             await answers.aclose()
@@ -206,6 +207,7 @@ class Sidecar:
         try:
             return _json(await asyncio.shield(task))
         except RlctlError as error:
+            without_frames(error)
             return _json({"success": False, "message": str(error), "error": error.described()}, error.http_status)
 
     def _check_token(self, request: web.Request) -> None:
@@ -239,7 +241,7 @@ def _guarded(handler: _Handler) -> _Handler:
         try:
             return await handler(request)
         except RlctlError as error:
-            return _json({"error": error.described()}, error.http_status)
+            return _json({"error": without_frames(error).described()}, error.http_status)
         except (asyncio.CancelledError, ConnectionError, web.HTTPException):
             raise
         except Exception:
@@ -251,7 +253,8 @@ def _guarded(handler: _Handler) -> _Handler:
 
 async def _body(request: web.Request) -> Any:
     try:
-        return orjson.loads(await http_callers.body(request, BODY_BYTES) or b"{}")
+        data = await http_callers.body(request, BODY_BYTES) or b"{}"
+        return await http_callers.beside(len(data), lambda: orjson.loads(data))
     except ValueError as error:
         raise Reason.FIELD_INVALID.error(f"the body is no JSON: {error}") from None
 

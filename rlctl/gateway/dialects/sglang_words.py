@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-from rlctl.errors import OperationFailed, Reason, RlctlError
+from rlctl.errors import OperationFailed, Reason, RlctlError, without_frames
 from rlctl.gateway.dialect import Reply
 from rlctl.gateway.failures import headers_of
 from rlctl.gateway.table import Asked
@@ -81,7 +81,7 @@ def saying_success(
             try:
                 return await handler(asked)
             except RlctlError as error:
-                return not_done(error, **more)
+                return not_done(without_frames(error), **more)
 
         answer.__doc__ = handler.__doc__
         return answer

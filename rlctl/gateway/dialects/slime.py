@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway import engines
 from rlctl.gateway.call import Call
-from rlctl.gateway.dialect import Dialect, Handler, Reply, Route, Scope
+from rlctl.gateway.dialect import Dialect, Reply, Route, Scope
 from rlctl.gateway.dialects import sglang
 from rlctl.gateway.failures import headers_of
 from rlctl.gateway.generation.service import Generation
@@ -26,14 +26,14 @@ def dialect(generation: Generation) -> Dialect:
     """slime's table."""
     rest = sglang.dialect(generation)
     rows = [
-        Route("POST", "/add_worker", _told(add_worker), doc="Enable an engine of the fleet; others are refused."),
-        Route("GET", "/list_workers", _told(list_workers), Scope.VIEWER, "The addresses of the enabled engines."),
-        Route("POST", "/remove_worker", _told(remove_worker), doc="Disable an engine: nothing more is sent to it."),
-        Route("POST", "/workers", _told(add_worker), doc="As /add_worker."),
-        Route("GET", "/workers", _told(workers), Scope.VIEWER, "The enabled engines."),
-        Route("GET", "/workers/{id:.+}", _told(worker), Scope.VIEWER, "One engine, by its slot or address."),
-        Route("DELETE", "/workers/{id:.+}", _told(remove_worker), doc="As /remove_worker."),
-        Route("POST", "/retrieve_from_text", _told(retrieve_from_text), Scope.ROLLOUT, "See the radix middleware."),
+        Route("POST", "/add_worker", add_worker, doc="Enable an engine of the fleet; others are refused."),
+        Route("GET", "/list_workers", list_workers, Scope.VIEWER, "The addresses of the enabled engines."),
+        Route("POST", "/remove_worker", remove_worker, doc="Disable an engine: nothing more is sent to it."),
+        Route("POST", "/workers", add_worker, doc="As /add_worker."),
+        Route("GET", "/workers", workers, Scope.VIEWER, "The enabled engines."),
+        Route("GET", "/workers/{id:.+}", worker, Scope.VIEWER, "One engine, by its slot or address."),
+        Route("DELETE", "/workers/{id:.+}", remove_worker, doc="As /remove_worker."),
+        Route("POST", "/retrieve_from_text", retrieve_from_text, Scope.ROLLOUT, "See the radix middleware."),
     ]
     rows = [replace(row, fail=_refused) for row in rows]
     taken = {(route.methods, route.path) for route in rows}
@@ -134,18 +134,6 @@ def _described(call: Call, stage: Stage) -> dict[str, Any]:
         "state": StageState.Name(stage.state).removeprefix("STAGE_STATE_"),
         "weight_version": stage.report.weight_version.label,
     }
-
-
-def _told(handler: Handler) -> Handler:
-    """The handler, whose errors are said as the router says them: {"error": "why"}."""
-
-    async def answer(call: Call) -> Any:
-        try:
-            return await handler(call)
-        except RlctlError as error:
-            return _refused(error)
-
-    return answer
 
 
 def _refused(error: RlctlError) -> Reply:

@@ -102,13 +102,11 @@ async def generate(call: Call) -> Answer:
     name = fields.take("model", str, "")
     model, adapter = await call.generation.named(name)
     request = GenerateRequest(model=model, adapter=adapter, min_version_seq=sessions.min_version(call))
-    try:
-        request.input_ids.CopyFrom(TokenIds(ids=fields.take_list("token_ids", int)))
-    except ValueError as error:
-        raise Reason.FIELD_INVALID.error(str(error), field="token_ids") from None
+    request.input_ids.CopyFrom(await call.beside(lambda: _token_ids(fields)))
     stream = fields.take("stream", bool, False)
     asked = await _read(call, fields, request, name, stream=stream)
-    call.generation.check_bytes(asked.n * request.ByteSize())
+    size = request.ByteSize()
+    call.generation.check_bytes(size, asked.n * size)
     session = sessions.named(call, {name: fields.take(name, object, None) for name in sessions.FIELDS})
     samples = []
     for index in range(asked.n):
@@ -132,6 +130,13 @@ async def generate(call: Call) -> Answer:
         "usage": _usage(len(ended[0].prompt_ids), made),
     }
     return Reply(reply)
+
+
+def _token_ids(fields: Fields) -> TokenIds:
+    try:
+        return TokenIds(ids=fields.take_list("token_ids", int))
+    except ValueError as error:
+        raise Reason.FIELD_INVALID.error(str(error), field="token_ids") from None
 
 
 async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str, *, stream: bool) -> _Asked:

@@ -55,7 +55,9 @@ async def generate(call: Call) -> Answer:
     """Generate; SGLang's fields and reply."""
     body = await call.json()
     limits = call.generation
-    asking = read(body, WORDS, check_prompts=limits.check_count, check_bytes=limits.check_bytes)
+    asking = await call.beside(
+        lambda: read(body, WORDS, check_prompts=limits.check_count, check_bytes=limits.check_bytes)
+    )
     call.note_unknown(asking.unknown)
     began = time.perf_counter()
     model = await call.generation.model(_text(body, "model"))

@@ -84,21 +84,25 @@ async def completions(call: Call) -> Answer:
     fields = await call.fields()
     model, adapter = await call.generation.named(fields.take("model", str, ""))
     tops = fields.take("logprobs", int, None)
-    prompts = _prompts(fields.take("prompt", str | list), call.generation.check_count)
-    requests: list[GenerateRequest] = []
-    size = 0
-    for prompt in prompts:
-        request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
-        params = request.sampling_params
-        limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
-        assign(params, "max_new_tokens", limit, "max_tokens")
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.input_ids.CopyFrom(prompt)
-        requests.append(request)
-        size += request.ByteSize()
-        call.generation.check_bytes(size)
+
+    def read() -> list[GenerateRequest]:
+        requests: list[GenerateRequest] = []
+        together = 0
+        for prompt in _prompts(fields.take("prompt", str | list), call.generation.check_count):
+            request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
+            limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
+            assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.input_ids.CopyFrom(prompt)
+            requests.append(request)
+            size = request.ByteSize()
+            together += size
+            call.generation.check_bytes(size, together)
+        return requests
+
+    requests = await call.beside(read)
     return await _answer(call, fields, requests, model, chat=False, with_logprobs=tops is not None)
 
 
@@ -132,7 +136,8 @@ async def _answer(
 ) -> Answer:
     n = fields.take("n", int, 1)
     call.generation.check_samples([n] * len(requests), "n", "prompt")
-    call.generation.check_bytes(n * sum(request.ByteSize() for request in requests))
+    sizes = [request.ByteSize() for request in requests]
+    call.generation.check_bytes(max(sizes), n * sum(sizes))
     if fields.take("best_of", int, n) != n:
         raise Reason.UNSUPPORTED.error("no more samples are made than are returned", field="best_of")
     rid = fields.take("rid", str, "") or f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.client.rollout import Place
-from rlctl.errors import Reason, RlctlError, typed
+from rlctl.errors import Reason, RlctlError, typed, without_frames
 from rlctl.gateway.call import Call
 from rlctl.rollout.progress import Progress
 from rlctl.rollout.sample import RolloutSample
@@ -117,7 +117,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
         except Exception as error:
             if not isinstance(error, RlctlError):
                 log.exception("sample %s failed", samples[index].request.rid)
-            changed.put_nowait(typed(error))
+            changed.put_nowait(without_frames(typed(error)))
 
     tasks = [asyncio.create_task(run(index)) for index in range(len(samples))]
     left = len(tasks)
@@ -151,4 +151,6 @@ async def _place(call: Call) -> Place:
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, BaseException):
+            without_frames(ended)

@@ -13,6 +13,8 @@ from rlctl.gateway.generation.tokenizers import Tokenizers
 from rlctl.rollout.admission import Admission
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sampling import MOST_SAMPLES
+from rlctl.transport.channel import refuse_large
+from rlctl.v1.rollout_pb2 import GenerateRequest
 
 MOST_BYTES = 256 << 20
 """Of one call's samples together, as they are sent: of as many as may be under way, each with 10,000 tokens of prompt.
@@ -120,13 +122,14 @@ class Generation:
             )
 
     @staticmethod
-    def check_bytes(size: int) -> None:
-        """Raise MESSAGE_TOO_LARGE for a call whose samples' requests are together larger than is taken: each of them
-        has the prompt, and what else it is asked with.
+    def check_bytes(size: int, together: int) -> None:
+        """Raise MESSAGE_TOO_LARGE for a request that no stage takes, and for a call whose samples' requests are
+        together larger than is taken: each of them has the prompt, and what else it is asked with.
         """
-        if size > MOST_BYTES:
+        refuse_large(GenerateRequest.DESCRIPTOR.name, size)
+        if together > MOST_BYTES:
             raise Reason.MESSAGE_TOO_LARGE.error(
-                f"the requests for its samples have {size} bytes or more together; {MOST_BYTES} are taken",
+                f"the requests for its samples have {together} bytes or more together; {MOST_BYTES} are taken",
                 field="body",
                 next_step="Ask for fewer at a time.",
             )
