@@ -11,6 +11,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.times import seconds
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import GroupReport, InitWeightsUpdateGroupRequest
+from rlctl.weights.torch_errors import cause_of
 from rlctl_sglang.state import State
 
 BACKENDS = ("gloo", "nccl")
@@ -57,7 +58,7 @@ class Groups:
             await self._control.must(DESTROY, {"group_name": request.group_name}, call=call, reason=Reason.GROUP_FAILED)
             answer = await self._control.tell(INIT, body, call=call)
         if not answer.ok:
-            raise Reason.GROUP_FAILED.error(f"SGLang: {answer.message}", outcome=OUTCOME_REJECTED)
+            raise Reason.GROUP_FAILED.error(f"SGLang: {cause_of(answer.message)}", outcome=OUTCOME_REJECTED)
         self._state.groups[request.group_name] = request.world_size
         return report
 

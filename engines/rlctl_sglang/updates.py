@@ -44,6 +44,7 @@ from rlctl.weights.identity import CPU, host_id
 from rlctl.weights.loading import refuse_draft
 from rlctl.weights.segment_reader import SegmentReader
 from rlctl.weights.tensors import TensorMeta, castable, dtype_name
+from rlctl.weights.torch_errors import cause_of
 from rlctl_sglang.facts import FLATTENED, Facts
 from rlctl_sglang.groups import DESTROY
 from rlctl_sglang.handing import Handed
@@ -287,7 +288,7 @@ class Updates:
             before = not update.dirty and self._facts.ranks == 1 and answer.message.startswith("Failed to receive")
             update.dirty |= not before
             raise Reason.GROUP_FAILED.error(
-                f"bucket {bucket.sequence} over {group}: {answer.message}",
+                f"bucket {bucket.sequence} over {group}: {cause_of(answer.message)}",
                 outcome=OUTCOME_REJECTED if before else OUTCOME_DIRTY,
             )
         update.dirty = True

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from rlctl.errors import Reason
+from rlctl.weights.torch_errors import cause_of
 
 _TAG = 0
 
@@ -99,5 +100,4 @@ class GroupExchange:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            cause = (str(error).splitlines() or [type(error).__name__])[0]
-            raise Reason.GROUP_FAILED.error(f"the ranks of the stage could not exchange: {cause}") from error
+            raise Reason.GROUP_FAILED.error(f"the ranks of the stage could not exchange: {cause_of(error)}") from error

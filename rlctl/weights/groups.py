@@ -27,6 +27,7 @@ from rlctl.v1 import common_pb2
 from rlctl.weights import connections, rendezvous
 from rlctl.weights.rendezvous import Forming, GroupStore, Member
 from rlctl.weights.tensors import as_bytes
+from rlctl.weights.torch_errors import cause_of
 
 __all__ = ["INTERRUPTED", "LONGEST_S", "GroupStore", "WeightGroup", "join", "keep_for_ever", "needed"]
 
@@ -165,7 +166,7 @@ class WeightGroup:
             try:
                 self._work = self._member.process_group.broadcast([data], options)
             except RuntimeError as error:
-                raise self._failure(self._spend(f"a broadcast did not start: {_first_line(error)}")) from error
+                raise self._failure(self._spend(f"a broadcast did not start: {cause_of(error)}")) from error
             self._data = data
             self._begun += 1
             self._idle.clear()
@@ -189,7 +190,7 @@ class WeightGroup:
             try:
                 work.wait()
             except RuntimeError as error:
-                cause = self._spend(f"a broadcast failed: {_first_line(error)}")
+                cause = self._spend(f"a broadcast failed: {cause_of(error)}")
         if work.is_completed():
             self._work = self._data = None
         if cause:
@@ -338,7 +339,3 @@ def keep_for_ever(held: object) -> None:
     what is under way in it.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

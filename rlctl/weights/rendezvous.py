@@ -24,6 +24,7 @@ from rlctl.errors import Reason, RlctlError
 from rlctl.weights import connections
 from rlctl.weights.connections import Endpoint, gloo_endpoint
 from rlctl.weights.nccl import nccl_group
+from rlctl.weights.torch_errors import cause_of
 
 _PREFIX = {"gloo": "cpu", "nccl": "cuda"}
 """The device under whose name torch keeps a backend's keys in the store: the first one that the backend serves."""
@@ -231,7 +232,7 @@ class Forming:
         missing = watched.missing if watched is not None else []
         if watched is not None and self._give_up.is_set():  # it was cut off while it asked the store who is missing
             missing = missing or watched.awaited
-        reported = (str(self._error).splitlines() or [""])[0] if self._error is not None else ""
+        reported = cause_of(self._error) if self._error is not None else ""
         if stopped:
             cause = "forming it was interrupted"
         elif missing:
