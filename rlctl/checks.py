@@ -30,6 +30,7 @@ MOST_ADAPTER_NAME = 256
 MOST_WATCH_ID = 128
 MOST_KEY = 256
 MOST_LABEL = 256
+MOST_LOG_LINES = 100
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 _ON_OPEN_UPDATE = (
@@ -479,6 +480,14 @@ def _enabled(request: coordinator_pb2.SetStageEnabledRequest) -> None:
     _required(request.slots, "slots")
     if request.enabled and request.reason:
         raise Reason.FIELD_CONFLICT.error("reason says why stages are disabled", field="reason")
+
+
+@_rule(coordinator_pb2.ReportEngineFailureRequest)
+def _engine_failure(request: coordinator_pb2.ReportEngineFailureRequest) -> None:
+    _required(request.slot, "slot")
+    _required(request.failure.reason, "failure.reason")
+    if len(request.failure.log) > MOST_LOG_LINES:
+        raise _invalid(f"{len(request.failure.log)} lines; {MOST_LOG_LINES} at most", "failure.log")
 
 
 @_rule(coordinator_pb2.SetHealingRequest)

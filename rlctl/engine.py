@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import ClassVar
@@ -151,6 +151,10 @@ class Engine(abc.ABC):
     def can_restart(self) -> bool:
         """After a failure: whether a new object may start the engine again in this process, as a new incarnation."""
         return False
+
+    def log_lines(self) -> Sequence[str]:
+        """The last lines that a server of the engine's own has logged, without secrets; from any thread."""
+        return ()
 
     def set_version(self, version: common_pb2.WeightVersion) -> None:  # noqa: B027
         """The weights are at this version from now on: what responses are stamped with. From any thread."""

@@ -133,6 +133,10 @@ class ServerEngine(Engine):
         """A server that was launched can be launched again."""
         return self._server.launched
 
+    def log_lines(self) -> Sequence[str]:
+        """What a server that was launched has logged last."""
+        return self._server.log_lines()
+
     def set_version(self, version: common_pb2.WeightVersion) -> None:
         """What the server's present label stands for."""
         if self._ready:

@@ -118,9 +118,13 @@ class ServerProcess(abc.ABC):
         """End it and all of its processes at once; ``on_end`` is told."""
         self._signal(signal.SIGKILL)
 
+    def log_lines(self) -> list[str]:
+        """The last lines of its log that say something."""
+        return [line for line in list(self._tail) if line.strip()]
+
     def failure(self) -> RlctlError:
         """Why it ended, from the end of its log."""
-        lines = [line for line in self._tail if line.strip()]
+        lines = self.log_lines()
         for line in lines:
             if "unrecognized arguments:" in line:
                 name = line.partition("unrecognized arguments:")[2].split()[0].lstrip("-").replace("-", "_")

@@ -72,6 +72,10 @@ class Server(abc.ABC):
         """Process id of a launched one, else 0."""
         return self._process.pid if self._process else 0
 
+    def log_lines(self) -> list[str]:
+        """The last lines that a launched one has logged."""
+        return self._process.log_lines() if self._process else []
+
     async def start(self) -> None:
         """Launch it, or see that it is there and generating."""
         if self._process is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlctl.cli import text
 from rlctl.cli.output import View
-from rlctl.cli.tables import Table, facts
+from rlctl.cli.tables import Table, facts, prose
 from rlctl.client.enums import short_name
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DIRTY,
@@ -110,7 +110,7 @@ def why_not(stage: Stage) -> str:
         # What the operator has said must be seen whatever the state: it holds when the state is over.
         said = [text.error(stage.quarantine), _disabled(stage)]
         return "; ".join(filter(None, said)) or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
-    return stage.not_routable
+    return stage.not_routable.removeprefix(f"{_state(stage)}: ")
 
 
 def _disabled(stage: Stage) -> str:
@@ -178,7 +178,10 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
             ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
             ("Released", text.field(report, report.DESCRIPTOR.fields_by_name["released"])),
-            ("Serving lease", text.yes(report.lease_held)),
+            ("Serving lease", _lease(stage)),
+            ("Engine failed", text.moment(stage.engine_failure.since)),
+            ("Failures in a row", str(stage.engine_failure.failures or "")),
+            ("Starts again", _starts_again(stage)),
             ("Incarnation", str(stage.incarnation)),
             ("Boot id", registration.boot_id),
             ("Address", registration.address),
@@ -189,7 +192,21 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Last heard", f"{text.duration(stage.last_heard)} ago" if stage.HasField("last_heard") else ""),
         ]
     )
-    return [about, _ranks(stage), _capabilities(registration.capabilities)]
+    log = prose(stage.engine_failure.log, title="Last lines of the engine's log")
+    return [about, *([log] if log.rows else []), _ranks(stage), _capabilities(registration.capabilities)]
+
+
+def _lease(stage: Stage) -> str:
+    if stage.report.lease_held and not _known(stage):
+        return "not known: it has not run out yet"
+    return text.yes(stage.report.lease_held)
+
+
+def _starts_again(stage: Stage) -> str:
+    failure = stage.engine_failure
+    if not failure.reason:
+        return ""
+    return text.moment(failure.retry_time) or "it is being started, or nothing starts it"
 
 
 def _ranks(stage: Stage) -> Table:

@@ -15,7 +15,7 @@ from rlctl.client.enums import number
 from rlctl.errors import OperationFailed
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
-from rlctl.v1.fleet_pb2 import Fleet, FleetEvent
+from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation, OperationState
 from rlctl.verbs import of_request
 
@@ -277,6 +277,11 @@ class AsyncAdmin:
         """
         request = coordinator_pb2.DeregisterStageRequest(slot=slot, boot_id=boot_id, force=force)
         await self.connection.call("DeregisterStage", request, READ_S)
+
+    async def report_engine_failure(self, slot: str, failure: EngineFailure) -> None:
+        """Say why nothing fills a slot, as the launcher of its engine."""
+        request = coordinator_pb2.ReportEngineFailureRequest(slot=slot, failure=failure)
+        await self.connection.call("ReportEngineFailure", request, READ_S)
 
     async def set_healing(self, model: str, *, by_hand: bool) -> Fleet:
         """Have the coordinator heal a model's stages, or only when somebody asks; until it is started again."""

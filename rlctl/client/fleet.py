@@ -157,6 +157,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     heal = _blocking(AsyncFleet.heal)
     set_enabled = _blocking(AsyncFleet.set_enabled)
     deregister = _blocking(AsyncFleet.deregister)
+    report_engine_failure = _blocking(AsyncFleet.report_engine_failure)
     set_healing = _blocking(AsyncFleet.set_healing)
 
     def engine(self, slot: str) -> Engine:

@@ -537,6 +537,15 @@ class Coordinator:
                 await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()
 
+    async def report_engine_failure(self, request: rpc.ReportEngineFailureRequest) -> rpc.ReportEngineFailureResponse:
+        """A launcher says why nothing fills a slot."""
+        check(request)
+        slot = self.roster.slot(request.slot)
+        if not request.header.validate_only:
+            slot.engine_failure = request.failure
+            self.roster.changed()
+        return rpc.ReportEngineFailureResponse(header=self.roster.header())
+
     async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
         """Set who heals a model's stages."""
         check(request)

@@ -17,7 +17,7 @@ from rlctl.coordinator.versions import adoptable, first_digest, lacking, surplus
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.times import duration
-from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_READY, STAGE_STATE_STALE
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_FAILED, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
 from rlctl.v1.fleet_pb2 import StageReport
 from rlctl.version import CONTRACT_VERSION
@@ -104,7 +104,8 @@ class Peers:
             return 0  # without the journal there may be a successor, which counts on the leases that it knows of
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
-        lease_s = 0.0 if withheld or slot.record.HasField("quarantine") else self._lease_s
+        failed = slot.report.state == STAGE_STATE_FAILED
+        lease_s = 0.0 if withheld or failed or slot.record.HasField("quarantine") else self._lease_s
         if lease_s:
             slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
         commander.grant(

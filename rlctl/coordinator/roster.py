@@ -38,6 +38,7 @@ from rlctl.v1.fleet_pb2 import (
     FLEET_EVENT_KIND_CHANGED,
     FLEET_EVENT_KIND_SNAPSHOT,
     Capabilities,
+    EngineFailure,
     Fleet,
     FleetEvent,
     Model,
@@ -93,6 +94,7 @@ class Slot:
             in vain; None: it does not.
         unhealable: why it needs a heal and can get none, or "".
         misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
+        engine_failure: why its process has ended, as its launcher says it; None: it has said nothing.
     """
 
     record: SlotRecord
@@ -112,6 +114,7 @@ class Slot:
     spoilt_at: float | None = None
     unhealable: str = ""
     misread: bool = False
+    engine_failure: EngineFailure | None = None
 
     def __post_init__(self) -> None:
         """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
@@ -147,6 +150,20 @@ class Slot:
         return common_pb2.STAGE_STATE_UNREACHABLE if self.commander is None else self.report.state
 
     @property
+    def linked(self) -> bool:
+        """Whether the coordinator has a link to it."""
+        return self.commander is not None and not self.commander.lost
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """What has become of its engine: its own word while it has a link, else its launcher's, or None."""
+        if not self.linked:
+            return self.engine_failure
+        if self.report is not None and self.report.HasField("engine_failure"):
+            return self.report.engine_failure
+        return None
+
+    @property
     def quarantine(self) -> ErrorDetail | None:
         """Why it must not be routed to: the coordinator's reason, or the stage's own."""
         if self.record.HasField("quarantine"):
@@ -166,6 +183,8 @@ class Slot:
         state = self.state
         if state != common_pb2.STAGE_STATE_READY:
             name = StageState.Name(state).removeprefix("STAGE_STATE_")
+            if self.failure is not None:
+                name += f": {failed(self.failure)}"
             if state == common_pb2.STAGE_STATE_DIRTY:
                 name += f": {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
             return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
@@ -530,7 +549,7 @@ class Roster:
         heard = self._clock.now() - slot.commander.last_heard if slot.commander else None
         obstacle = slot.not_routable()
         staging = slot.report is not None and slot.report.update_staged
-        return Stage(
+        stage = Stage(
             registration=slot.record.registration,
             incarnation=slot.record.incarnation,
             state=slot.state,
@@ -542,9 +561,20 @@ class Roster:
             staging_update_id=slot.report.update_id if slot.report is not None and staging else "",
             last_heard=duration(heard) if heard is not None else None,
             unhealable=bool(slot.unhealable),
+            engine_failure=slot.failure,
             disabled_reason=slot.record.disabled_reason,
             disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
         )
+        if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
+            stage.report.lease_held = False  # it said otherwise while there was a link, and has heard of none since
+        return stage
+
+
+def failed(failure: EngineFailure) -> str:
+    """What has become of an engine, in a line."""
+    if failure.failures > 1:
+        return f"crash loop, {failure.failures} failures in a row: {failure.reason}"
+    return failure.reason
 
 
 def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:

@@ -98,6 +98,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "CancelOperation": coordinator.cancel_operation,
         "GetFleet": coordinator.get_fleet,
         "SetStageEnabled": coordinator.set_stage_enabled,
+        "ReportEngineFailure": coordinator.report_engine_failure,
         "SetHealing": coordinator.set_healing,
         "ConfirmFleet": coordinator.confirm_fleet,
         "HealStage": coordinator.heal_stage,

@@ -13,6 +13,7 @@ from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
     STAGE_STATE_DIRTY,
+    STAGE_STATE_FAILED,
     STAGE_STATE_STALE,
     TRANSPORT_DISK,
     TRANSPORT_TORCH_GLOO,
@@ -42,6 +43,8 @@ class Sources:
     def of(self, slot: Slot, checkpoint: str) -> str | Slot:
         """What to heal from: a checkpoint, or another stage. Raises why the stage cannot be healed."""
         model = self._roster.models[slot.model].record
+        if slot.state == STAGE_STATE_FAILED and slot.quarantine is not None:
+            raise from_detail(slot.quarantine)
         if not needs_heal(slot):
             raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
         if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:

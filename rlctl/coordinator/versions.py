@@ -218,4 +218,5 @@ _UNUSABLE = (
     common_pb2.STAGE_STATE_UPDATING,
     common_pb2.STAGE_STATE_DIRTY,
     common_pb2.STAGE_STATE_ASLEEP,
+    common_pb2.STAGE_STATE_FAILED,
 )

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched, Launcher
 from rlctl.launch.processes import STOP_S, end
 from rlctl.launch.spec import LOAD_S, EngineSpec
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
-from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.fleet_pb2 import EngineFailure, Stage
 
 START_S = 300.0
 BACKOFF_AT_MOST_S = 60.0
@@ -103,6 +105,8 @@ class EngineRun:
         self.processes: list[Launched] = []
         self.error: RlctlError | None = None
         self.failures = 0
+        self.failing_since: Timestamp | None = None
+        self.log_lines: list[str] = []
         self._launcher = launcher
         self._coordinator = coordinator
         self.limits = limits
@@ -241,6 +245,23 @@ class EngineRun:
         """The process of rank 0."""
         return next(process for process in self.processes if process.name == self.spec.slot)
 
+    def failure(self, *, restart: bool) -> EngineFailure | None:
+        """What has become of it, for the coordinator, until it is up again; a process that has ended says nothing.
+
+        ``restart``: it is started again when its back-off is over.
+        """
+        if self.error is None or self.phase not in (Phase.FAILED, Phase.STARTING, Phase.LOADING):
+            return None
+        retry = Timestamp()
+        retry.FromMilliseconds(int((time.time() + self.again_in_s) * 1e3))
+        return EngineFailure(
+            reason=self.error.message,
+            failures=self.failures,
+            since=self.failing_since,
+            retry_time=retry if self.phase is Phase.FAILED and restart else None,
+            log=self.log_lines,
+        )
+
     @property
     def again_in_s(self) -> float:
         """After a failure: seconds until it is tried again."""
@@ -302,6 +323,11 @@ class EngineRun:
     def _fail(self, error: RlctlError) -> None:
         self.error = error
         pause_s = min(self.limits.backoff_s * 2**self.failures, BACKOFF_AT_MOST_S)
+        if not self.failures:
+            self.failing_since = Timestamp()
+            self.failing_since.GetCurrentTime()
+        ended = self._ended() or next(reversed(self.processes), None)
+        self.log_lines = ended.log_lines() if ended is not None else []
         self.failures += 1
         self._again_at = time.monotonic() + pause_s
         for process in self.processes:

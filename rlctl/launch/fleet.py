@@ -9,6 +9,7 @@ ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Self
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.fleet import Fleet, connect
-from rlctl.errors import Reason, RlctlError
+from rlctl.errors import NotFound, Reason, RlctlError
 from rlctl.launch.engine_run import REPLACED, START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.launcher import Launched, Launcher
@@ -27,8 +28,8 @@ from rlctl.launch.local_launcher import LocalLauncher
 from rlctl.launch.processes import STOP_S, stop_all
 from rlctl.launch.spec import EngineSpec, GatewaySpec, Reservation
 from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE
+from rlctl.v1.fleet_pb2 import EngineFailure, Stage
 from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
-from rlctl.v1.fleet_pb2 import Stage
 
 __all__ = ["EngineSpec", "LaunchedFleet", "interrupted"]
 
@@ -95,6 +96,7 @@ class LaunchedFleet:
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
         self._client: Fleet | None = None
         self._ask_at = 0.0
+        self._failures_told: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         """Start."""
@@ -269,11 +271,30 @@ class LaunchedFleet:
             if run.phase is Phase.GONE:
                 del self.runs[slot]
                 self._say(f"{slot}: stopped")
+                if spec is None:
+                    self._dismiss_absent()  # one that had failed took no leave
         for spec in self.engines:
             if spec.slot not in self.runs and not self._gpus_held(spec):
                 run = self.runs[spec.slot] = self._run(spec)
                 run.start()
+        self._tell_failures(restart=restart)
         self.gateways.look(self.address, restart=restart)
+
+    def _tell_failures(self, *, restart: bool) -> None:
+        """Tell the coordinator why slots are empty; each failure once, and again where another coordinator runs."""
+        coordinator = self.coordinator.pid if self.coordinator is not None else 0
+        for slot, run in self.runs.items():
+            failure = run.failure(restart=restart)
+            key = (run.failures, coordinator)
+            if failure is None or self._failures_told.get(slot) == key:
+                continue
+
+            def tell(client: Fleet, slot: str = slot, failure: EngineFailure = failure) -> None:
+                with contextlib.suppress(NotFound):  # it has never registered
+                    client.report_engine_failure(slot, failure)
+
+            if self._asked(tell):
+                self._failures_told[slot] = key
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         """Take it out of routing before it is drained."""

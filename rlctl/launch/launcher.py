@@ -39,6 +39,9 @@ class Launched(Protocol):
     def said(self) -> str:
         """The last line that it has logged; "" where there is none, or that cannot be read from here."""
 
+    def log_lines(self) -> list[str]:
+        """The last lines that it has logged; [] where they cannot be read from here."""
+
     def failure(self) -> RlctlError:
         """Why it ended."""
 

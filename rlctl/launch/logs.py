@@ -9,6 +9,8 @@ from pathlib import Path
 
 LAST_BYTES = 8192
 """How far back a log is looked into for its last line."""
+MOST_LINE = 500
+"""Characters of a line that is passed on."""
 AT_MOST_BYTES = 64 << 20
 """Of a log; one that has grown longer is kept as ``NAME.log.1``, in the place of the one before, and begins anew."""
 
@@ -24,12 +26,17 @@ def last_line(log: Path, start: int = 0) -> str:
     """The last line of a log from ``start`` on that says something; "" where there is none, or the log is on another
     machine. One that has begun anew since is read from its beginning.
     """
+    return next(iter(last_lines(log, start, most=1)), "")
+
+
+def last_lines(log: Path, start: int = 0, most: int = 20) -> list[str]:
+    """The last lines of a log from ``start`` on that say something, as :func:`last_line` finds the last one."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start if start <= size else 0, size - LAST_BYTES))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")
-    return ""
+        return [line[:MOST_LINE] for line in lines if line][-most:]
+    return []
 
 
 def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:

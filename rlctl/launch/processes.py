@@ -16,7 +16,7 @@ from typing import IO
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched
-from rlctl.launch.logs import keep_short, last_line, log_end
+from rlctl.launch.logs import keep_short, last_line, last_lines, log_end
 from rlctl.process import ANNOUNCEMENT
 
 STOP_S = 10.0
@@ -104,6 +104,10 @@ class Process:
     def said(self) -> str:
         """The last line that it has logged; "" where there is none."""
         return last_line(self.log, self._log_from)
+
+    def log_lines(self) -> list[str]:
+        """The last lines that it has logged; [] when they are on another machine."""
+        return last_lines(self.log, self._log_from)
 
     def failure(self) -> RlctlError:
         """Why it ended, from the end of its log."""

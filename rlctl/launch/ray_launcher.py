@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import Reason, RlctlError, from_detail
-from rlctl.launch.logs import last_line, log_end
+from rlctl.launch.logs import last_line, last_lines, log_end
 from rlctl.launch.processes import STOP_S
 from rlctl.launch.spec import EngineSpec, Reservation
 from rlctl.transport.auth import token_variables
@@ -103,6 +103,10 @@ class RayProcess:
     def said(self) -> str:
         """The last line that it has logged; "" when it is on another machine."""
         return last_line(self.log, self._log_from)
+
+    def log_lines(self) -> list[str]:
+        """The last lines that it has logged; [] when they are on another machine."""
+        return last_lines(self.log, self._log_from)
 
     def failure(self) -> RlctlError:
         """Why it ended."""

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from rlctl.rollout.pairs import decodes, prefills
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DRAINING,
+    STAGE_STATE_FAILED,
     STAGE_STATE_JOINING,
     STAGE_STATE_RETIRED,
     STAGE_STATE_UNREACHABLE,
 )
 from rlctl.v1.fleet_pb2 import Stage
 
-_AWAY = (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE, STAGE_STATE_DRAINING, STAGE_STATE_RETIRED)
+_AWAY = (
+    STAGE_STATE_JOINING,
+    STAGE_STATE_UNREACHABLE,
+    STAGE_STATE_DRAINING,
+    STAGE_STATE_RETIRED,
+    STAGE_STATE_FAILED,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ from rlctl.v1.common_pb2 import (
     EVIDENCE_UNSPECIFIED,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
+    StageState,
 )
 from rlctl.v1.control_pb2 import (
     Attach,
@@ -31,7 +32,7 @@ from rlctl.v1.control_pb2 import (
     ControlResponse,
     ServingGrant,
 )
-from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
+from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
@@ -71,6 +72,7 @@ class Stage:
         self._grant_number = 0
         self._confirmed_grant = 0
         self._obstacle: RlctlError | None = None
+        self._engine_failure: EngineFailure | None = None
         self._spoiling = ""
         self._writing = self._written = 0
         """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
@@ -186,14 +188,24 @@ class Stage:
             self._obstacle = Reason.RANK_LOST.error(outcomes.of_rank(rank, error.message))
         self._changed()
 
+    def engine_failed(self, failure: EngineFailure) -> None:
+        """What has become of its engine, whose ranks are lost: why, how often, when it is tried again."""
+        self._engine_failure = failure
+        self._changed()
+
     # What it says about itself.
+
+    @property
+    def state(self) -> StageState.ValueType:
+        """FAILED where a rank is lost; else what follows from the facts."""
+        return common_pb2.STAGE_STATE_FAILED if self._obstacle is not None else self.facts.state
 
     def report(self) -> StageReport:
         """The facts."""
         facts = self.facts
         return StageReport(
             incarnation=self.incarnation,
-            state=facts.state,
+            state=self.state,
             weight_version=facts.version,
             model_digest=facts.model_digest,
             checkpoint=facts.checkpoint,
@@ -213,6 +225,7 @@ class Stage:
             update_staged=facts.update is not None and facts.update.aside,
             update_prepared=facts.update is not None and facts.update.prepared,
             adapters=[adapter for _, adapter in sorted(facts.adapters.items())],
+            engine_failure=self._engine_failure,
         )
 
     def _serving(self) -> Serving:

@@ -10,6 +10,8 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from rlctl.addresses import join, refuse_unreachable, split
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
@@ -32,7 +34,7 @@ from rlctl.v1 import common_pb2, rollout_pb2, stage_pb2
 from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
+from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
 from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
 from rlctl.version import CONTRACT_VERSION
 from rlctl.worker.core import Worker
@@ -47,6 +49,9 @@ FOLLOWER_STARTS_S = 60.0
 """How long a follower may say nothing while its engine starts: imports and forks keep a busy host's loops waiting."""
 RESTART_AFTER_S = 1.0
 RESTART_AT_MOST_S = 60.0
+LOG_LINES = 20
+MOST_LOG_LINE = 500
+"""Of a failed engine's log a report has so many lines, each of so many characters at most."""
 STEADY_S = 60.0
 """An engine that ran for so long is started again at once when it fails; before that, later and later."""
 
@@ -109,6 +114,8 @@ class StageServer:
         self._restarting: asyncio.Task[None] | None = None
         self._started_at = 0.0
         self._pause_s = 0.0
+        self._failures = 0
+        self._failing_since = Timestamp()
         methods = admin_methods("StageService", self._commanded, self._clock, on_link_end=self._link_ended)
         service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
         self._admin = GrpcServer(
@@ -252,13 +259,16 @@ class StageServer:
         self._worker.failure = error
         for rank in range(1 + len(self._worker.others)):
             self._stage.rank_lost(rank, error)
+        if not engine.can_restart():
+            self._stage.engine_failed(EngineFailure(reason=error.message, failures=1, since=self._clock.wall()))
         if engine.can_restart() and self._restarting is None:
             self._restarting = asyncio.create_task(self._restart(self._stage))
 
     async def _restart(self, old: Stage) -> None:
         """Start the engine again in this process: a new incarnation, which knows nothing of the one before."""
         if self._clock.now() - self._started_at > STEADY_S:
-            self._pause_s = 0.0
+            self._pause_s, self._failures = 0.0, 0
+        self._tell_failure(old, self._failure)
         while True:
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(max(2 * self._pause_s, RESTART_AFTER_S), RESTART_AT_MOST_S)
@@ -270,11 +280,27 @@ class StageServer:
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
+                self._tell_failure(old, error)
         await old.leave()
         self._register()
         self._restarting = None
         if self._failure is not None:
             self._rank_zero_failed(self._engine, self._failure)
+
+    def _tell_failure(self, stage: Stage, error: Exception | None) -> None:
+        """Have a stage say what has become of its engine, and when it is tried again."""
+        now = self._clock.wall()
+        if not self._failures:
+            self._failing_since = now
+        self._failures += 1
+        reason = error.message if isinstance(error, RlctlError) else repr(error)
+        retry = Timestamp(seconds=now.seconds + round(self._pause_s), nanos=now.nanos)
+        lines = [line[:MOST_LOG_LINE] for line in self._engine.log_lines()][-LOG_LINES:]
+        stage.engine_failed(
+            EngineFailure(
+                reason=reason, failures=self._failures, since=self._failing_since, retry_time=retry, log=lines
+            )
+        )
 
     def _commanded(self) -> Executor:
         if self._executor is None:

@@ -117,6 +117,8 @@ class _StageStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StageState
     """The operator takes it out: it finishes what runs and gets nothing new."""
     STAGE_STATE_RETIRED: _StageState.ValueType  # 10
     """Deregistered; kept for the record."""
+    STAGE_STATE_FAILED: _StageState.ValueType  # 11
+    """A rank of its engine is gone: it serves nothing and takes no write until its engine has been started again, as a new incarnation."""
 
 class StageState(_StageState, metaclass=_StageStateEnumTypeWrapper):
     """State of a stage, derived from the facts in StageReport (and, for the last three, from the coordinator's roster)."""
@@ -143,6 +145,8 @@ STAGE_STATE_DRAINING: StageState.ValueType  # 9
 """The operator takes it out: it finishes what runs and gets nothing new."""
 STAGE_STATE_RETIRED: StageState.ValueType  # 10
 """Deregistered; kept for the record."""
+STAGE_STATE_FAILED: StageState.ValueType  # 11
+"""A rank of its engine is gone: it serves nothing and takes no write until its engine has been started again, as a new incarnation."""
 Global___StageState: _TypeAlias = StageState  # noqa: Y015
 
 class _WorkerType:

@@ -488,6 +488,64 @@ class SetStageEnabledRequest(_message.Message):
 Global___SetStageEnabledRequest: _TypeAlias = SetStageEnabledRequest  # noqa: Y015
 
 @_typing.final
+class ReportEngineFailureRequest(_message.Message):
+    """What a launcher knows of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    slot: _builtins.str
+    """Which slot. Required."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id, timeout."""
+
+    @_builtins.property
+    def failure(self) -> _fleet_pb2.EngineFailure:
+        """What has become of its engine. Required."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        slot: _builtins.str = ...,
+        failure: _fleet_pb2.EngineFailure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "header", b"header", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEngineFailureRequest: _TypeAlias = ReportEngineFailureRequest  # noqa: Y015
+
+@_typing.final
+class ReportEngineFailureResponse(_message.Message):
+    """Acknowledgement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader:
+        """Who answered, when."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEngineFailureResponse: _TypeAlias = ReportEngineFailureResponse  # noqa: Y015
+
+@_typing.final
 class HealStageRequest(_message.Message):
     """Which stages to heal."""
 

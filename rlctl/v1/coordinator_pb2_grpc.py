@@ -232,6 +232,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
                 _registered_method=True)
+        self.ReportEngineFailure = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/ReportEngineFailure',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.FromString,
+                _registered_method=True)
         self.SetHealing = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/SetHealing',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.SerializeToString,
@@ -793,6 +798,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportEngineFailure(self, request, context):
+        """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+
+        Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+        Idempotency: yes; the latest counts.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetHealing(self, request, context):
         """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
 
@@ -1013,6 +1032,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.SetStageEnabled,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
+            ),
+            'ReportEngineFailure': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEngineFailure,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.SerializeToString,
             ),
             'SetHealing': grpc.unary_unary_rpc_method_handler(
                     servicer.SetHealing,
@@ -2055,6 +2079,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/SetStageEnabled',
             rlctl_dot_v1_dot_coordinator__pb2.SetStageEnabledRequest.SerializeToString,
             rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEngineFailure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/ReportEngineFailure',
+            rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.FromString,
             options,
             channel_credentials,
             insecure,

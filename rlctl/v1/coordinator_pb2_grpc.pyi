@@ -431,6 +431,16 @@ class CoordinatorServiceStub:
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
+    ReportEngineFailure: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEngineFailureRequest, _coordinator_pb2.ReportEngineFailureResponse]
+    """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+
+    Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+    Idempotency: yes; the latest counts.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 30 s.
+    """
     SetHealing: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]
     """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
 
@@ -849,6 +859,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     States: every one.
     Partial failure: none: unknown slots refuse the whole request.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
+    ReportEngineFailure: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEngineFailureRequest, _coordinator_pb2.ReportEngineFailureResponse]  # type: ignore[assignment]
+    """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+
+    Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+    Idempotency: yes; the latest counts.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
     Deadline: 30 s.
     """
     SetHealing: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
@@ -1494,6 +1514,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         States: every one.
         Partial failure: none: unknown slots refuse the whole request.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def ReportEngineFailure(
+        self,
+        request: _coordinator_pb2.ReportEngineFailureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ReportEngineFailureResponse, _abc.Awaitable[_coordinator_pb2.ReportEngineFailureResponse]]:
+        """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+
+        Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+        Idempotency: yes; the latest counts.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
         Deadline: 30 s.
         """
 

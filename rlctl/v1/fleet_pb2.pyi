@@ -270,6 +270,50 @@ class RankStatus(_message.Message):
 Global___RankStatus: _TypeAlias = RankStatus  # noqa: Y015
 
 @_typing.final
+class EngineFailure(_message.Message):
+    """An engine that has ended, or that does not start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    RETRY_TIME_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, the latest."""
+    failures: _builtins.int
+    """How often it has ended or failed to start since it last ran for a minute. More than once: it is in a crash loop."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """When it failed first."""
+
+    @_builtins.property
+    def retry_time(self) -> _timestamp_pb2.Timestamp:
+        """When it is started again. Unset: it is being started, or nothing starts it."""
+
+    @_builtins.property
+    def log(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The last lines that it has logged."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        failures: _builtins.int = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        retry_time: _timestamp_pb2.Timestamp | None = ...,
+        log: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "log", b"log", "reason", b"reason", "retry_time", b"retry_time", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineFailure: _TypeAlias = EngineFailure  # noqa: Y015
+
+@_typing.final
 class StageReport(_message.Message):
     """The facts that a stage reports about itself; its state is derived from them."""
 
@@ -293,6 +337,7 @@ class StageReport(_message.Message):
     PAUSED_BY_UPDATE_FIELD_NUMBER: _builtins.int
     GRANT_NUMBER_FIELD_NUMBER: _builtins.int
     CACHE_IN_DOUBT_FIELD_NUMBER: _builtins.int
+    ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     UPDATE_STAGED_FIELD_NUMBER: _builtins.int
     UPDATE_PREPARED_FIELD_NUMBER: _builtins.int
@@ -345,6 +390,10 @@ class StageReport(_message.Message):
         """Its ranks."""
 
     @_builtins.property
+    def engine_failure(self) -> Global___EngineFailure:
+        """Of state FAILED: what has become of its engine."""
+
+    @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Adapters that every rank of it holds."""
 
@@ -369,13 +418,14 @@ class StageReport(_message.Message):
         paused_by_update: _builtins.str = ...,
         grant_number: _builtins.int = ...,
         cache_in_doubt: _builtins.bool = ...,
+        engine_failure: Global___EngineFailure | None = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         update_staged: _builtins.bool = ...,
         update_prepared: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_failure", b"engine_failure", "quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "engine_failure", b"engine_failure", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -490,6 +540,7 @@ class Stage(_message.Message):
     UNHEALABLE_FIELD_NUMBER: _builtins.int
     DISABLED_REASON_FIELD_NUMBER: _builtins.int
     DISABLE_TIME_FIELD_NUMBER: _builtins.int
+    ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Grows when what fills the slot restarts; assigned by the coordinator."""
     state: _common_pb2.StageState.ValueType
@@ -526,6 +577,10 @@ class Stage(_message.Message):
     def disable_time(self) -> _timestamp_pb2.Timestamp:
         """Since when it is disabled."""
 
+    @_builtins.property
+    def engine_failure(self) -> Global___EngineFailure:
+        """What has become of its engine, where it has failed: the stage's own word, or its launcher's (ReportEngineFailure)."""
+
     def __init__(
         self,
         *,
@@ -542,10 +597,11 @@ class Stage(_message.Message):
         unhealable: _builtins.bool = ...,
         disabled_reason: _builtins.str = ...,
         disable_time: _timestamp_pb2.Timestamp | None = ...,
+        engine_failure: Global___EngineFailure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "last_heard", b"last_heard", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "engine_failure", b"engine_failure", "last_heard", b"last_heard", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,11 +9,18 @@ from collections.abc import Callable
 import pytest
 from cli_helpers import Cli, LiveFleet
 
+from rlctl.cli import text
 from rlctl.cli.roster import stage_view, stages_table, why_not
 from rlctl.client.fleet import connect
 from rlctl.errors import Reason
-from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_UNREACHABLE
-from rlctl.v1.fleet_pb2 import RankStatus, Stage, StageReport
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_FAILED,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_READY,
+    STAGE_STATE_UNREACHABLE,
+)
+from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, Stage, StageReport
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest
 
 
@@ -275,6 +282,24 @@ def test_a_dirty_stage_has_what_clears_it_beside_it_where_no_cause_is_known() ->
     dirty.quarantine.CopyFrom(Reason.GROUP_FAILED.error("it broke").detail())
     assert why_not(dirty) == "GROUP_FAILED: it broke"
     assert why_not(Stage(state=STAGE_STATE_PAUSED, not_routable="PAUSED", enabled=True)) == ""
+
+
+def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
+    why = "crash loop, 8 failures in a row: no memory"
+    stage = Stage(state=STAGE_STATE_FAILED, not_routable=f"FAILED: {why}", enabled=True)
+    stage.quarantine.CopyFrom(Reason.RANK_LOST.error("rank 0: no memory").detail())
+    stage.engine_failure.MergeFrom(EngineFailure(reason="no memory", failures=8, log=["loading", "Killed"]))
+    stage.engine_failure.retry_time.GetCurrentTime()
+    assert why_not(stage) == why
+    about, log, *_ = stage_view(stage).tables(False)
+    shown = {line[0].rstrip(":"): line[1] for line in about.rows}
+    assert (shown["State"], shown["Why not"], shown["Failures in a row"]) == ("FAILED", why, "8")
+    assert shown["Starts again"] == text.moment(stage.engine_failure.retry_time)
+    assert log.rows == [("loading",), ("Killed",)]
+    assert shown["Serving lease"] == "no"
+    stage.state, stage.report.lease_held = STAGE_STATE_UNREACHABLE, True
+    shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}
+    assert shown["Serving lease"] == "not known: it has not run out yet"
 
 
 def test_what_the_ranks_of_an_unreachable_stage_are_is_not_known() -> None:

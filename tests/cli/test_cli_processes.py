@@ -17,6 +17,7 @@ from typing import IO
 
 import pytest
 from cli_helpers import LiveFleet
+from up_helpers import when
 
 from rlctl.cli import state
 from rlctl.client.fleet import connect
@@ -378,6 +379,27 @@ def test_a_process_that_dies_is_told_and_the_others_stay(up: list[str]) -> None:
     again = read_until(process.stderr, "coordinator at")
     assert f"coordinator at {fleet['endpoint']} again" in again
     assert process.poll() is None
+    process.terminate()
+    assert finish(process)[0] == 143
+
+
+def test_an_engine_that_does_not_start_again_is_told_to_the_coordinator(up: list[str]) -> None:
+    process = start(*up, "--rollout-num-gpus", "2", "-o", "jsonl")
+    fleet = json.loads(read_until(process.stdout, '"ready"'))
+    (Path(up[2]) / "weights.txt").unlink()
+    os.kill(fleet["processes"]["actor-1"], signal.SIGKILL)
+    with connect(fleet["endpoint"]) as client:
+        told = when(client, lambda now: now["actor-1"].engine_failure.failures > 1)["actor-1"]
+        assert "crash loop" in told.not_routable
+        assert "weights.txt" in told.engine_failure.reason
+        assert any("weights.txt" in line for line in told.engine_failure.log)
+        code, described, err = call("--endpoint", fleet["endpoint"], "describe", "stage", "actor-1")
+        assert code == 0, err
+        assert "Last lines of the engine's log" in described
+        assert "weights.txt" in described
+        (Path(up[2]) / "weights.txt").write_text("one")
+        again = when(client, lambda now: now["actor-1"].routable)["actor-1"]
+        assert not again.HasField("engine_failure")
     process.terminate()
     assert finish(process)[0] == 143
 

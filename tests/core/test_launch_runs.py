@@ -282,6 +282,14 @@ def test_an_engine_that_ends_is_tried_again_with_longer_and_longer_pauses(clock:
         assert run.phase is Phase.FAILED
         assert run.error is not None
         assert "ended with -9" in run.error.message
+        failure = run.failure(restart=True)
+        assert failure is not None
+        assert (failure.reason, failure.failures) == (run.error.message, len(pauses) + 1)
+        assert failure.since.seconds <= failure.retry_time.seconds
+        assert list(failure.log) == ["loading", "no memory"]
+        without = run.failure(restart=False)
+        assert without is not None
+        assert not without.HasField("retry_time")
         pauses.append(run.again_in_s)
         clock(pauses[-1] - 0.1)
         run.again()
@@ -291,6 +299,7 @@ def test_an_engine_that_ends_is_tried_again_with_longer_and_longer_pauses(clock:
         assert run.phase is Phase.STARTING
         brought_up(run, children)
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
+    assert run.failure(restart=True) is None, "it is up"
     clock(61)
     run.advance(READY)
     assert run.failures == 0, "it was steady for a minute"

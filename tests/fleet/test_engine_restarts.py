@@ -10,13 +10,17 @@ from typing import ClassVar
 
 import pytest
 
+from rlctl.coordinator import peers
 from rlctl.engine import EngineInfo
 from rlctl.errors import Reason
 from rlctl.stage import server
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
-from rlctl.v1.common_pb2 import STAGE_STATE_READY
+from rlctl.transport import grpc
+from rlctl.transport.status import from_grpc
+from rlctl.v1.common_pb2 import STAGE_STATE_FAILED, STAGE_STATE_READY
+from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.fleet_pb2 import StageReport
 
 LOST = Reason.ENGINE_FAILED.error("the server process is gone")
@@ -79,6 +83,48 @@ async def test_an_engine_is_tried_again_whatever_keeps_it_from_starting_or_endin
         engines.stops[:] = [OSError("no such process")]
         fleet.stages["a"]._engine.fail(LOST)
         await ready_again(fleet, engines, 4)
+
+
+async def test_a_stage_whose_engine_does_not_start_again_says_so_and_holds_no_lease(
+    make_fleet: Callable, engines: type[Restartable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "GRANT_EVERY_S", 0.05)
+    monkeypatch.setattr(server, "RESTART_AT_MOST_S", 0.01)
+    monkeypatch.setattr(Restartable, "log_lines", lambda self: ["early", *["CUDA out of memory " * 50] * 20])
+    gate = asyncio.Event()
+    async with make_fleet(a=1, b=1) as fleet:
+        engine = fleet.stages["a"]._engine
+
+        async def start(self: Restartable, setup: Mapping[str, str]) -> EngineInfo:
+            type(self).started += 1
+            if self.started == 2 + 8:
+                await gate.wait()
+            if self.started > 2 and not gate.is_set():
+                raise Reason.ENGINE_FAILED.error("SGLang ended with -9: no memory")
+            return await FakeEngine.start(self, setup)
+
+        monkeypatch.setattr(Restartable, "start", start)
+        began = time.time()
+        engine.fail(LOST)
+        async with asyncio.timeout(10):
+            await eventually(lambda: fleet.stage("a").engine_failure.failures == 8)
+            await eventually(lambda: not fleet.stage("a").report.lease_held)
+        stage = fleet.stage("a")
+        failure = stage.engine_failure
+        assert (stage.state, stage.routable) == (STAGE_STATE_FAILED, False)
+        assert failure.reason == "SGLang ended with -9: no memory"
+        assert stage.not_routable == f"FAILED: crash loop, 8 failures in a row: {failure.reason}"
+        assert began - 1 < failure.since.seconds <= failure.retry_time.seconds
+        assert len(failure.log) == 20
+        assert failure.log[-1] == ("CUDA out of memory " * 50)[:500]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fleet.stub.HealStage(HealStageRequest(slots=["a"]))
+        assert from_grpc(caught.value).reason is Reason.RANK_LOST
+        assert not fleet.stage("b").HasField("engine_failure")
+        gate.set()
+        async with asyncio.timeout(10):
+            await eventually(lambda: fleet.stage("a").routable)
+        assert not fleet.stage("a").HasField("engine_failure")
 
 
 async def test_an_engine_that_fails_while_it_is_taken_into_service_is_started_again(

@@ -23,7 +23,13 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.control_pb2 import Attach, Attached
-from rlctl.v1.fleet_pb2 import FLEET_EVENT_KIND_CHANGED, FLEET_EVENT_KIND_SNAPSHOT, StageLayout, StageRegistration
+from rlctl.v1.fleet_pb2 import (
+    FLEET_EVENT_KIND_CHANGED,
+    FLEET_EVENT_KIND_SNAPSHOT,
+    EngineFailure,
+    StageLayout,
+    StageRegistration,
+)
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 
@@ -217,6 +223,37 @@ async def test_a_coordinator_of_a_lower_epoch_is_not_let_in(fleet: InProcessFlee
     await impostor.channel.close()
     await impostor.server.stop()
     assert fleet.stage("a").routable
+
+
+async def test_why_a_slot_is_empty_is_shown_as_its_launcher_says_it_until_it_is_filled(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "DRIFT_S", 0.0)
+    async with make_fleet(a=1, lease_s=1.0) as fleet:
+        failure = EngineFailure(reason="a ended with 1: no memory", failures=3, log=["one", "two"])
+        request = c.ReportEngineFailureRequest(slot="a", failure=failure)
+        for bad in (c.ReportEngineFailureRequest(slot="zz", failure=failure), c.ReportEngineFailureRequest(slot="a")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await fleet.stub.ReportEngineFailure(bad)
+            assert from_grpc(caught.value).reason in (Reason.STAGE_NOT_FOUND, Reason.FIELD_REQUIRED)
+        await fleet.stub.ReportEngineFailure(request)
+        assert not fleet.stage("a").HasField("engine_failure"), "it has a link, and says itself how it is"
+        assert fleet.stage("a").routable
+        stage = fleet.stages["a"]
+
+        async def nothing() -> None:
+            """A process that dies takes no leave."""
+
+        monkeypatch.setattr(stage, "_deregister", nothing)
+        await stage.stop()
+        await fleet.until(lambda stages: stages[0].state == common.STAGE_STATE_UNREACHABLE)
+        assert fleet.stage("a").engine_failure == failure
+        assert fleet.stage("a").not_routable == f"UNREACHABLE: crash loop, 3 failures in a row: {failure.reason}"
+        async with asyncio.timeout(10):
+            await eventually(lambda: not fleet.stage("a").report.lease_held)
+        await fleet.start_stage(fleet.specs[0])
+        await fleet.until(lambda stages: stages[0].routable)
+        assert not fleet.stage("a").HasField("engine_failure")
 
 
 async def test_an_adopting_coordinator_fences_the_one_before(fleet: InProcessFleet, tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ class Child:
     def said(self) -> str:
         return self.last
 
+    def log_lines(self) -> list[str]:
+        return ["loading", "no memory"]
+
     @property
     def serves(self) -> bool:
         return bool(self.facts)

@@ -15,6 +15,7 @@ from rlctl.times import seconds
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_SKIPPED,
+    STAGE_STATE_FAILED,
     STAGE_STATE_RETIRED,
     STAGE_STATE_UNREACHABLE,
     ErrorDetail,
@@ -72,7 +73,7 @@ def of_worker(operation: Operation, slot: str) -> Reply:
 
 def worker(stage: Stage, url: str) -> dict[str, Any]:
     """A worker as the router lists it."""
-    dead = stage.state in (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
+    dead = stage.state in (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_FAILED)
     return {
         "worker_id": stage.registration.slot,
         "url": url,
