@@ -13,6 +13,7 @@ from rlctl.cli.failures import machine_readable
 from rlctl.cli.fields import Field
 from rlctl.cli.options import Command, global_options
 from rlctl.cli.output import show
+from rlctl.cli.progress import progress
 from rlctl.cli.session import connected, interruptible
 from rlctl.cli.settings import Settings
 from rlctl.errors import OperationFailed, Reason, RlctlError
@@ -123,7 +124,11 @@ def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) 
                 err=True,
             )
 
-    with connected(settings) as fleet, interruptible(farewell):
+    with (
+        connected(settings) as fleet,
+        interruptible(farewell),
+        progress(settings, fleet, settings.request_id),
+    ):
         operation = fleet.call(
             request,
             model=values["model"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -140,6 +142,25 @@ def test_a_pause_at_a_terminal_asks_before_it_aborts_requests(
     os.close(terminal)
     assert ("aborts the requests" in said) == bool(answer)
     assert (rlctl.state("a") == STAGE_STATE_PAUSED) == paused
+
+
+def test_a_terminal_shows_how_an_operation_stands_while_it_is_waited_for(rlctl: LiveFleet) -> None:
+    terminal, end = os.openpty()
+    command = [sys.executable, "-m", "rlctl", "--endpoint", rlctl.endpoint, "pause", "--mode", "drain"]
+    with (
+        connect(rlctl.endpoint) as fleet,
+        contextlib.closing(fleet.generate_stream("x", max_new_tokens=10**6)) as parts,
+    ):
+        next(parts)
+        with subprocess.Popen(command, stdin=end, stderr=end, stdout=subprocess.DEVNULL) as process:
+            os.close(end)
+            said = b""
+            while b"stages answered; " not in said:
+                said += os.read(terminal, 4096)
+            fleet.abort_requests(abort_all=True)
+            assert process.wait(WAIT_S) == 0
+    assert re.search(rb"PauseGeneration: \d+ s, 1 of 2 stages answered; [A-Z]+ 1, [A-Z]+ 1", said)
+    os.close(terminal)
 
 
 def test_watching_prints_a_line_for_every_change_until_it_is_interrupted(rlctl: LiveFleet) -> None:
