@@ -31,6 +31,8 @@ MOST_WATCH_ID = 128
 MOST_KEY = 256
 MOST_LABEL = 256
 MOST_LOG_LINES = 100
+MOST_BY = 200
+MOST_REASON = 1000
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 _ON_OPEN_UPDATE = (
@@ -366,6 +368,13 @@ def _register(request: coordinator_pb2.RegisterStageRequest) -> None:
     ranks = [worker.rank for worker in registration.layout.workers]
     if ranks != list(range(len(ranks))):
         raise _invalid(f"ranks are {ranks}; they must run from 0, in order", "registration.layout.workers")
+
+
+@_rule(verbs_pb2.PauseGenerationRequest)
+def _pause(request: verbs_pb2.PauseGenerationRequest) -> None:
+    for field, most in (("by", MOST_BY), ("reason", MOST_REASON)):
+        if getattr(request, field):
+            _name(getattr(request, field), field, most)
 
 
 @_rule(verbs_pb2.LoadAdapterRequest)

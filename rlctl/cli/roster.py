@@ -108,7 +108,8 @@ def why_not(stage: Stage) -> str:
     """Why generation may not go there, when its state does not say it."""
     if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
         # What the operator has said must be seen whatever the state: it holds when the state is over.
-        said = [text.error(stage.quarantine), _disabled(stage)]
+        paused = f"paused {_pause(stage)}" if stage.HasField("pause") else ""
+        said = [text.error(stage.quarantine), _disabled(stage), paused]
         return "; ".join(filter(None, said)) or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
     return stage.not_routable.removeprefix(f"{_state(stage)}: ")
 
@@ -177,6 +178,7 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Staging", stage.staging_update_id),
             ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
             ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
+            ("Paused by name", _pause(stage) if stage.HasField("pause") else ""),
             ("Released", text.field(report, report.DESCRIPTOR.fields_by_name["released"])),
             ("Serving lease", _lease(stage)),
             ("Engine failed", text.moment(stage.engine_failure.since)),
@@ -242,6 +244,16 @@ def _slot(stage: Stage) -> str:
 def _known(stage: Stage) -> bool:
     """Whether its ranks are as it has reported them: of one that cannot be reached nobody knows."""
     return stage.state != STAGE_STATE_UNREACHABLE
+
+
+def _pause(stage: Stage) -> str:
+    """Since when the pause by name is in force, who asked for it, and why."""
+    pause = stage.pause
+    return (
+        f"since {text.moment(pause.since)}"
+        + f" by {pause.by}" * bool(pause.by)
+        + f": {pause.reason}" * bool(pause.reason)
+    )
 
 
 def _state(stage: Stage) -> str:

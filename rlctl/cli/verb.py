@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 import click
@@ -95,6 +97,8 @@ def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str,
     request = verb.request()
     for field in options:
         fields.assign(request, field, values[field.parameter])
+    if isinstance(request, PauseGenerationRequest) and not request.by:
+        request.by = f"{os.environ.get('USER', '') or os.getuid()}@{socket.gethostname()}"
     try:
         check(request)
         _send(settings, verb, request, values)

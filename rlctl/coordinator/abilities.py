@@ -44,7 +44,7 @@ def incapable_all(slots: Sequence[Slot], request: Message) -> RlctlError | None:
 def no_pause(slot: Slot, mode: PauseMode.ValueType, *, field: str) -> RlctlError | None:
     """That a stage does not pause in this way, or None; one that publishes no modes is asked itself."""
     known = slot.capabilities.pause_modes
-    if not known or mode in known:
+    if slot.pauses_in(mode):
         return None
     name, *there = (PauseMode.Name(each).removeprefix("PAUSE_MODE_").lower() for each in (mode, *known))
     return Reason.UNSUPPORTED.error(f"{slot.name} has no pause mode {name}; it has: {', '.join(there)}", field=field)

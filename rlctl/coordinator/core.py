@@ -22,6 +22,7 @@ from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.keys import Keys
 from rlctl.coordinator.operations import RETAINED, Operations, Run, page_token
+from rlctl.coordinator.pausing import Pausing
 from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.records import parsed
@@ -105,6 +106,7 @@ class Coordinator:
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
         self._fanout = Fanout(self.roster, self._peers, clock)
         self._waking = Waking(self.roster, self._fanout, clock)
+        self._pausing = Pausing(self.roster, self._peers, self._fanout, self._waking, clock)
         groups = GroupBook()
         planner = Planner(self.roster, groups, self.operations.new_id)
         attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
@@ -269,10 +271,10 @@ class Coordinator:
                 case UnloadAdapterRequest():
                     await self.updates.unload_adapter(request, targets, run, timeout_s)
                 case PauseGenerationRequest() if not update_id:
-                    await self._waking.forget(targets)
-                    await pausing.pause(request, targets, run, self._fanout, self._clock, deadline)
+                    await self._pausing.pause(request, targets, run, deadline)
+                    self.updates.look_after_all(request.header.target)
                 case ContinueGenerationRequest() if not update_id:
-                    await self._waking.go_on(request, targets, run, deadline)
+                    await self._pausing.go_on(request, targets, run, deadline)
                 case ResumeMemoryRequest() if not update_id:
                     await self._waking.resume(request, targets, run, deadline)
                 case _:
@@ -286,6 +288,8 @@ class Coordinator:
                         on_result=run.add,
                     )
 
+        if isinstance(request, PauseGenerationRequest) and not update_id:
+            pausing.say_later(excluded)
         return await self.operations.start(
             request,
             verb=verb.name,

@@ -41,7 +41,6 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_DELTA,
     AbortUpdateRequest,
     CommitUpdateRequest,
-    ContinueGenerationRequest,
     FlushCacheRequest,
     PauseGenerationRequest,
     SealUpdateRequest,
@@ -481,7 +480,7 @@ class Finish:
             results = await self._session.hand_over_pause(good)
         else:
             slots = [slot for slot in good if slot.name in self._session.resume]
-            results = await self._session.step(ContinueGenerationRequest(), slots, cleanup=True)
+            results = await self._session.go_on(slots)
         failed = {result.slot: result.error for result in results if result.outcome != OUTCOME_APPLIED}
         self._warn(run, failed)
         await self._roster.quarantine({slot: failed[slot.name] for slot in good if slot.name in failed})

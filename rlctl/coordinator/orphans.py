@@ -3,7 +3,8 @@
 A stage that was out of reach when its update was aborted comes back with the update still open, and would refuse every
 other one. Without a record that the update was published it is presumed aborted. One that an update paused and that
 nobody let go on, because the coordinator died before it could say, is let go on; so is one that was continued while its
-memory was released. And one that was out of reach when an adapter was unloaded unloads it.
+memory was released, or while it was out of reach. One that comes under a pause by name is paused. And one that was out
+of reach when an adapter was unloaded unloads it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from rlctl.coordinator.waking import Waking
 from rlctl.errors import RlctlError
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
-from rlctl.v1.verbs_pb2 import AbortUpdateRequest, ContinueGenerationRequest, UnloadAdapterRequest
+from rlctl.v1.fleet_pb2 import Pause
+from rlctl.v1.verbs_pb2 import (
+    AbortUpdateRequest,
+    ContinueGenerationRequest,
+    PauseGenerationRequest,
+    UnloadAdapterRequest,
+)
+from rlctl.verbs import of_request
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +38,8 @@ HEAL_MARK = "/heal/"
 END_S = 30.0
 AGAIN_S = (0.2, 1.0, 5.0)
 
+
+Leftover = AbortUpdateRequest | PauseGenerationRequest | ContinueGenerationRequest | UnloadAdapterRequest
 
 _UNLOADING = (STAGE_STATE_STALE, STAGE_STATE_READY, STAGE_STATE_PAUSED)
 
@@ -69,7 +79,7 @@ class Orphans:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _orphan(self, slot: Slot) -> AbortUpdateRequest | ContinueGenerationRequest | UnloadAdapterRequest | None:
+    def _orphan(self, slot: Slot) -> Leftover | None:
         """What ends the orphan that a stage has, or None."""
         report = slot.report
         linked = slot.commander is not None and not slot.commander.lost
@@ -86,7 +96,10 @@ class Orphans:
             abort.header.fence.update_id = report.update_id
             return abort
         paused_by = report.paused_by_update
-        nobodys = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
+        if slot.pause is not None and (slot.owes_pause or slot.held):
+            return self._due_pause(slot, slot.pause)
+        left = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
+        nobodys = left and slot.pause is None
         if nobodys and report.state == STAGE_STATE_PAUSED and not (model.update_id or self._is_held(slot)):
             # Generation goes on as it did before the update; what was paused by name stays so.
             return ContinueGenerationRequest()
@@ -95,6 +108,15 @@ class Orphans:
             for adapter in surplus(self._roster, slot):
                 return UnloadAdapterRequest(name=adapter.name, abort_requests=True)
         return None
+
+    def _due_pause(self, slot: Slot, pause: Pause) -> PauseGenerationRequest | None:
+        """What pauses by name a stage that has not taken a pause in force, or that only an update has paused."""
+        assert slot.report is not None
+        # Of requests that an update has frozen, another mode could be refused.
+        request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else pause.mode)
+        busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand
+        able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
+        return request if able and not busy else None
 
     async def _end(self, slot: Slot) -> None:
         tries = 0

@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from google.protobuf.any_pb2 import Any
 
 from rlctl.control.commander import Commander, Issued
+from rlctl.coordinator.pauses import covers
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.coordinator.unanswered import Unanswered
 from rlctl.coordinator.versions import adoptable, first_digest, lacking, surplus
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.times import duration
-from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_FAILED, STAGE_STATE_READY, STAGE_STATE_STALE
+from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_FAILED, STAGE_STATE_READY, STAGE_STATE_STALE, Target
 from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
 from rlctl.v1.fleet_pb2 import StageReport
 from rlctl.version import CONTRACT_VERSION
@@ -88,8 +89,8 @@ class Peers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def grant(self, slot: Slot, *, adopt: bool = False, silence: bool = False, confirm: bool = False) -> int:
-        """Tell a stage which versions may be served. One that is quarantined, or left out of a version that is being
-        published, is told to serve nothing.
+        """Tell a stage which versions may be served. One that is quarantined, left out of a version that is being
+        published, or about to take a pause by name that is in force, is told to serve nothing.
 
         The lease runs from what the stage itself said last (``echo``), not from when the grant reaches it: that may be
         long after it was sent. ``confirm``: the stage's next report says that it has taken this in. ``silence``: what
@@ -105,7 +106,8 @@ class Peers:
         model = self._roster.models[slot.model]
         withheld = model.only is not None and slot not in model.only
         failed = slot.report.state == STAGE_STATE_FAILED
-        lease_s = 0.0 if withheld or failed or slot.record.HasField("quarantine") else self._lease_s
+        nothing = withheld or failed or slot.owes_pause or slot.record.HasField("quarantine")
+        lease_s = 0.0 if nothing else self._lease_s
         if lease_s:
             slot.lease_until = max(slot.lease_until, commander.echoed_at + lease_s + DRIFT_S)
         commander.grant(
@@ -145,6 +147,29 @@ class Peers:
             return max((*mays, self._roster.formers.until(model.record.name)))
 
         await self._passed(until)
+
+    async def generating(self, target: Target, told: Collection[Slot], deadline: float) -> str:
+        """Wait until no stage that a target means generates, apart from those that were ``told`` to stop: each has
+        paused, or its lease must have run out. Returns "", or at the deadline the stage that may still generate.
+        """
+        slots = self._roster.slots
+        absent = [slot for slot in slots.values() if covers(target, slot) and slot not in told]
+
+        def may() -> dict[str, float]:
+            """Until when, by name."""
+            times = {"an engine that was replaced": self._roster.formers.meant(target)}
+            times |= {slot.name: slot.lease_until for slot in absent if not (slot.gone or self._has_paused(slot))}
+            return {name: until for name, until in times.items() if until > self._clock.now()}
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline - self._clock.now()):
+                await self._passed(lambda: max(may().values(), default=float("-inf")))
+        return next(iter(may()), "")
+
+    @staticmethod
+    def _has_paused(slot: Slot) -> bool:
+        linked = slot.commander is not None and not slot.commander.lost
+        return linked and slot.report is not None and slot.report.paused
 
     async def _passed(self, until: Callable[[], float]) -> None:
         """Return once the time is there until which something may be served; what stages say brings it forward."""
@@ -256,7 +281,9 @@ class Peers:
                     if str(error) != told:  # for as long as it is away, every two seconds
                         log.info("%s: %s", slot.name, error)
                     told = str(error)
-                    slot.gone = slot.gone or REFUSED in error.metadata
+                    if REFUSED in error.metadata and not slot.gone:
+                        slot.gone = True
+                        self._roster.changed()
                 if self.succeeded.is_set():
                     return
                 await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
@@ -353,7 +380,7 @@ class Peers:
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
         self._roster.changed()
         stale = slot.late and report.state == STAGE_STATE_STALE
-        held = report.update_id or report.paused_by_update or slot.record.continue_when_resident
+        held = report.update_id or report.paused_by_update or slot.record.continue_when_resident or slot.owes_pause
         other_adapters = lacking(self._roster, slot) or surplus(self._roster, slot)
         if first or adoptable(self._roster, slot) or held or stale or other_adapters:
             self._consider(slot)

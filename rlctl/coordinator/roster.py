@@ -21,6 +21,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.control.commander import Commander
 from rlctl.coordinator.followers import Followers
 from rlctl.coordinator.formers import Formers
+from rlctl.coordinator.pauses import Pauses, covers
 from rlctl.coordinator.records import parsed
 from rlctl.errors import Reason
 from rlctl.ports import Clock, Delete, Journal, Put
@@ -28,6 +29,7 @@ from rlctl.times import duration
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
     ErrorDetail,
+    PauseMode,
     ResponseHeader,
     StageState,
     Target,
@@ -42,6 +44,7 @@ from rlctl.v1.fleet_pb2 import (
     Fleet,
     FleetEvent,
     Model,
+    Pause,
     Stage,
     StageRegistration,
     StageReport,
@@ -95,6 +98,8 @@ class Slot:
         unhealable: why it needs a heal and can get none, or "".
         misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
         engine_failure: why its process has ended, as its launcher says it; None: it has said nothing.
+        pause: the pause by name that is in force for it, or None.
+        in_hand: operations by name that pause it or let it go on now. Their outcome decides what it does.
     """
 
     record: SlotRecord
@@ -115,6 +120,8 @@ class Slot:
     unhealable: str = ""
     misread: bool = False
     engine_failure: EngineFailure | None = None
+    pause: Pause | None = None
+    in_hand: int = 0
 
     def __post_init__(self) -> None:
         """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
@@ -132,6 +139,18 @@ class Slot:
     def held(self) -> bool:
         """Whether generation is paused because an update paused it, not because somebody asked by name."""
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
+
+    def pauses_in(self, mode: PauseMode.ValueType) -> bool:
+        """Whether it pauses in this way; one that publishes no modes is asked itself."""
+        modes = self.capabilities.pause_modes
+        return not modes or mode in modes
+
+    @property
+    def owes_pause(self) -> bool:
+        """Whether a pause by name is in force that it has not taken yet: until it has, it may serve nothing."""
+        if self.pause is None or self.in_hand or self.report is None or self.report.paused:
+            return False
+        return "PauseGeneration" in self.verbs and self.pauses_in(self.pause.mode)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -197,6 +216,8 @@ class Slot:
             return "no serving lease"
         if self.leaving:
             return "about to be paused or written to"
+        if self.owes_pause:
+            return f"about to be paused: pause {self.pause.operation_id if self.pause else ''} is in force"
         return ""
 
 
@@ -239,6 +260,7 @@ class Roster:
         self._watchers: dict[asyncio.Queue[None], None] = {}
         self.followers = Followers()
         self.formers = Formers()
+        self.pauses = Pauses(journal, self._pauses_changed)
         self._closed = False
         self.publishing = asyncio.Lock()
         """Held while a model's record is read, changed and written, where something else could change it meanwhile."""
@@ -256,6 +278,8 @@ class Roster:
             model = parsed("model", name, body, ModelRecord)
             admitted = [model.latest] if model.latest.sequence else []
             self.models[name] = ModelState(model, admitted)
+        self.pauses.load()
+        self._pauses_changed()
 
     async def register(self, registration: StageRegistration) -> Slot:
         """Fill a slot: the same boot_id keeps its incarnation, another one gets the next. Durable when it returns."""
@@ -284,13 +308,28 @@ class Roster:
             if slot is None or not same:
                 former, slot = slot, Slot(record)
                 self.slots[registration.slot] = slot
+                self._take_pause(slot)
                 if former is not None and not former.gone:
                     address = former.record.registration.address
-                    self.formers.add(address, former.model, former.lease_until, self._clock.now())
+                    self.formers.add(address, former.model, former.lease_until, self._clock.now(), former.name)
             else:
                 slot.fill(registration)
+                self._take_pause(slot)
         self.changed()
         return slot
+
+    def covered(self, target: Target) -> list[Slot]:
+        """The slots that a target means, whatever their state."""
+        return [slot for slot in self.slots.values() if covers(target, slot)]
+
+    def _take_pause(self, slot: Slot) -> None:
+        record = self.pauses.of(slot)
+        slot.pause = record.pause if record is not None else None
+
+    def _pauses_changed(self) -> None:
+        for slot in self.slots.values():
+            self._take_pause(slot)
+        self.changed()
 
     async def change(
         self,
@@ -412,17 +451,12 @@ class Roster:
                 )
         if target.stages:
             self._refuse_unknown_stages(target)
-        slots, stages = frozenset(target.slots), frozenset(target.stages)
         targets, excluded = [], []
         for _, slot in sorted(self.slots.items()):
-            if (
-                (target.model and slot.model != target.model)
-                or (slots and slot.name not in slots)
-                or (stages and slot.stage not in stages)
-            ):
+            if not covers(target, slot):
                 continue
             state = slot.state
-            if state in ABSENT and not slots:
+            if state in ABSENT and not target.slots:
                 if state != common_pb2.STAGE_STATE_RETIRED:
                     excluded.append(ExcludedStage(slot=slot.name, state=state, reason="not there"))
                 continue
@@ -564,6 +598,7 @@ class Roster:
             engine_failure=slot.failure,
             disabled_reason=slot.record.disabled_reason,
             disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
+            pause=slot.pause,
         )
         if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
             stage.report.lease_held = False  # it said otherwise while there was a link, and has heard of none since

@@ -33,12 +33,15 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
     STAGE_STATE_ASLEEP,
+    Target,
 )
+from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import (
     UPDATE_PHASE_ABORTED,
     UPDATE_PHASE_OPEN,
     UPDATE_PHASE_PUBLISHED,
     UPDATE_PHASE_WRITING,
+    PauseRecord,
     UpdatePhase,
     UpdateRecord,
 )
@@ -403,11 +406,40 @@ class Session:
         """
         return await asyncio.gather(*steps)
 
+    async def go_on(self, slots: Sequence[Slot]) -> list[StageResult]:
+        """Let stages generate again that the update has paused; under a pause by name they stay paused by that."""
+        under = [slot for slot in slots if slot.pause is not None]
+        handed_over = await self._hand_over(under) if under else []
+        going = [slot for slot in slots if slot.pause is None]
+        return [*await self.step(ContinueGenerationRequest(), going, cleanup=True), *handed_over]
+
     async def hand_over_pause(self, slots: Sequence[Slot]) -> list[StageResult]:
-        """From here on the pause is its owner's, as if asked for by name: no other update lifts it. The results of
-        those that are paused.
+        """From here on the pause is its owner's, as if asked for by name, and kept as such: no other update lifts it.
+        The results of those that are paused.
         """
         await Waking(self._roster, self._fanout, self._clock).forget(slots)
+        if any(slot.pause is None for slot in slots):
+            await self._roster.pauses.begin(self._pause_record(slots))
+        return await self._hand_over(slots)
+
+    def _pause_record(self, slots: Sequence[Slot]) -> PauseRecord:
+        """The pause that the update leaves: of its whole target, or while it rolls of the batches until now."""
+        target = Target()
+        target.CopyFrom(self.record.request.header.target)
+        target.model = self.model.record.name
+        if self.waiting:
+            target.slots[:] = sorted({slot.name for slot in (*self.done, *slots)})
+        return PauseRecord(
+            target=target,
+            pause=Pause(
+                operation_id=self.update_id,
+                mode=self.record.request.options.pause or PAUSE_MODE_RETRACT,
+                since=self._clock.wall(),
+                by=self.model.update_owner,
+            ),
+        )
+
+    async def _hand_over(self, slots: Sequence[Slot]) -> list[StageResult]:
         mode = self.record.request.options.pause or PAUSE_MODE_RETRACT
         paused = [slot for slot in slots if slot.held]
         self._steps += 1
@@ -475,10 +507,9 @@ class Session:
         for result in results:
             self.file(run, result, error)
         # One that is READY may still have a pause of ours before it, waiting for requests to drain.
-        resumed = await self.step(ContinueGenerationRequest(), restored, cleanup=True)
-        for slot, result in zip(restored, resumed, strict=True):
+        for result in await self.go_on(restored):
             if result.outcome == OUTCOME_APPLIED:
-                next(r for r in run.operation.stage_results if r.slot == slot.name).state = result.state
+                next(r for r in run.operation.stage_results if r.slot == result.slot).state = result.state
 
     def file(self, run: Run, result: StageResult, error: RlctlError) -> None:
         """What the abort left at a target: DIRTY, or as it was (REJECTED); UNKNOWN when it did not answer."""

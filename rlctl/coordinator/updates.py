@@ -353,6 +353,11 @@ class Updates:
             if slot.model == model:
                 self.look_after(slot)
 
+    def look_after_all(self, target: Target) -> None:
+        """See to every stage that a target means."""
+        for slot in self._roster.covered(target):
+            self.look_after(slot)
+
     def start(self) -> None:
         """Look after the stages from now on."""
         self._looking = asyncio.create_task(self._look())
@@ -364,6 +369,7 @@ class Updates:
                 self.look_after(slot)
             with contextlib.suppress(RlctlError):
                 await self._roster.record_quarantines()
+                await self._roster.pauses.record_ended()
                 await self._operations.record_ended()
 
     async def stop(self) -> None:

@@ -80,6 +80,10 @@ class Waking:
             await self.forget([slot for slot in targets if slot.name in done])
         return results
 
+    async def remember(self, slots: Sequence[Slot]) -> None:
+        """Stages that somebody continued while they were out of reach: they go on when they come back paused."""
+        await self._remember(slots, True)
+
     async def _remember(self, slots: Sequence[Slot], later: bool) -> None:
         def set_(record: SlotRecord) -> None:
             record.continue_when_resident = later

@@ -17,7 +17,7 @@ from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.operations import Operations
 from rlctl.coordinator.orphans import Orphans
 from rlctl.coordinator.peers import Peers
-from rlctl.coordinator.roster import Roster
+from rlctl.coordinator.roster import Roster, Slot
 from rlctl.coordinator.updates import Updates
 from rlctl.simulation.journal import SimJournal
 from rlctl.stage.core import Stage
@@ -180,6 +180,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "late_results": [(Commander, "_take", _by_order)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
     "lease_expiry": [(Updates, "_decision", _no_lease)],
+    "kept_pauses": [(Slot, "owes_pause", False)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
     "probe": [(verification, "judge_probe", _always_computed)],
     "presumed_abort": [(Orphans, "_orphan", _nothing)],

@@ -16,7 +16,14 @@ from rlctl.simulation.journal import SimJournal, Store
 from rlctl.simulation.slots import SimSlot
 from rlctl.simulation.world import Node, World
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED
-from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, FleetRecord, ModelRecord, OperationRecord, UpdateRecord
+from rlctl.v1.journal_pb2 import (
+    UPDATE_PHASE_PUBLISHED,
+    FleetRecord,
+    ModelRecord,
+    OperationRecord,
+    PauseRecord,
+    UpdateRecord,
+)
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_OK,
     OPERATION_STATE_PARTIAL,
@@ -116,6 +123,10 @@ class Observer:
         self._reports: dict[str, int] = {}
         self._paused: dict[tuple[str, int], str] = {}
         """What paused an incarnation of a stage by name, until somebody asks for it to go on."""
+        self._pauses_of_the_fleet: dict[str, tuple[PauseRecord, set[str]]] = {}
+        """Pauses by name that were OK, by operation, until a continue; with slots that were continued since."""
+        self._recorded: dict[str, PauseRecord] = {}
+        """Every pause by name that is on record."""
         self._continued: dict[str, int] = {}
         """When that was asked for last, by slot, in nanoseconds of the wall clock."""
         self._rolling: dict[tuple[str, str, int], int] = {}
@@ -149,6 +160,9 @@ class Observer:
                 self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
             elif change.kind == "operation":  # forgotten, perhaps before its end could be recorded
                 self._outcomes.pop(change.key, None)
+            elif change.kind == "pause":
+                self._recorded.pop(change.key, None)
+                self._pauses_of_the_fleet.pop(change.key, None)
             return
         if change.kind == "model":
             self._published(ModelRecord.FromString(change.body))
@@ -156,6 +170,10 @@ class Observer:
             record = UpdateRecord.FromString(change.body)
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
                 self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self._reign[1]
+        elif change.kind == "pause":
+            record = self._recorded[change.key] = PauseRecord.FromString(change.body)
+            if change.key in self._pauses_of_the_fleet:
+                self._pauses_of_the_fleet[change.key] = record, set()
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             self._ended(operation)
@@ -194,20 +212,34 @@ class Observer:
     def _pauses(self, operation: Operation) -> None:
         """Take in who has been paused by name, and who is to go on."""
         if operation.verb in _GO_ON and operation.state == OPERATION_STATE_RUNNING:
-            for slot in operation.targets:
+            # A continue reaches the stages that are not there when they come back.
+            absent = [each.slot for each in operation.excluded if operation.verb == "ContinueGeneration"]
+            for slot in (*operation.targets, *absent):
                 self._continued[slot] = operation.create_time.ToNanoseconds()
                 self._paused = {key: by for key, by in self._paused.items() if key[0] != slot}
+                for _, going in self._pauses_of_the_fleet.values():
+                    going.add(slot)
         elif operation.verb == "PauseGeneration" and not operation.update_id:
             ended = operation.done_time.ToNanoseconds()
             for result in operation.stage_results:
                 if result.outcome == OUTCOME_APPLIED and ended > self._continued.get(result.slot, 0):
                     self._paused[result.slot, result.incarnation] = operation.operation_id
+            record = self._recorded.get(operation.operation_id)
+            if operation.state == OPERATION_STATE_OK and record is not None:
+                going = {slot for slot, asked in self._continued.items() if asked > ended}
+                self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going))
 
     def generates(self, slot: str, incarnation: int) -> None:
         """A stage generates, or would: I11, nobody has paused it by name."""
         by = self._paused.get((slot, incarnation))
         if by is not None:
             self.broken("I11", f"{slot} generates, which was paused by {by}, and nobody has asked for it to go on")
+        known = self._slots[slot]
+        for key, (record, going) in self._pauses_of_the_fleet.items():
+            target = record.target
+            meant = target.model in ("", known.model) and (not target.slots or slot in target.slots)
+            if meant and slot not in {*record.continued, *going} and not known.may_skip("PauseGeneration"):
+                self.broken("I11", f"{slot} generates, and pause {key} of its model is in force")
 
     def _unloaded(self, models: set[str]) -> None:
         """Nobody serves any more what these models have no more."""

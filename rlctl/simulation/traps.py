@@ -24,7 +24,7 @@ STEPS = (
 
 RECORDS = ("update/", "update/", "model/", "operation/", "slot/")
 
-KINDS = ("operation", "operation", "update", "update", "model", "slot", "fleet", "key", "forgotten", "")
+KINDS = ("operation", "operation", "update", "update", "model", "slot", "fleet", "pause", "key", "forgotten", "")
 """Records that the disk may not take; "": whichever."""
 
 ON_WIRE = ("kill stage", "stop stage", "reset", "part", "kill coordinator", "stop coordinator", "stop trainer")

@@ -273,7 +273,8 @@ class CoordinatorServiceServicer(object):
     def PauseGeneration(self, request, context):
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable.
+        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause is kept in the fleet's
+        record until a continue by name ends it: a stage of the target that was not there, is restarted or joins later is paused before it serves.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
@@ -287,8 +288,9 @@ class CoordinatorServiceServicer(object):
     def ContinueGeneration(self, request, context):
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable. An open implicit update of theirs is committed
-        first; if it does not succeed, nothing goes on.
+        Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for its
+        stages that are not there, but not for those that refuse. An open implicit update of theirs is committed first; if it does not succeed,
+        nothing goes on.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
         ASLEEP goes on later, if when_resident asks for that.

@@ -522,6 +522,46 @@ class StageRegistration(_message.Message):
 Global___StageRegistration: _TypeAlias = StageRegistration  # noqa: Y015
 
 @_typing.final
+class Pause(_message.Message):
+    """A pause by name. It is in force until a continue by name ends it, whatever happens to the stages that it covers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    operation_id: _builtins.str
+    """Operation that asked for it: a PauseGeneration, or an update whose stages stay paused."""
+    mode: _common_pb2.PauseMode.ValueType
+    """What happened to the requests. A stage that joins later is paused in the same way."""
+    by: _builtins.str
+    """Who asked for it, in the caller's own words. Empty: not said."""
+    reason: _builtins.str
+    """Why, in the caller's own words. Empty: not said."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when, by the coordinator's wall clock; for display only."""
+
+    def __init__(
+        self,
+        *,
+        operation_id: _builtins.str = ...,
+        mode: _common_pb2.PauseMode.ValueType = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "mode", b"mode", "operation_id", b"operation_id", "reason", b"reason", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
 class Stage(_message.Message):
     """A stage as the coordinator sees it."""
 
@@ -541,6 +581,7 @@ class Stage(_message.Message):
     DISABLED_REASON_FIELD_NUMBER: _builtins.int
     DISABLE_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Grows when what fills the slot restarts; assigned by the coordinator."""
     state: _common_pb2.StageState.ValueType
@@ -581,6 +622,10 @@ class Stage(_message.Message):
     def engine_failure(self) -> Global___EngineFailure:
         """What has become of its engine, where it has failed: the stage's own word, or its launcher's (ReportEngineFailure)."""
 
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """The pause by name that is in force for it. Until it has paused it gets no serving lease. Unset: none."""
+
     def __init__(
         self,
         *,
@@ -598,10 +643,11 @@ class Stage(_message.Message):
         disabled_reason: _builtins.str = ...,
         disable_time: _timestamp_pb2.Timestamp | None = ...,
         engine_failure: Global___EngineFailure | None = ...,
+        pause: Global___Pause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "engine_failure", b"engine_failure", "last_heard", b"last_heard", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "engine_failure", b"engine_failure", "last_heard", b"last_heard", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

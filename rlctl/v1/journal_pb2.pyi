@@ -234,6 +234,42 @@ class ModelRecord(_message.Message):
 Global___ModelRecord: _TypeAlias = ModelRecord  # noqa: Y015
 
 @_typing.final
+class PauseRecord(_message.Message):
+    """A pause by name that is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pause(self) -> _fleet_pb2.Pause:
+        """Who, when, in which mode."""
+
+    @_builtins.property
+    def target(self) -> _common_pb2.Target:
+        """Stages that it covers, those that join later among them."""
+
+    @_builtins.property
+    def continued(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Slots of the target that were continued since."""
+
+    def __init__(
+        self,
+        *,
+        pause: _fleet_pb2.Pause | None = ...,
+        target: _common_pb2.Target | None = ...,
+        continued: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "pause", b"pause", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRecord: _TypeAlias = PauseRecord  # noqa: Y015
+
+@_typing.final
 class OperationRecord(_message.Message):
     """An accepted operation."""
 

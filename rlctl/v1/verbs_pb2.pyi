@@ -329,8 +329,14 @@ class PauseGenerationRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     mode: _common_pb2.PauseMode.ValueType
     """What happens to the requests that are waiting or running. Default ABORT."""
+    by: _builtins.str
+    """Who pauses, kept with the pause; the command line says user@host by itself. At most 200 characters."""
+    reason: _builtins.str
+    """Why; kept with the pause. At most 1000 characters."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -340,10 +346,12 @@ class PauseGenerationRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         mode: _common_pb2.PauseMode.ValueType = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "header", b"header", "mode", b"mode", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

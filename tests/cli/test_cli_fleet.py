@@ -145,9 +145,19 @@ def test_a_disabled_stage_is_not_routable_and_says_so(rlctl: LiveFleet) -> None:
     assert rlctl("disable", "a").code == 0
     assert words(rlctl("get", "stages").out)[1][-1] == "disabled"
     assert rlctl("pause").code == 0
-    assert words(rlctl("get", "stages").out)[1][-1] == "disabled", "it holds when the pause is over"
+    assert "disabled; paused since" in rlctl("get", "stages").out.splitlines()[1], "it holds when the pause is over"
     assert rlctl("disable", "nope").code == 2
     assert rlctl("enable", "a", "b", "-o", "name").out == "a\nb\n"
+
+
+def test_a_pause_says_who_asked_for_it_since_when_and_why(rlctl: LiveFleet) -> None:
+    assert rlctl("pause", "--slot", "a", "--by", "ops@head", "--reason", "new disks").code == 0
+    a, b = rlctl("get", "stages").out.splitlines()[1:]
+    assert re.search(r"paused since \d{4}-\S+ by ops@head: new disks", a), a
+    assert "paused" not in b
+    assert "by ops@head: new disks" in rlctl("describe", "stage", "a").out
+    assert rlctl("continue").code == 0
+    assert "paused" not in rlctl("get", "stages").out
 
 
 def test_healing_brings_dirty_stages_to_the_published_version(rlctl: LiveFleet) -> None:

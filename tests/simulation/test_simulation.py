@@ -33,6 +33,7 @@ CAUGHT_BY = {
     "grant_order": 1500,
     "idempotency": 1000,
     "journal_fencing": 1040,
+    "kept_pauses": 1016,
     "late_results": 1322,
     "lease_echo": 1076,
     "lease_expiry": 1194,

@@ -1,0 +1,342 @@
+"""A pause by name is the fleet's: what comes, or comes back, is paused before it may serve; a continue ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from updating import begin, commit, digest, join, refusal, write
+
+from rlctl.coordinator import pausing
+from rlctl.engine import Call
+from rlctl.errors import Reason, RlctlError
+from rlctl.stage.core import Stage
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.fleet import InProcessFleet, StageSpec
+from rlctl.testing.waiting import eventually
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import coordinator_pb2 as c
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import RequestHeader, Target
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation
+
+PAUSED, READY, UNREACHABLE = (
+    common.STAGE_STATE_PAUSED,
+    common.STAGE_STATE_READY,
+    common.STAGE_STATE_UNREACHABLE,
+)
+RETRACT = common.PAUSE_MODE_RETRACT
+
+
+@pytest.fixture
+async def fleet(make_fleet: Callable[..., Any]) -> AsyncIterator[InProcessFleet]:
+    """Stages a and b, which are killed and started again."""
+    async with make_fleet(a=1, b=1) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Slots of which the gate has been open at any change since the set was cleared."""
+    open_: set[str] = set()
+    changed = Stage._changed
+
+    def look(self: Stage, **how: bool) -> None:
+        changed(self, **how)
+        try:
+            self.serving.refuse(self._clock.now())
+        except RlctlError:
+            return
+        open_.add(self.registration.slot)
+
+    monkeypatch.setattr(Stage, "_changed", look)
+    return open_
+
+
+async def pause(fleet: InProcessFleet, *slots: str, **fields: Any) -> Operation:
+    header = RequestHeader(target=Target(slots=slots))
+    operation: Operation = await fleet.stub.PauseGeneration(
+        v.PauseGenerationRequest(header=header, mode=RETRACT, **fields)
+    )
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    return operation
+
+
+async def go_on(fleet: InProcessFleet, *slots: str) -> Operation:
+    header = RequestHeader(target=Target(slots=slots))
+    operation: Operation = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(header=header))
+    assert operation.state == OPERATION_STATE_OK, operation.error
+    return operation
+
+
+async def kill(fleet: InProcessFleet, slot: str) -> StageSpec:
+    stage = fleet.stages.pop(slot)
+
+    async def without_a_word() -> None:
+        pass
+
+    stage._deregister = without_a_word  # type: ignore[method-assign]
+    await stage.stop()
+    await fleet.until(lambda _: fleet.stage(slot).state == UNREACHABLE)
+    return next(spec for spec in fleet.specs if spec.slot == slot)
+
+
+async def cut_off(fleet: InProcessFleet, slot: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Break a stage's link, and let no other one be made until the returned function is called."""
+    dialer = fleet.server.coordinator._peers._dialer
+    dial, address, away = dialer.dial, fleet.stage(slot).registration.address, [True]
+
+    async def unless_away(to: str) -> Any:
+        if away and to == address:
+            raise Reason.UNREACHABLE.error("it is cut off")
+        return await dial(to)
+
+    monkeypatch.setattr(dialer, "dial", unless_away)
+    await fleet.server.coordinator.roster.slots[slot].commander.close()
+    await fleet.until(lambda _: fleet.stage(slot).state == UNREACHABLE)
+    return away.clear
+
+
+async def restart_coordinator(fleet: InProcessFleet) -> None:
+    await fleet.channel.close()
+    await fleet.server.stop()
+    await fleet.start_coordinator(fleet.server.address)
+
+
+async def paused_for_good(fleet: InProcessFleet, *slots: str) -> None:
+    def are() -> bool:
+        stages = [fleet.stage(slot) for slot in slots]
+        return all(s.state == PAUSED and not s.report.paused_by_update and not s.routable for s in stages)
+
+    await eventually(are)
+
+
+def on_record(fleet: InProcessFleet) -> list[str]:
+    return [key for key, _ in fleet.server.coordinator._journal.read("pause")]
+
+
+async def test_an_engine_that_is_killed_after_a_pause_of_all_comes_back_paused(
+    fleet: InProcessFleet, served: set[str]
+) -> None:
+    operation = await pause(fleet, by="ops@host", reason="maintenance")
+    spec = await kill(fleet, "a")
+    served.clear()
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "a", "b")
+    kept = fleet.stage("a").pause
+    assert (kept.operation_id, kept.mode) == (operation.operation_id, RETRACT)
+    assert (kept.by, kept.reason, kept.since) == ("ops@host", "maintenance", operation.create_time)
+    assert served == set()
+    await go_on(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    assert not fleet.stage("a").HasField("pause")
+    assert on_record(fleet) == []
+
+
+async def test_an_engine_that_was_not_there_is_paused_when_it_comes_back(
+    fleet: InProcessFleet, served: set[str]
+) -> None:
+    spec = await kill(fleet, "a")
+    operation = await pause(fleet)
+    assert [(each.slot, each.reason) for each in operation.excluded] == [("a", pausing.PAUSED_LATER)]
+    served.clear()
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "a", "b")
+    assert served == set()
+
+
+async def test_an_engine_that_joins_for_the_first_time_is_paused(fleet: InProcessFleet, served: set[str]) -> None:
+    await pause(fleet)
+    served.clear()
+    spec = StageSpec("new", fleet.specs[0].model_path)
+    fleet.specs.append(spec)
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "new")
+    assert served == set()
+
+
+async def test_a_pause_of_one_slot_is_that_slots_alone(fleet: InProcessFleet, served: set[str]) -> None:
+    await pause(fleet, "a")
+    for slot in ("a", "b"):
+        await fleet.start_stage(await kill(fleet, slot))
+    await paused_for_good(fleet, "a")
+    await fleet.until(lambda _: fleet.stage("b").routable)
+
+
+async def test_one_that_is_cut_off_stops_before_a_pause_of_all_is_ok_and_is_paused_when_it_is_back(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, served: set[str]
+) -> None:
+    async with make_fleet(a=1, b=1, lease_s=1.5) as fleet:
+        comes_back = await cut_off(fleet, "a", monkeypatch)
+        stage = fleet.stages["a"]._stage
+        stage.serving.refuse(stage._clock.now())  # it has a lease still
+        await pause(fleet)
+        with pytest.raises(RlctlError, match="no serving lease"):
+            stage.serving.refuse(stage._clock.now())
+        served.clear()
+        comes_back()
+        await paused_for_good(fleet, "a")
+        assert served == set()
+
+
+async def test_a_pause_that_cannot_wait_for_one_that_is_cut_off_is_taken_back(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_fleet(a=1, b=1, lease_s=60.0) as fleet:
+        comes_back = await cut_off(fleet, "a", monkeypatch)
+        request = v.PauseGenerationRequest()
+        request.header.timeout.FromMilliseconds(300)
+        operation = await fleet.stub.PauseGeneration(request)
+        assert (operation.state, operation.error.reason) == (OPERATION_STATE_FAILED, "DEADLINE_EXCEEDED")
+        assert operation.error.message.startswith("a could not be told")
+        assert on_record(fleet) == []
+        comes_back()
+        await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+async def test_a_pause_that_a_target_refuses_is_kept_by_nobody(fleet: InProcessFleet) -> None:
+    await pause(fleet, "a")
+    before = on_record(fleet)
+    refusing = fleet.stages["b"]._engine
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if engine is refusing and name == "pause_generation":
+            raise Reason.ENGINE_FAILED.error("no pause")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    assert operation.state == OPERATION_STATE_FAILED
+    assert on_record(fleet) == before
+    assert fleet.stage("a").state == PAUSED
+    fake_engine.FAULTS.clear()
+    await fleet.start_stage(await kill(fleet, "b"))
+    await fleet.until(lambda _: fleet.stage("b").routable)
+
+
+async def test_a_pause_outlives_the_coordinator(fleet: InProcessFleet, served: set[str]) -> None:
+    await pause(fleet)
+    spec = await kill(fleet, "a")
+    await restart_coordinator(fleet)
+    served.clear()
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "a", "b")
+    assert served == set()
+    await go_on(fleet)
+    await restart_coordinator(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+async def test_one_that_is_healed_under_a_pause_stays_paused(
+    fleet: InProcessFleet, served: set[str], checkpoint: Callable[[str], str]
+) -> None:
+    update = v.UpdateWeightsFromDiskRequest(model_path=checkpoint("two"))
+    assert (await fleet.stub.UpdateWeightsFromDisk(update)).state == OPERATION_STATE_OK
+    await pause(fleet)
+    spec = await kill(fleet, "a")
+    served.clear()
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "a")
+    assert fleet.stage("a").report.weight_version.sequence == 2
+    assert served == set()
+
+
+async def test_an_update_under_a_pause_lets_nothing_go_on(fleet: InProcessFleet, served: set[str]) -> None:
+    await pause(fleet)
+    await fleet.start_stage(await kill(fleet, "a"))
+    served.clear()
+    plan = await begin(fleet, options=v.UpdateOptions(pause=RETRACT))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+    await paused_for_good(fleet, "a", "b")
+    assert served == set()
+
+
+async def test_what_an_update_leaves_paused_is_kept_like_a_pause_by_name(
+    fleet: InProcessFleet, served: set[str]
+) -> None:
+    plan = await begin(fleet, options=v.UpdateOptions(pause=RETRACT, after=v.AFTER_UPDATE_STAY_PAUSED))
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+    assert (fleet.stage("a").pause.operation_id, fleet.stage("a").pause.by) == (plan.update_id, "trainer")
+    spec = await kill(fleet, "a")
+    served.clear()
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "b")
+    await eventually(lambda: fleet.stage("a").report.paused)
+    assert served == set()
+
+
+async def test_a_continue_reaches_one_that_was_cut_off_when_it_is_back(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pause(fleet)
+    comes_back = await cut_off(fleet, "a", monkeypatch)
+    await go_on(fleet)
+    assert fleet.stage("b").routable
+    comes_back()
+    await fleet.until(lambda _: fleet.stage("a").routable)
+
+
+async def test_a_continue_of_one_slot_leaves_the_pause_in_force_for_the_others(
+    fleet: InProcessFleet, served: set[str]
+) -> None:
+    await pause(fleet)
+    await go_on(fleet, "a")
+    for slot in ("a", "b"):
+        await fleet.start_stage(await kill(fleet, slot))
+    await fleet.until(lambda _: fleet.stage("a").routable)
+    await paused_for_good(fleet, "b")
+    await go_on(fleet)
+    assert on_record(fleet) == []
+
+
+async def test_a_continue_that_is_refused_ends_no_pause(fleet: InProcessFleet, served: set[str]) -> None:
+    await pause(fleet)
+    sleep = v.ReleaseMemoryRequest(tags=[common.MEMORY_TAG_KV_CACHE])
+    assert (await fleet.stub.ReleaseMemory(sleep)).state == OPERATION_STATE_OK
+    refused = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+    assert (refused.state, refused.error.reason) == (OPERATION_STATE_FAILED, "MEMORY_RELEASED")
+    spec = await kill(fleet, "a")
+    served.clear()
+    await fleet.start_stage(spec)
+    await paused_for_good(fleet, "a")
+    assert served == set()
+
+
+async def test_a_pause_that_is_due_is_not_served_while_the_engine_refuses_it(
+    fleet: InProcessFleet, served: set[str]
+) -> None:
+    await pause(fleet)
+    spec = await kill(fleet, "a")
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation":
+            raise Reason.ENGINE_FAILED.error("not now")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    served.clear()
+    await fleet.start_stage(spec)
+    await eventually(lambda: fleet.stage("a").state == READY)
+    await asyncio.sleep(0.5)
+    assert not fleet.stage("a").routable
+    assert served == set()
+    fake_engine.FAULTS.clear()
+    await paused_for_good(fleet, "a")
+
+
+async def test_who_and_why_are_printable(fleet: InProcessFleet) -> None:
+    for wrong in ({"by": "a\nb"}, {"by": "x" * 201}, {"reason": "\x1b[0m"}):
+        error = await refusal(fleet.stub.PauseGeneration(v.PauseGenerationRequest(**wrong)))
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, next(iter(wrong)))
+
+
+async def test_a_pause_says_what_it_would_do_and_keeps_nothing(fleet: InProcessFleet) -> None:
+    request = v.PauseGenerationRequest(header=RequestHeader(validate_only=True))
+    assert (await fleet.stub.PauseGeneration(request)).validate_only
+    assert on_record(fleet) == []
+    assert (await fleet.stub.GetFleet(c.GetFleetRequest())).stages[0].routable
