@@ -499,6 +499,11 @@ def _engine_failure(request: coordinator_pb2.ReportEngineFailureRequest) -> None
         raise _invalid(f"{len(request.failure.log)} lines; {MOST_LOG_LINES} at most", "failure.log")
 
 
+@_rule(coordinator_pb2.TakeOverStagesRequest)
+def _take_over(request: coordinator_pb2.TakeOverStagesRequest) -> None:
+    _required(request.slots, "slots")
+
+
 @_rule(coordinator_pb2.SetHealingRequest)
 def _healing(request: coordinator_pb2.SetHealingRequest) -> None:
     _required(request.model, "model")

@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "describe operation": ("rlctl.cli.describe", "Show everything about an operation."),
     "enable": ("rlctl.cli.enable", "Let stages be routed to."),
     "disable": ("rlctl.cli.enable", "Route nothing to stages."),
+    "take-over": ("rlctl.cli.take_over", "Take charge of stages that obey another coordinator."),
     "heal": ("rlctl.cli.heal", "Bring stages to the published version without the trainer."),
     "wait": ("rlctl.cli.wait", "Wait until stages are routable, or at a version."),
     "cancel": ("rlctl.cli.cancel", "Give up an operation that has had no effect yet."),

@@ -283,6 +283,13 @@ class AsyncAdmin:
         request = coordinator_pb2.ReportEngineFailureRequest(slot=slot, failure=failure)
         await self.connection.call("ReportEngineFailure", request, READ_S)
 
+    async def take_over(self, slots: Sequence[str], *, validate_only: bool = False) -> Fleet:
+        """Take charge of stages that obey a coordinator that is none of this fleet's."""
+        request = coordinator_pb2.TakeOverStagesRequest(slots=_listed(slots))
+        request.header.validate_only = validate_only
+        fleet: Fleet = await self.connection.call("TakeOverStages", request, READ_S)
+        return fleet
+
     async def set_healing(self, model: str, *, by_hand: bool) -> Fleet:
         """Have the coordinator heal a model's stages, or only when somebody asks; until it is started again."""
         request = coordinator_pb2.SetHealingRequest(model=model, by_hand=by_hand)

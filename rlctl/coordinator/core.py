@@ -23,7 +23,7 @@ from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.keys import Keys
 from rlctl.coordinator.operations import RETAINED, Operations, Run, page_token
 from rlctl.coordinator.pausing import Pausing
-from rlctl.coordinator.peers import SERVING_LEASE_S, Peers
+from rlctl.coordinator.peers import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, enable, model_put, names
@@ -549,6 +549,21 @@ class Coordinator:
             slot.engine_failure = request.failure
             self.roster.changed()
         return rpc.ReportEngineFailureResponse(header=self.roster.header())
+
+    async def take_over_stages(self, request: rpc.TakeOverStagesRequest) -> Fleet:
+        """Take charge of stages that obey another coordinator's epoch, on an operator's word."""
+        check(request)
+        named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
+        taken = [slot for slot in named if not slot.linked]
+        attached = [await self._ask_who(slot.record.registration.address) for slot in taken]
+        seen = max((each.report.fleet_epoch for each in attached), default=0)
+        if taken and not request.header.validate_only:
+            if seen > self.roster.epoch:
+                await self._take_over(seen)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ATTACH_S):
+                    await self.roster.until(lambda: all(slot.linked for slot in taken))
+        return self.roster.fleet()
 
     async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
         """Set who heals a model's stages."""

@@ -36,6 +36,7 @@ TURN_S = 0.1
 """So many links are made at a time, each counted for so long at most: a coordinator that takes over a thousand stages
 answers its callers meanwhile, and hosts that do not answer hold nobody up."""
 REPORT_AGAIN_S = 1.0
+TAKE_OVER = "`rlctl take-over {}` takes it back if no other coordinator is to hold it"
 
 
 class Peers:
@@ -281,8 +282,9 @@ class Peers:
                     if str(error) != told:  # for as long as it is away, every two seconds
                         log.info("%s: %s", slot.name, error)
                     told = str(error)
-                    if REFUSED in error.metadata and not slot.gone:
-                        slot.gone = True
+                    away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if _is_taken(error) else error.message
+                    if (slot.gone, slot.away) != (gone := slot.gone or REFUSED in error.metadata, away):
+                        slot.gone, slot.away = gone, away
                         self._roster.changed()
                 if self.succeeded.is_set():
                     return
@@ -324,7 +326,7 @@ class Peers:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
             if slot.record.retired:
                 raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} has left the fleet meanwhile")
-            slot.commander, slot.gone = commander, False
+            slot.commander, slot.gone, slot.away = commander, False, ""
             self._roster.formers.gone(registration.address)
             connected()
             self._unanswered.ask(slot, commander)
@@ -404,6 +406,11 @@ class Peers:
                 continue
             self.grant(slot, adopt=adoptable(self._roster, slot))
             return
+
+
+def _is_taken(error: RlctlError) -> bool:
+    """Whether a stage obeys an epoch that is none of this fleet's."""
+    return error.reason is Reason.EPOCH_FENCED
 
 
 def _task_name(slot: Slot) -> str:

@@ -60,6 +60,8 @@ ABSENT = (
 )
 """States in which a stage is left out when a target set is frozen."""
 
+_UNLINKED = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_UNREACHABLE)
+
 REST = 5
 """A watch rests so many times as long as it took to look at the fleet: of a thousand stages that all change, looking
 would otherwise take half of the coordinator's time."""
@@ -99,6 +101,7 @@ class Slot:
         misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
         engine_failure: why its process has ended, as its launcher says it; None: it has said nothing.
         pause: the pause by name that is in force for it, or None.
+        away: why there is no link to it, as far as is known, or "".
         in_hand: operations by name that pause it or let it go on now. Their outcome decides what it does.
     """
 
@@ -122,6 +125,7 @@ class Slot:
     engine_failure: EngineFailure | None = None
     pause: Pause | None = None
     in_hand: int = 0
+    away: str = ""
 
     def __post_init__(self) -> None:
         """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
@@ -204,6 +208,8 @@ class Slot:
             name = StageState.Name(state).removeprefix("STAGE_STATE_")
             if self.failure is not None:
                 name += f": {failed(self.failure)}"
+            elif state in _UNLINKED and self.away:
+                name += f": {self.away}"
             if state == common_pb2.STAGE_STATE_DIRTY:
                 name += f": {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
             return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name

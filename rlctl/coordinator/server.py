@@ -99,6 +99,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "GetFleet": coordinator.get_fleet,
         "SetStageEnabled": coordinator.set_stage_enabled,
         "ReportEngineFailure": coordinator.report_engine_failure,
+        "TakeOverStages": coordinator.take_over_stages,
         "SetHealing": coordinator.set_healing,
         "ConfirmFleet": coordinator.confirm_fleet,
         "HealStage": coordinator.heal_stage,

@@ -7,7 +7,7 @@ from rlctl.coordinator import verification
 from rlctl.coordinator.abilities import adapter_travels, unsupported
 from rlctl.coordinator.from_peer import alike
 from rlctl.coordinator.planning import GROUPS
-from rlctl.coordinator.roster import Roster, Slot
+from rlctl.coordinator.roster import ABSENT, Roster, Slot
 from rlctl.coordinator.versions import SOUND, at_version, lacking, witnesses
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.v1.common_pb2 import (
@@ -45,6 +45,10 @@ class Sources:
         model = self._roster.models[slot.model].record
         if slot.state == STAGE_STATE_FAILED and slot.quarantine is not None:
             raise from_detail(slot.quarantine)
+        if slot.state in ABSENT:
+            raise Reason.ILLEGAL_STATE.error(
+                f"{slot.name} is not there to be healed: {slot.not_routable()}", field="slots"
+            )
         if not needs_heal(slot):
             raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")
         if slot.report is not None and MEMORY_TAG_WEIGHTS in slot.report.released:

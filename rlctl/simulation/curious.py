@@ -157,6 +157,7 @@ class Curious(Caller):
             ("DeregisterStage", rpc.DeregisterStageRequest(slot=slot, boot_id="another")),
             ("DeregisterStage", rpc.DeregisterStageRequest(slot="nobody")),
             ("SetStageEnabled", rpc.SetStageEnabledRequest(slots=["nobody"])),
+            ("TakeOverStages", rpc.TakeOverStagesRequest(slots=["nobody"])),
             ("HealStage", rpc.HealStageRequest(slots=["nobody"])),
         ]
         if others:
@@ -179,6 +180,7 @@ class Curious(Caller):
             ("HealStage", rpc.HealStageRequest(header=header, slots=[slot])),
             ("HealStage", rpc.HealStageRequest(header=header)),
             ("SetStageEnabled", rpc.SetStageEnabledRequest(header=header, slots=[slot])),
+            ("TakeOverStages", rpc.TakeOverStagesRequest(header=header, slots=[slot])),
             ("ListOperations", rpc.ListOperationsRequest(page_size=3, verb="HealStage")),
         ]
         method, request = chance.choice(asked)
@@ -291,6 +293,7 @@ class Curious(Caller):
                     Attach(incarnation=NOBODYS, fleet_epoch=1, slot=host.slot, contract_version=1),
                     Attach(incarnation=NOBODYS, fleet_epoch=10**9, slot="another", contract_version=1),
                     Attach(incarnation=NOBODYS, fleet_epoch=10**9, slot=host.slot, contract_version=99),
+                    Attach(incarnation=NOBODYS, fleet_epoch=2**64 - 1, slot=host.slot, contract_version=1),
                 )
             )
             try:

@@ -171,9 +171,9 @@ class Observer:
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
                 self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self._reign[1]
         elif change.kind == "pause":
-            record = self._recorded[change.key] = PauseRecord.FromString(change.body)
+            pause = self._recorded[change.key] = PauseRecord.FromString(change.body)
             if change.key in self._pauses_of_the_fleet:
-                self._pauses_of_the_fleet[change.key] = record, set()
+                self._pauses_of_the_fleet[change.key] = pause, set()
         elif change.kind == "operation":
             operation = OperationRecord.FromString(change.body).operation
             self._ended(operation)

@@ -226,7 +226,8 @@ class StageHost:
         while True:
             try:
                 request = RegisterStageRequest(registration=stage.registration)
-                await self.sim.network.call(self.node, COORDINATOR, "RegisterStage", request, REGISTER_S)
+                answer = await self.sim.network.call(self.node, COORDINATOR, "RegisterStage", request, REGISTER_S)
+                stage.home_epoch = answer.header.fleet_epoch
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
                 await stage.left.wait()

@@ -37,6 +37,12 @@ from rlctl.v1.results_pb2 import RankResult
 from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
+MOST_AHEAD = 100
+"""How much higher than the fleet's own coordinator has said the epoch of a commander may be: for its restarts since."""
+
+MOST_EPOCH = 1 << 63
+"""Higher than any fleet comes to, and low enough for another epoch to follow."""
+
 _LOOKED = (OUTCOME_APPLIED, OUTCOME_REJECTED)
 """Outcomes of a check that has looked: it may have found something else than was expected."""
 
@@ -54,6 +60,8 @@ class Stage:
     ) -> None:
         self.registration = registration
         self.incarnation = 0
+        self.home_epoch: int | None = None
+        """The epoch that the stage's own coordinator has said when it registered last; None: it has none."""
         self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
         self.attached = asyncio.Event()
         self.left = asyncio.Event()
@@ -106,6 +114,14 @@ class Stage:
         return Attached(registration=self.registration, report=self.report())
 
     def _refuse_attach(self, attach: Attach) -> None:
+        most = MOST_EPOCH
+        if self.home_epoch is not None:
+            most = min(max(self.home_epoch, self.facts.fleet_epoch) + MOST_AHEAD, MOST_EPOCH)
+        if attach.fleet_epoch > most:
+            home = "" if self.home_epoch is None else f": the fleet's coordinator is at {self.home_epoch}"
+            raise Reason.EPOCH_FENCED.error(
+                f"epoch {attach.fleet_epoch} is not this fleet's{home}", field="attach.fleet_epoch"
+            )
         if attach.fleet_epoch < self.facts.fleet_epoch:
             raise Reason.EPOCH_FENCED.error(
                 f"epoch {attach.fleet_epoch} is over: the stage is held by epoch {self.facts.fleet_epoch}",

@@ -32,7 +32,12 @@ from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
 from rlctl.v1 import common_pb2, rollout_pb2, stage_pb2
 from rlctl.v1.control_pb2 import Attach
-from rlctl.v1.coordinator_pb2 import DeregisterStageRequest, RegisterStageRequest
+from rlctl.v1.coordinator_pb2 import (
+    DeregisterStageRequest,
+    DeregisterStageResponse,
+    RegisterStageRequest,
+    RegisterStageResponse,
+)
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
 from rlctl.v1.worker_pb2_grpc import WorkerServiceStub
@@ -368,7 +373,8 @@ class StageServer:
         assert stage is not None
         while True:
             try:
-                await self._call_coordinator("RegisterStage", RegisterStageRequest(registration=stage.registration))
+                request = RegisterStageRequest(registration=stage.registration)
+                stage.home_epoch = (await self._call_coordinator("RegisterStage", request)).header.fleet_epoch
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
                 told = ""
@@ -397,12 +403,13 @@ class StageServer:
         method: str,
         request: RegisterStageRequest | DeregisterStageRequest,
         timeout_s: float = REGISTER_S,
-    ) -> None:
+    ) -> RegisterStageResponse | DeregisterStageResponse:
         async with open_channel(self.config.coordinator) as channel:
             stub = CoordinatorServiceStub(channel)
-            call: Callable[..., grpc.aio.UnaryUnaryCall[object, object]] = getattr(stub, method)
+            call: Callable[..., grpc.aio.UnaryUnaryCall[object, RegisterStageResponse | DeregisterStageResponse]]
+            call = getattr(stub, method)
             try:
-                await call(request, timeout=timeout_s, metadata=bearer(self.config.token))
+                return await call(request, timeout=timeout_s, metadata=bearer(self.config.token))
             except grpc.aio.AioRpcError as error:
                 raise from_grpc(error) from None
 

@@ -546,6 +546,36 @@ class ReportEngineFailureResponse(_message.Message):
 Global___ReportEngineFailureResponse: _TypeAlias = ReportEngineFailureResponse  # noqa: Y015
 
 @_typing.final
+class TakeOverStagesRequest(_message.Message):
+    """Stages to take charge of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id, timeout."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which stages. Required."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverStagesRequest: _TypeAlias = TakeOverStagesRequest  # noqa: Y015
+
+@_typing.final
 class HealStageRequest(_message.Message):
     """Which stages to heal."""
 

@@ -237,6 +237,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.FromString,
                 _registered_method=True)
+        self.TakeOverStages = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/TakeOverStages',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.TakeOverStagesRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+                _registered_method=True)
         self.SetHealing = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/SetHealing',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.SerializeToString,
@@ -814,6 +819,21 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeOverStages(self, request, context):
+        """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+
+        Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
+        this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+        Idempotency: yes.
+        States: UNREACHABLE, JOINING.
+        Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetHealing(self, request, context):
         """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
 
@@ -1039,6 +1059,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ReportEngineFailure,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.SerializeToString,
+            ),
+            'TakeOverStages': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOverStages,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.TakeOverStagesRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
             ),
             'SetHealing': grpc.unary_unary_rpc_method_handler(
                     servicer.SetHealing,
@@ -2108,6 +2133,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/ReportEngineFailure',
             rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.SerializeToString,
             rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOverStages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/TakeOverStages',
+            rlctl_dot_v1_dot_coordinator__pb2.TakeOverStagesRequest.SerializeToString,
+            rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
             options,
             channel_credentials,
             insecure,

@@ -443,6 +443,17 @@ class CoordinatorServiceStub:
     Retry: every code.
     Deadline: 30 s.
     """
+    TakeOverStages: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]
+    """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+
+    Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
+    this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+    Idempotency: yes.
+    States: UNREACHABLE, JOINING.
+    Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
     SetHealing: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]
     """Sets who heals late, restarted and spoilt stages of a model: the coordinator, or somebody who asks for it.
 
@@ -873,6 +884,17 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     States: every one.
     Partial failure: none.
     Retry: every code.
+    Deadline: 30 s.
+    """
+    TakeOverStages: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
+    """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+
+    Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
+    this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+    Idempotency: yes.
+    States: UNREACHABLE, JOINING.
+    Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
     SetHealing: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetHealingRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
@@ -1536,6 +1558,23 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         States: every one.
         Partial failure: none.
         Retry: every code.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def TakeOverStages(
+        self,
+        request: _coordinator_pb2.TakeOverStagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
+        """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+
+        Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
+        this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+        Idempotency: yes.
+        States: UNREACHABLE, JOINING.
+        Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
 

@@ -172,6 +172,16 @@ def test_healing_brings_dirty_stages_to_the_published_version(rlctl: LiveFleet) 
     assert rlctl("heal", "nope").code == 2
 
 
+def test_what_another_coordinator_could_hold_is_taken_over(rlctl: LiveFleet) -> None:
+    assert "a would be taken over" in rlctl("take-over", "a", "--dry-run").err
+    asked = rlctl("take-over", "a")
+    assert asked.code == 2
+    assert "Add --yes" in asked.err
+    taken = rlctl("take-over", "a", "--yes", "-o", "name")
+    assert (taken.code, taken.out) == (0, "a\n")
+    assert rlctl("take-over", "nope", "--yes").code == 2
+
+
 def test_waiting_ends_when_every_enabled_stage_is_routable(rlctl: LiveFleet) -> None:
     rlctl("pause", "--slot", "a")
     with connect(rlctl.endpoint) as fleet:

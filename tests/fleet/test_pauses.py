@@ -108,8 +108,11 @@ async def restart_coordinator(fleet: InProcessFleet) -> None:
 
 async def paused_for_good(fleet: InProcessFleet, *slots: str) -> None:
     def are() -> bool:
-        stages = [fleet.stage(slot) for slot in slots]
-        return all(s.state == PAUSED and not s.report.paused_by_update and not s.routable for s in stages)
+        there = fleet.server.coordinator.roster.fleet().stages
+        stages = [stage for stage in there if stage.registration.slot in slots]
+        return len(stages) == len(slots) and all(
+            s.state == PAUSED and not s.report.paused_by_update and not s.routable for s in stages
+        )
 
     await eventually(are)
 

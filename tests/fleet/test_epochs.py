@@ -1,0 +1,121 @@
+"""Whoever can reach a stage's port can open its command stream: what that costs the fleet, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from updating import refusal
+
+from rlctl.control.commander import Commander
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import SystemClock
+from rlctl.stage.core import MOST_AHEAD, MOST_EPOCH
+from rlctl.testing.fleet import InProcessFleet
+from rlctl.testing.waiting import eventually
+from rlctl.transport.links import GrpcDialer
+from rlctl.v1 import common_pb2 as common
+from rlctl.v1 import coordinator_pb2 as c
+from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import RequestHeader
+from rlctl.v1.control_pb2 import Attach
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.stage_pb2_grpc import StageServiceStub
+from rlctl.version import CONTRACT_VERSION
+
+
+@asynccontextmanager
+async def attached(fleet: InProcessFleet, slot: str, epoch: int) -> AsyncIterator[None]:
+    """Hold a stage under an epoch. Raises what it refuses."""
+    commander = Commander(await GrpcDialer(StageServiceStub, None).dial(fleet.stages[slot].address), SystemClock())
+    receiving = asyncio.create_task(commander.run())
+    try:
+        attach = Attach(fleet_epoch=epoch, slot=slot, incarnation=7, contract_version=CONTRACT_VERSION)
+        await commander.attach(attach)
+        yield
+    finally:
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+
+
+async def is_whole(fleet: InProcessFleet) -> None:
+    await fleet.until(lambda stages: all(stage.routable for stage in stages), 30.0)
+    assert (await fleet.stub.PauseGeneration(v.PauseGenerationRequest())).state == OPERATION_STATE_OK
+    assert (await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())).state == OPERATION_STATE_OK
+
+
+@pytest.mark.parametrize("ahead", [MOST_AHEAD + 1, 2**32, 2**64 - 2])
+async def test_a_jump_that_the_fleets_coordinator_does_not_know_is_refused(fleet: InProcessFleet, ahead: int) -> None:
+    epoch = fleet.server.coordinator.roster.epoch
+    with pytest.raises(RlctlError, match=f"is not this fleet's: the fleet's coordinator is at {epoch}") as refused:
+        async with attached(fleet, "a", epoch + ahead):
+            pass
+    assert refused.value.reason is Reason.EPOCH_FENCED
+    await is_whole(fleet)
+
+
+async def test_a_stage_without_a_coordinator_of_its_own_takes_no_epoch_that_none_can_follow(
+    fleet: InProcessFleet,
+) -> None:
+    stage = fleet.stages["a"]._stage
+    assert stage is not None
+    stage.home_epoch = None
+    with pytest.raises(RlctlError, match="is not this fleet's"):
+        async with attached(fleet, "a", MOST_EPOCH + 1):
+            pass
+    await is_whole(fleet)
+
+
+async def test_a_stage_that_obeys_another_epoch_says_so_and_is_taken_back_by_a_command(
+    fleet: InProcessFleet,
+) -> None:
+    epoch = fleet.server.coordinator.roster.epoch
+    async with attached(fleet, "a", epoch + MOST_AHEAD):
+        pass
+    await fleet.until(lambda _: "rlctl take-over a" in fleet.stage("a").not_routable, 30.0)
+    assert fleet.stage("a").state == common.STAGE_STATE_UNREACHABLE
+    assert f"the stage is held by epoch {epoch + MOST_AHEAD}" in fleet.stage("a").not_routable
+    refused = await refusal(fleet.stub.HealStage(c.HealStageRequest(slots=["a"])))
+    assert "rlctl take-over a" in refused.message
+    tried = c.TakeOverStagesRequest(header=RequestHeader(validate_only=True), slots=["a"])
+    await fleet.stub.TakeOverStages(tried)
+    assert fleet.server.coordinator.roster.epoch == epoch
+    answer = await fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["a"]), timeout=30)
+    assert answer.header.fleet_epoch == epoch + MOST_AHEAD + 1
+    await is_whole(fleet)
+    assert fleet.stage("a").not_routable == ""
+
+
+async def test_taking_over_what_the_fleet_holds_changes_nothing(fleet: InProcessFleet) -> None:
+    epoch = fleet.server.coordinator.roster.epoch
+    await fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["a", "b"]))
+    assert fleet.server.coordinator.roster.epoch == epoch
+    await is_whole(fleet)
+    error = await refusal(fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["nobody"])))
+    assert error.reason is Reason.STAGE_NOT_FOUND
+    error = await refusal(fleet.stub.TakeOverStages(c.TakeOverStagesRequest()))
+    assert (error.reason, error.field) == (Reason.FIELD_REQUIRED, "slots")
+
+
+async def test_a_successor_that_was_started_often_is_followed(make_fleet: Callable[..., Any]) -> None:
+    """Its stages hear of its epoch when they register again."""
+    async with make_fleet(a=1) as fleet:
+        coordinator = fleet.server.coordinator
+        with contextlib.suppress(RlctlError):
+            await coordinator._take_over(coordinator.roster.epoch + 5 * MOST_AHEAD)
+        await eventually(lambda: fleet.stage("a").routable, 60.0)
+
+
+async def test_a_stage_that_cannot_be_reached_says_why(fleet: InProcessFleet) -> None:
+    stage = fleet.stages.pop("a")
+
+    async def without_a_word() -> None:
+        pass
+
+    stage._deregister = without_a_word  # type: ignore[method-assign]
+    await stage.stop()
+    await fleet.until(lambda _: fleet.stage("a").not_routable.startswith("UNREACHABLE: "))
