@@ -31,8 +31,11 @@ MOST_WATCH_ID = 128
 MOST_KEY = 256
 MOST_LABEL = 256
 MOST_LOG_LINES = 100
+MOST_NAME = 1024
 MOST_BY = 200
 MOST_REASON = 1000
+_SLOT = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
+"""What can be part of a file's name, a metric's label and a command line as it stands."""
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 _ON_OPEN_UPDATE = (
@@ -83,6 +86,16 @@ def timeout_s(value: Duration, field: str) -> float:
             f"{field} is {given:g} s; it must be above 0 and at most {MAX_TIMEOUT_S:g} s", field=field
         )
     return given
+
+
+def slot_name(value: str, field: str) -> None:
+    """Slots name files, metrics and processes."""
+    _required(value, field)
+    if not _SLOT.fullmatch(value):
+        raise _invalid(
+            f"{field} {value[:64]!r} must be letters, digits, '.', '_' and '-', 255 at most, a letter or digit first",
+            field,
+        )
 
 
 def request_id(value: str, field: str) -> None:
@@ -362,8 +375,9 @@ def _digest(value: str, field: str) -> None:
 @_rule(coordinator_pb2.RegisterStageRequest)
 def _register(request: coordinator_pb2.RegisterStageRequest) -> None:
     registration = request.registration
-    for name in ("slot", "model", "address", "boot_id", "engine"):
-        _required(getattr(registration, name), f"registration.{name}")
+    slot_name(registration.slot, "registration.slot")
+    for name in ("model", "address", "boot_id", "engine"):
+        _name(getattr(registration, name), f"registration.{name}", MOST_NAME)
     _required(registration.layout.workers, "registration.layout.workers")
     ranks = [worker.rank for worker in registration.layout.workers]
     if ranks != list(range(len(ranks))):
@@ -497,6 +511,16 @@ def _engine_failure(request: coordinator_pb2.ReportEngineFailureRequest) -> None
     _required(request.failure.reason, "failure.reason")
     if len(request.failure.log) > MOST_LOG_LINES:
         raise _invalid(f"{len(request.failure.log)} lines; {MOST_LOG_LINES} at most", "failure.log")
+
+
+@_rule(coordinator_pb2.AdmitSlotsRequest)
+def _admit(request: coordinator_pb2.AdmitSlotsRequest) -> None:
+    for field in ("slots", "dismissed"):
+        for index, slot in enumerate(getattr(request, field)):
+            slot_name(slot, f"{field}[{index}]")
+    both = sorted(set(request.slots) & set(request.dismissed))
+    if both:
+        raise Reason.FIELD_CONFLICT.error(f"slot {both[0]!r} is to be admitted and dismissed", field="dismissed")
 
 
 @_rule(coordinator_pb2.TakeOverStagesRequest)

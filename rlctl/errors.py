@@ -259,6 +259,11 @@ class Reason(enum.Enum):
         "The address is reachable from other hosts and no token is set.",
         "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or say --insecure.",
     )
+    SLOT_NOT_ADMITTED = (
+        PreconditionFailed,
+        "The fleet admits only the slots of its topology, and those that an operator admits.",
+        "`rlctl admit SLOT`.",
+    )
     EPOCH_FENCED = (
         Fenced,
         "Another coordinator has taken over.",

@@ -10,6 +10,7 @@ import errno
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 import warnings
@@ -48,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "describe operation": ("rlctl.cli.describe", "Show everything about an operation."),
     "enable": ("rlctl.cli.enable", "Let stages be routed to."),
     "disable": ("rlctl.cli.enable", "Route nothing to stages."),
+    "admit": ("rlctl.cli.admit", "Let slots be filled that are not in the topology."),
     "take-over": ("rlctl.cli.take_over", "Take charge of stages that obey another coordinator."),
     "heal": ("rlctl.cli.heal", "Bring stages to the published version without the trainer."),
     "wait": ("rlctl.cli.wait", "Wait until stages are routable, or at a version."),
@@ -104,7 +106,7 @@ def entries() -> dict[str, Entry]:
 
 def _loader(module: str, words: str) -> Callable[[], click.Command]:
     def load() -> click.Command:
-        command: click.Command = getattr(importlib.import_module(module), words.replace(" ", "_"))
+        command: click.Command = getattr(importlib.import_module(module), re.sub("[ -]", "_", words))
         return command
 
     return load

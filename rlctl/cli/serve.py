@@ -70,11 +70,17 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     metavar="MODEL",
     help="Bring stages of this model to the published version only when asked (`rlctl heal`).  [repeatable]",
 )
+@click.option(
+    "--admit-only",
+    metavar="SLOT,...",
+    help="Slots that may be filled; others are refused until `rlctl admit` lets them in.  [default: every slot]",
+)
 @_server_options
 def coordinator(
     journal: str,
     new: bool,
     heal_by_hand: tuple[str, ...],
+    admit_only: str | None,
     listen: str,
     token_file: str,
     insecure: bool,
@@ -88,7 +94,10 @@ def coordinator(
     from rlctl.transport.auth import load_token
 
     path = Path(journal) if journal else state_directory() / "journal.db"
-    config = CoordinatorConfig(path, listen, load_token(file=token_file), insecure, heal_by_hand=heal_by_hand)
+    topology = None if admit_only is None else tuple(filter(None, admit_only.split(",")))
+    config = CoordinatorConfig(
+        path, listen, load_token(file=token_file), insecure, heal_by_hand=heal_by_hand, topology=topology
+    )
 
     async def start() -> Callable[[], Any]:
         if new:

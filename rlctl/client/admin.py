@@ -283,6 +283,15 @@ class AsyncAdmin:
         request = coordinator_pb2.ReportEngineFailureRequest(slot=slot, failure=failure)
         await self.connection.call("ReportEngineFailure", request, READ_S)
 
+    async def admit(
+        self, slots: Sequence[str], dismissed: Sequence[str] = (), *, validate_only: bool = False
+    ) -> coordinator_pb2.AdmitSlotsResponse:
+        """Let slots be filled that are not in the topology of a fleet that `rlctl up` has started, or no more."""
+        request = coordinator_pb2.AdmitSlotsRequest(slots=_listed(slots), dismissed=_listed(dismissed))
+        request.header.validate_only = validate_only
+        answer: coordinator_pb2.AdmitSlotsResponse = await self.connection.call("AdmitSlots", request, READ_S)
+        return answer
+
     async def take_over(self, slots: Sequence[str], *, validate_only: bool = False) -> Fleet:
         """Take charge of stages that obey a coordinator that is none of this fleet's."""
         request = coordinator_pb2.TakeOverStagesRequest(slots=_listed(slots))

@@ -158,6 +158,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     set_enabled = _blocking(AsyncFleet.set_enabled)
     deregister = _blocking(AsyncFleet.deregister)
     report_engine_failure = _blocking(AsyncFleet.report_engine_failure)
+    admit = _blocking(AsyncFleet.admit)
     take_over = _blocking(AsyncFleet.take_over)
     set_healing = _blocking(AsyncFleet.set_healing)
 

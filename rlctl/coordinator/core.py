@@ -14,6 +14,7 @@ from rlctl.checks import check
 from rlctl.control.commander import Commander
 from rlctl.coordinator import pausing, versions
 from rlctl.coordinator.abilities import incapable_all
+from rlctl.coordinator.admission import Admission
 from rlctl.coordinator.attempts import Attempts
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.from_disk import FromDisk
@@ -29,7 +30,7 @@ from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, enable, model_put, names
 from rlctl.coordinator.updates import Updates
 from rlctl.coordinator.waking import Waking
-from rlctl.errors import Reason, from_detail
+from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Dialer, Journal, Put
 from rlctl.times import seconds
 from rlctl.v1 import coordinator_pb2 as rpc
@@ -75,6 +76,9 @@ STOP_S = 4.0
 than launchers wait. An operation's own time may be hours, that of a pause that drains say.
 """
 
+STRANGERS = 100
+"""Stages of slots that are not admitted, of which the log tells."""
+
 REPLY_S = 0.5
 """Kept back of a call's own deadline, at most a tenth of it, so that the answer arrives before the caller leaves."""
 
@@ -91,16 +95,21 @@ class Coordinator:
         lease_s: float = SERVING_LEASE_S,
         heal_by_hand: Collection[str] = (),
         retained: int = RETAINED,
+        topology: Collection[str] | None = None,
     ) -> None:
         """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
         joiners and restarted engines wait until somebody asks, where others are brought to the published version;
-        ``retained``: ended operations that are kept.
+        ``retained``: ended operations that are kept; ``topology``: the slots that may be filled, beside those on
+        record and those that an operator admits. None: every slot.
         """
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
         self._raising = asyncio.Lock()
+        self._strangers: set[str] = set()
+        """Slots that were refused, and where: told in the log."""
         self.roster = Roster(journal, clock)
+        self.admission = Admission(journal, topology)
         self.operations = Operations(journal, self.roster, clock, retained)
         self.keys = Keys(journal, self.operations.new_id)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
@@ -143,6 +152,7 @@ class Coordinator:
             self.roster.epoch, self.roster.first_sequence = record.fleet_epoch, record.first_sequence
         await self._take_over(self.roster.epoch)
         self.roster.load()
+        self.admission.load()
         self._peers.outlive_predecessor()
         await self.operations.load()
         self.keys.load()
@@ -436,6 +446,7 @@ class Coordinator:
     async def register_stage(self, request: rpc.RegisterStageRequest) -> rpc.RegisterStageResponse:
         """A stage joins, or comes back."""
         check(request)
+        self._refuse_stranger(request.registration)
         slot = await self._register(request.registration)
         return rpc.RegisterStageResponse(
             header=self.roster.header(), incarnation=slot.record.incarnation, contract_version=CONTRACT_VERSION
@@ -451,6 +462,19 @@ class Coordinator:
         slot = await self.roster.register(registration)
         self._peers.connect(slot)
         return slot
+
+    def _refuse_stranger(self, registration: StageRegistration) -> None:
+        known = self.roster.slots.get(registration.slot)
+        if known is not None and not known.record.retired:
+            return
+        try:
+            self.admission.refuse(registration.slot)
+        except RlctlError as error:
+            who = f"{registration.slot} at {registration.address}"
+            if who not in self._strangers and len(self._strangers) < STRANGERS:  # each asks once a second
+                self._strangers.add(who)
+                log.warning("%s is refused: %s", who, error)
+            raise
 
     async def _refuse_second(self, registration: StageRegistration) -> None:
         """A living stage is not replaced: two processes would take the slot from each other for ever.
@@ -549,6 +573,16 @@ class Coordinator:
             slot.engine_failure = request.failure
             self.roster.changed()
         return rpc.ReportEngineFailureResponse(header=self.roster.header())
+
+    async def admit_slots(self, request: rpc.AdmitSlotsRequest) -> rpc.AdmitSlotsResponse:
+        """Say which slots may be filled beside those of the topology."""
+        check(request)
+        if not request.header.validate_only:
+            await self.admission.change(request.slots, request.dismissed)
+            self._strangers.clear()
+        return rpc.AdmitSlotsResponse(
+            header=self.roster.header(), every=self.admission.open, slots=self.admission.slots
+        )
 
     async def take_over_stages(self, request: rpc.TakeOverStagesRequest) -> Fleet:
         """Take charge of stages that obey another coordinator's epoch, on an operator's word."""

@@ -34,6 +34,7 @@ class CoordinatorConfig:
         serving_lease_s: how long a stage may serve without hearing from it.
         heal_by_hand: models whose late joiners and restarted engines wait until somebody asks for a heal; others are
             brought to the published version without being asked.
+        topology: the slots that may be filled, beside those that an operator admits; None: every slot.
     """
 
     journal: Path
@@ -42,6 +43,7 @@ class CoordinatorConfig:
     insecure: bool = False
     serving_lease_s: float = 10.0
     heal_by_hand: Collection[str] = ()
+    topology: Collection[str] | None = None
 
 
 class CoordinatorServer:
@@ -57,6 +59,7 @@ class CoordinatorServer:
             SystemClock(),
             lease_s=config.serving_lease_s,
             heal_by_hand=config.heal_by_hand,
+            topology=config.topology,
         )
         handler = generic_handler(SERVICE, methods(self.coordinator))
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)
@@ -99,6 +102,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "GetFleet": coordinator.get_fleet,
         "SetStageEnabled": coordinator.set_stage_enabled,
         "ReportEngineFailure": coordinator.report_engine_failure,
+        "AdmitSlots": coordinator.admit_slots,
         "TakeOverStages": coordinator.take_over_stages,
         "SetHealing": coordinator.set_healing,
         "ConfirmFleet": coordinator.confirm_fleet,

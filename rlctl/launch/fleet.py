@@ -79,6 +79,8 @@ class LaunchedFleet:
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
         """What the coordinator goes by."""
+        self._told_slots: set[str] = set()
+        """Slots that the coordinator admits."""
         self.engines = _placed(engines)
         self.address = ""
         self.runs: dict[str, EngineRun] = {}
@@ -341,12 +343,19 @@ class LaunchedFleet:
     def _start_coordinator(self, listen: str, *, new: bool = False) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.journal), *(["--new"] if new else [])]
         arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
+        slots = {spec.slot for spec in self.engines}
+        arguments += ["--admit-only", ",".join(sorted(slots))]
         self.coordinator = self._local.start("coordinator", arguments)
         self.address = self.coordinator.announced(START_S)["address"]
-        self._told_by_hand = self._by_hand
+        self._told_by_hand, self._told_slots = self._by_hand, slots
 
     def _tell_policies(self) -> None:
-        """Who heals what, where the coordinator was told otherwise."""
+        """Which slots may be filled and who heals what, where the coordinator was told otherwise."""
+        slots = {spec.slot for spec in self.engines}
+        if slots != self._told_slots:
+            new, gone = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
+            if self._asked(lambda client: client.admit(new, gone)):
+                self._told_slots = slots
         for model in sorted(self._told_by_hand ^ self._by_hand):
             by_hand = model in self._by_hand
             if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]

@@ -39,6 +39,7 @@ _PLAIN = {
     "GetOperation": "get_operation",
     "CancelOperation": "cancel_operation",
     "SetStageEnabled": "set_stage_enabled",
+    "AdmitSlots": "admit_slots",
     "TakeOverStages": "take_over_stages",
     "SetHealing": "set_healing",
     "HealStage": "heal_stage",

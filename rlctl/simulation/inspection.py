@@ -25,7 +25,7 @@ def look(fleet: Fleet) -> None:
             continue
         with contextlib.suppress(RlctlError):
             stage.serving.refuse(host.now())
-            fleet.sim.observer.generates(host.slot, stage.incarnation)
+            fleet.sim.observer.generates(host.slot, host.model, stage.incarnation)
             held = [engine.holding.weights for engine in host.machine.engines]
             fleet.sim.observer.right(host.name, host.model, stage.serving.version.sequence, held, "would serve")
             if any(engine.stale for engine in host.machine.engines):

@@ -229,7 +229,7 @@ class Observer:
                 going = {slot for slot, asked in self._continued.items() if asked > ended}
                 self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going))
 
-    def generates(self, slot: str, incarnation: int) -> None:
+    def generates(self, slot: str, model: str, incarnation: int) -> None:
         """A stage generates, or would: I11, nobody has paused it by name."""
         by = self._paused.get((slot, incarnation))
         if by is not None:
@@ -237,7 +237,7 @@ class Observer:
         known = self._slots[slot]
         for key, (record, going) in self._pauses_of_the_fleet.items():
             target = record.target
-            meant = target.model in ("", known.model) and (not target.slots or slot in target.slots)
+            meant = target.model in ("", model) and (not target.slots or slot in target.slots)
             if meant and slot not in {*record.continued, *going} and not known.may_skip("PauseGeneration"):
                 self.broken("I11", f"{slot} generates, and pause {key} of its model is in force")
 
@@ -290,7 +290,7 @@ class Observer:
         if not part.samples[0].output_ids:
             return
         self.tokens += 1
-        self.generates(part.slot, part.incarnation)
+        self.generates(part.slot, model, part.incarnation)
         made = self._made.pop((part.rid, part.samples[0].output_ids[0]))
         if made.released:
             self.broken("I1", f"{name} served a token while {sorted(made.released)} were released")

@@ -546,6 +546,76 @@ class ReportEngineFailureResponse(_message.Message):
 Global___ReportEngineFailureResponse: _TypeAlias = ReportEngineFailureResponse  # noqa: Y015
 
 @_typing.final
+class AdmitSlotsRequest(_message.Message):
+    """Slots that may be filled, or no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    DISMISSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id, timeout."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Admitted from now on."""
+
+    @_builtins.property
+    def dismissed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Admitted no more, also where the topology has them."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+        dismissed: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismissed", b"dismissed", "header", b"header", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmitSlotsRequest: _TypeAlias = AdmitSlotsRequest  # noqa: Y015
+
+@_typing.final
+class AdmitSlotsResponse(_message.Message):
+    """Which slots may be filled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    every: _builtins.bool
+    """Every slot may be filled: the fleet has no topology of its own."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader:
+        """Who answered, under which epoch, when."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that may be filled, where not every slot may be."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        every: _builtins.bool = ...,
+        slots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["every", b"every", "header", b"header", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmitSlotsResponse: _TypeAlias = AdmitSlotsResponse  # noqa: Y015
+
+@_typing.final
 class TakeOverStagesRequest(_message.Message):
     """Stages to take charge of."""
 

@@ -237,6 +237,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.FromString,
                 _registered_method=True)
+        self.AdmitSlots = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/AdmitSlots',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.AdmitSlotsRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.AdmitSlotsResponse.FromString,
+                _registered_method=True)
         self.TakeOverStages = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/TakeOverStages',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.TakeOverStagesRequest.SerializeToString,
@@ -553,7 +558,8 @@ class CoordinatorServiceServicer(object):
     def RegisterStage(self, request, context):
         """A stage joins, or comes back.
 
-        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage.
+        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
+        refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
         Idempotency: the same boot_id gets the same incarnation, another one the next.
         States: -; a lower contract version than N-1 is refused.
         Partial failure: none.
@@ -819,6 +825,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AdmitSlots(self, request, context):
+        """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+
+        Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+        Idempotency: yes.
+        States: -.
+        Partial failure: none.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TakeOverStages(self, request, context):
         """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
 
@@ -1059,6 +1079,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ReportEngineFailure,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.SerializeToString,
+            ),
+            'AdmitSlots': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdmitSlots,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.AdmitSlotsRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.AdmitSlotsResponse.SerializeToString,
             ),
             'TakeOverStages': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeOverStages,
@@ -2133,6 +2158,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/ReportEngineFailure',
             rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureRequest.SerializeToString,
             rlctl_dot_v1_dot_coordinator__pb2.ReportEngineFailureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdmitSlots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/AdmitSlots',
+            rlctl_dot_v1_dot_coordinator__pb2.AdmitSlotsRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.AdmitSlotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -253,7 +253,8 @@ class CoordinatorServiceStub:
     RegisterStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterStageRequest, _coordinator_pb2.RegisterStageResponse]
     """A stage joins, or comes back.
 
-    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage.
+    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
+    refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
     Idempotency: the same boot_id gets the same incarnation, another one the next.
     States: -; a lower contract version than N-1 is refused.
     Partial failure: none.
@@ -441,6 +442,16 @@ class CoordinatorServiceStub:
     States: every one.
     Partial failure: none.
     Retry: every code.
+    Deadline: 30 s.
+    """
+    AdmitSlots: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AdmitSlotsRequest, _coordinator_pb2.AdmitSlotsResponse]
+    """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+
+    Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+    Idempotency: yes.
+    States: -.
+    Partial failure: none.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
     TakeOverStages: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]
@@ -696,7 +707,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     RegisterStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterStageRequest, _coordinator_pb2.RegisterStageResponse]  # type: ignore[assignment]
     """A stage joins, or comes back.
 
-    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage.
+    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
+    refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
     Idempotency: the same boot_id gets the same incarnation, another one the next.
     States: -; a lower contract version than N-1 is refused.
     Partial failure: none.
@@ -884,6 +896,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     States: every one.
     Partial failure: none.
     Retry: every code.
+    Deadline: 30 s.
+    """
+    AdmitSlots: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AdmitSlotsRequest, _coordinator_pb2.AdmitSlotsResponse]  # type: ignore[assignment]
+    """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+
+    Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+    Idempotency: yes.
+    States: -.
+    Partial failure: none.
+    Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
     TakeOverStages: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
@@ -1262,7 +1284,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.RegisterStageResponse, _abc.Awaitable[_coordinator_pb2.RegisterStageResponse]]:
         """A stage joins, or comes back.
 
-        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage.
+        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
+        refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
         Idempotency: the same boot_id gets the same incarnation, another one the next.
         States: -; a lower contract version than N-1 is refused.
         Partial failure: none.
@@ -1558,6 +1581,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         States: every one.
         Partial failure: none.
         Retry: every code.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def AdmitSlots(
+        self,
+        request: _coordinator_pb2.AdmitSlotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.AdmitSlotsResponse, _abc.Awaitable[_coordinator_pb2.AdmitSlotsResponse]]:
+        """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+
+        Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+        Idempotency: yes.
+        States: -.
+        Partial failure: none.
+        Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """
 

@@ -182,6 +182,13 @@ def test_what_another_coordinator_could_hold_is_taken_over(rlctl: LiveFleet) -> 
     assert rlctl("take-over", "nope", "--yes").code == 2
 
 
+def test_slots_are_admitted_by_an_operator(rlctl: LiveFleet) -> None:
+    assert "z would be admitted" in rlctl("admit", "z", "--dry-run").err
+    assert "every slot" in rlctl("admit", "z").out, "the fleet has no topology"
+    assert rlctl("admit", "../x").code == 2
+    assert rlctl("admit", "z", "--no-more").code == 0
+
+
 def test_waiting_ends_when_every_enabled_stage_is_routable(rlctl: LiveFleet) -> None:
     rlctl("pause", "--slot", "a")
     with connect(rlctl.endpoint) as fleet:

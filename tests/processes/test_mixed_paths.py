@@ -25,6 +25,7 @@ def mixed(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[Fleet]:
     need(*OWN_SHARED_MEMORY, "true")
     engines = [EngineSpec("near", str(tiny[1]), tp_size=2)]
     with LaunchedFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
+        fleet.admit(["far"])
         arguments = ("--slot", "far", "--model-path", str(tiny[1]), "--coordinator", local.address)
         with serving(OWN_SHARED_MEMORY, "stage", *arguments, log=tmp_path / "far.log"):
             with closing(fleet.watch()) as events:
