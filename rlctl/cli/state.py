@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlctl import private
+
 STARTING, READY = "starting", "ready"
 
 
@@ -100,9 +102,9 @@ def names() -> list[str]:
 def write(state: FleetState) -> None:
     """Replace the state file in one step."""
     path = state_file(state.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private.make_directory(path.parent, own=True)
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(dataclasses.asdict(state), indent=2))
+    private.write_text(fresh, json.dumps(dataclasses.asdict(state), indent=2))
     fresh.replace(path)
 
 
@@ -118,8 +120,8 @@ def claimed(name: str) -> Iterator[int]:
     A child that is given the descriptor holds it too, and goes on holding it.
     """
     directory = state_directory(name)
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
+    private.make_directory(directory, own=True)
+    with open(directory / "lock", "w", opener=private.opener) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield lock.fileno()
 

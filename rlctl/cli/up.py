@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlctl import private
 from rlctl.addresses import refuse_insecure, refuse_used
 from rlctl.cli import state
 from rlctl.cli.failures import machine_readable
@@ -171,9 +172,9 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
     deployment = directory / "deployment.json"
     # Held before anything of another one could be overwritten; the supervisor inherits it.
     with claimed(wanted.name) as lock:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        deployment.write_text(json.dumps(wanted.data, indent=2))
-        with log.open("w") as output:
+        private.make_directory(log.parent, own=True)
+        private.write_text(deployment, json.dumps(wanted.data, indent=2))
+        with open(log, "w", opener=private.opener) as output:
             supervisor = subprocess.Popen(
                 [sys.executable, "-m", "rlctl", *_as_given(settings), "up", "--deployment", str(deployment),
                  "--lock", str(lock), *(["--new"] if new else [])],

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rlctl import private
 from rlctl.coordinator import records
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
@@ -52,7 +53,7 @@ class SqliteJournal:
         self._closing = threading.Lock()
         self._closed = False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            private.make_directory(self._path.parent)
             if not self._path.exists():
                 self._make()
             self._connection = self._open()
@@ -68,6 +69,7 @@ class SqliteJournal:
             raise self._failed(f"the file is gone, but {self._beside('-wal').name} has records of it", DAMAGED)
         draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")
         try:
+            private.write_text(draft, "")  # SQLite would make one that others can read
             with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
                 self._migrate(connection, 0)
             with contextlib.suppress(FileExistsError):  # another coordinator was first
@@ -77,6 +79,8 @@ class SqliteJournal:
 
     def _open(self) -> sqlite3.Connection:
         # Named by a URI, because sqlite3.connect(path) makes a file where there is none.
+        for suffix in ("", "-wal", "-shm"):
+            private.tighten(self._beside(suffix))
         uri = f"{self._path.absolute().as_uri()}?mode=rw"
         connection = sqlite3.connect(uri, LOCK_S, uri=True, check_same_thread=False, isolation_level=None)
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rlctl import private
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.fleet import Fleet, connect
 from rlctl.errors import NotFound, Reason, RlctlError
@@ -125,7 +126,7 @@ class LaunchedFleet:
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED, naming the process, the cause and its log; then all are stopped.
         """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            private.make_directory(self.directory)
             self._launcher.make_room(self.engines, self._reserved)
             resumed = self.journal.exists() and not self._new
             self._start_coordinator(self._listen, new=self._new)

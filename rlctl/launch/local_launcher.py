@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlctl import private
 from rlctl.errors import Reason
 from rlctl.launch.launcher import Launched
 from rlctl.launch.processes import Process
@@ -41,7 +42,7 @@ class LocalLauncher:
         variables = {"OMP_NUM_THREADS": threads, **(environment or {}), **self._common}
         log = self._directory / f"{name}.log"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            private.make_directory(self._directory)
             process = Process(name, [*arguments, *self._flags], log, variables, self._module, bound)
         except (OSError, RuntimeError) as error:  # no memory, no process id, no thread, no room for a log
             raise Reason.ENGINE_FAILED.error(f"{name} cannot be started: {error}") from error

@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from rlctl import private
+
 LAST_BYTES = 8192
 """How far back a log is looked into for its last line."""
 MOST_LINE = 500
@@ -50,7 +52,7 @@ def keep_short(log: Path, at_most: int = AT_MOST_BYTES) -> bool:
         kept = log.with_name(f"{log.name}.1")
         kept.unlink(missing_ok=True)  # on a full disk, that is the room for the copy
         try:
-            with log.open("rb") as source, kept.open("wb") as copy:
+            with log.open("rb") as source, open(kept, "wb", opener=private.opener) as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
         except OSError:
             kept.unlink(missing_ok=True)

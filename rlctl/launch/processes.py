@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from rlctl import private
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.launcher import Launched
 from rlctl.launch.logs import keep_short, last_line, last_lines, log_end
@@ -52,7 +53,7 @@ class Process:
         self._silent = threading.Event()
         """Nothing more is said: neither by it nor by a child of its own."""
         self._log_from = log_end(log)
-        with log.open("ab") as stderr:
+        with open(log, "ab", opener=private.opener) as stderr:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, "--end-with-parent"],
                 stdin=subprocess.PIPE,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from rlctl import private
 from rlctl.launch.processes import Process
 from rlctl.launch.spec import EngineSpec, rank_arguments
 from rlctl.weights.interfaces import address_on
@@ -61,7 +62,7 @@ class ServerActor:
 
     def __init__(self, server: Server) -> None:
         """Start it."""
-        server.log.parent.mkdir(parents=True, exist_ok=True)
+        private.make_directory(server.log.parent)
         name = server.spec.process(server.rank)
         arguments = [*rank_arguments(self._here(server), server.rank, server.coordinator, server.followers),
                      *server.flags]  # fmt: skip

@@ -19,6 +19,7 @@ import pytest
 from children import Children
 from cli_helpers import Cli
 
+from rlctl import private
 from rlctl.cli import state, supervisor
 from rlctl.cli.apply import Requests, apply, listening
 from rlctl.cli.settings import Settings
@@ -27,6 +28,10 @@ from rlctl.errors import DeadlineExceeded, Reason, RlctlError
 from rlctl.launch.deployment import Deployment
 from rlctl.launch.engine_run import Limits
 from rlctl.launch.spec import EngineSpec, Reservation
+
+
+def is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class Full(io.StringIO):
@@ -39,7 +44,7 @@ class Full(io.StringIO):
 def test_a_full_disk_does_not_end_a_fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", ()))
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "write_text", Full().write)
+        disk.setattr(private, "write_text", is_full)
         for _ in range(3):
             holder._tell_state(state.READY)
         assert capsys.readouterr().err.count("No space left on device") == 1, "told once"
