@@ -378,6 +378,8 @@ def _register(request: coordinator_pb2.RegisterStageRequest) -> None:
     slot_name(registration.slot, "registration.slot")
     for name in ("model", "address", "boot_id", "engine"):
         _name(getattr(registration, name), f"registration.{name}", MOST_NAME)
+    if registration.weight_version:
+        _name(registration.weight_version, "registration.weight_version", MOST_LABEL)
     _required(registration.layout.workers, "registration.layout.workers")
     ranks = [worker.rank for worker in registration.layout.workers]
     if ranks != list(range(len(ranks))):
@@ -408,7 +410,7 @@ def _adapter_name(name: str, field: str) -> None:
 
 def _name(name: str, field: str, most: int) -> None:
     _required(name, field)
-    if len(name) > most or not name.isprintable():
+    if len(name) > most or not name.isprintable() or not name.strip():
         raise _invalid(f"{field} is no printable name of at most {most} characters", field)
 
 

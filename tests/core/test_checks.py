@@ -13,7 +13,7 @@ from rlctl.checks import check
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.times import duration, seconds
-from rlctl.v1 import coordinator_pb2, rollout_pb2, update_pb2, verbs_pb2
+from rlctl.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.verbs_pb2 import Shape, TensorBucket, UpdateOptions
 
@@ -45,6 +45,13 @@ def group(**changes: object) -> verbs_pb2.InitWeightsUpdateGroupRequest:
 
 def timed(**parts: int) -> verbs_pb2.PauseGenerationRequest:
     return verbs_pb2.PauseGenerationRequest(header=RequestHeader(timeout=Duration(**parts)))
+
+
+def registration(**fields: str) -> coordinator_pb2.RegisterStageRequest:
+    sound = {"slot": "a", "model": "m", "address": "h:1", "boot_id": "b", "engine": "fake"}
+    stage = fleet_pb2.StageRegistration(**sound | fields)
+    stage.layout.workers.add()
+    return coordinator_pb2.RegisterStageRequest(registration=stage)
 
 
 BAD: list[tuple[Message, str, str]] = [
@@ -120,6 +127,15 @@ BAD: list[tuple[Message, str, str]] = [
         "FIELD_INVALID",
         "weight_version",
     ),
+    (update_pb2.BeginWeightUpdateRequest(model="m", version=" "), "FIELD_INVALID", "version"),
+    (verbs_pb2.UpdateWeightsFromDiskRequest(model_path="m", weight_version="  "), "FIELD_INVALID", "weight_version"),
+    (verbs_pb2.LoadAdapterRequest(name=" ", path="/a"), "FIELD_INVALID", "name"),
+    (registration(weight_version=" "), "FIELD_INVALID", "registration.weight_version"),
+    (registration(slot="../x"), "FIELD_INVALID", "registration.slot"),
+    (registration(model="a\nb"), "FIELD_INVALID", "registration.model"),
+    (coordinator_pb2.TakeOverStagesRequest(), "FIELD_REQUIRED", "slots"),
+    (coordinator_pb2.AdmitSlotsRequest(slots=["a/b"]), "FIELD_INVALID", "slots[0]"),
+    (verbs_pb2.PauseGenerationRequest(by=" "), "FIELD_INVALID", "by"),
 ]
 
 
