@@ -283,8 +283,9 @@ class Peers:
                         log.info("%s: %s", slot.name, error)
                     told = str(error)
                     away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if _is_taken(error) else error.message
-                    if (slot.gone, slot.away) != (gone := slot.gone or REFUSED in error.metadata, away):
-                        slot.gone, slot.away = gone, away
+                    gone = slot.gone or REFUSED in error.metadata
+                    if (slot.gone, slot.away) != (gone, away):
+                        slot.gone, slot.away, slot.taken = gone, away, _is_taken(error)
                         self._roster.changed()
                 if self.succeeded.is_set():
                     return
@@ -326,7 +327,7 @@ class Peers:
                 raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
             if slot.record.retired:
                 raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} has left the fleet meanwhile")
-            slot.commander, slot.gone, slot.away = commander, False, ""
+            slot.commander, slot.gone, slot.away, slot.taken = commander, False, "", False
             self._roster.formers.gone(registration.address)
             connected()
             self._unanswered.ask(slot, commander)

@@ -23,7 +23,7 @@ from rlctl.coordinator.followers import Followers
 from rlctl.coordinator.formers import Formers
 from rlctl.coordinator.pauses import Pauses, covers
 from rlctl.coordinator.records import parsed
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.times import duration
 from rlctl.v1 import common_pb2
@@ -67,6 +67,9 @@ REST = 5
 would otherwise take half of the coordinator's time."""
 
 
+MOST_NAMED = 3
+"""Stages of which a refusal says why they cannot be addressed."""
+
 RETIRED = 1024
 """Slots that were left for good and are remembered, so that what comes back in one is a later incarnation. In a fleet
 whose slots are named after pods, those of every pod there ever was would add up.
@@ -102,6 +105,7 @@ class Slot:
         engine_failure: why its process has ended, as its launcher says it; None: it has said nothing.
         pause: the pause by name that is in force for it, or None.
         away: why there is no link to it, as far as is known, or "".
+        taken: it obeys the epoch of a coordinator that is none of this fleet's.
         in_hand: operations by name that pause it or let it go on now. Their outcome decides what it does.
     """
 
@@ -126,6 +130,7 @@ class Slot:
     pause: Pause | None = None
     in_hand: int = 0
     away: str = ""
+    taken: bool = False
 
     def __post_init__(self) -> None:
         """Take from the record what every operation asks for: a thousand times, of messages, it would cost."""
@@ -468,8 +473,16 @@ class Roster:
                 continue
             targets.append(slot)
         if not targets:
-            raise Reason.NO_TARGETS.error("no stage is there to address")
+            raise self._none_there(target)
         return targets, excluded
+
+    def _none_there(self, target: Target) -> RlctlError:
+        """Why no stage that a target means can be addressed."""
+        absent = [slot for slot in self.covered(target) if not slot.record.retired]
+        why = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
+        if absent and all(slot.taken for slot in absent):
+            return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {why}", field="header.target")
+        return Reason.NO_TARGETS.error("no stage is there to address" + f": {why}" * bool(why))
 
     def _refuse_unknown_stages(self, target: Target) -> None:
         known = {slot.stage for slot in self.slots.values()}

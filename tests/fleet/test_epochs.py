@@ -20,6 +20,7 @@ from rlctl.testing.waiting import eventually
 from rlctl.transport.links import GrpcDialer
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
+from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.control_pb2 import Attach
@@ -90,6 +91,29 @@ async def test_a_stage_that_obeys_another_epoch_says_so_and_is_taken_back_by_a_c
     assert fleet.stage("a").not_routable == ""
 
 
+async def test_a_coordinator_that_no_stage_obeys_says_so(fleet: InProcessFleet) -> None:
+    epoch = fleet.server.coordinator.roster.epoch
+    async with attached(fleet, "a", epoch + 1), attached(fleet, "b", epoch + 1):
+        await fleet.until(lambda stages: all("take-over" in stage.not_routable for stage in stages), 30.0)
+        for call in (
+            fleet.stub.PauseGeneration(v.PauseGenerationRequest()),
+            fleet.stub.BeginWeightUpdate(u.BeginWeightUpdateRequest(model="actor", version="v")),
+        ):
+            error = await refusal(call)
+            assert error.reason is Reason.EPOCH_FENCED
+            assert f"a is UNREACHABLE: epoch {epoch} is over" in error.message
+
+
+async def test_a_fleet_that_nobody_is_there_of_says_who_is_missing(fleet: InProcessFleet) -> None:
+    for slot in ("a", "b"):
+        await kill(fleet, slot)
+    await fleet.until(lambda stages: all(stage.not_routable.startswith("UNREACHABLE: ") for stage in stages))
+    error = await refusal(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
+    assert error.reason is Reason.NO_TARGETS
+    assert "a is UNREACHABLE: " in error.message
+    assert "b is UNREACHABLE: " in error.message
+
+
 async def test_taking_over_what_the_fleet_holds_changes_nothing(fleet: InProcessFleet) -> None:
     epoch = fleet.server.coordinator.roster.epoch
     await fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["a", "b"]))
@@ -110,12 +134,17 @@ async def test_a_successor_that_was_started_often_is_followed(make_fleet: Callab
         await eventually(lambda: fleet.stage("a").routable, 60.0)
 
 
-async def test_a_stage_that_cannot_be_reached_says_why(fleet: InProcessFleet) -> None:
-    stage = fleet.stages.pop("a")
+async def kill(fleet: InProcessFleet, slot: str) -> None:
+    """End a stage that takes no leave."""
+    stage = fleet.stages.pop(slot)
 
     async def without_a_word() -> None:
         pass
 
     stage._deregister = without_a_word  # type: ignore[method-assign]
     await stage.stop()
+
+
+async def test_a_stage_that_cannot_be_reached_says_why(fleet: InProcessFleet) -> None:
+    await kill(fleet, "a")
     await fleet.until(lambda _: fleet.stage("a").not_routable.startswith("UNREACHABLE: "))
