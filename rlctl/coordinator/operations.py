@@ -15,7 +15,7 @@ from rlctl.coordinator.roster import Roster, Slot, names
 from rlctl.errors import Reason, RlctlError, typed, without_frames
 from rlctl.outcomes import explain_operation, of_targets
 from rlctl.ports import Clock, Delete, Journal, Put
-from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_NOT_SENT, OUTCOME_SKIPPED, OUTCOME_UNKNOWN
 from rlctl.v1.journal_pb2 import UPDATE_PHASE_PUBLISHED, OperationRecord, UpdateRecord
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_CANCELLED,
@@ -50,6 +50,8 @@ class Run:
     def __init__(self, record: OperationRecord) -> None:
         self.record = record
         self.ended = asyncio.Event()
+        self.begun_at = 0.0
+        """When it was accepted, on the clock's ``now``."""
         self.ended_at = float("inf")
         """When it ended, on the clock's ``now``."""
         self.task: asyncio.Task[None] | None = None
@@ -246,6 +248,7 @@ class Operations:
             create_time=self._clock.wall(),
         )
         run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
+        run.begun_at = self._clock.now()
         self._runs[operation_id] = run
         try:
             await self._save(run)
@@ -331,6 +334,7 @@ class Operations:
             self._ended[run.operation.operation_id] = size
             self._ended_bytes += size
             run.ended_at = self._clock.now()
+            log.log(*_line(run))
             await run.end()
 
     def _forget(self, expired: Sequence[str]) -> None:
@@ -462,6 +466,23 @@ def body_hash(request: Message, request_id: str = "") -> bytes:
         header.fence.ClearField("fleet_epoch")
     name = request.DESCRIPTOR.full_name.encode()
     return hashlib.sha256(name + b"\0" + body.SerializeToString(deterministic=True)).digest()
+
+
+def _line(run: Run) -> tuple[int, str]:
+    """What the log says of an operation that has ended: its outcome, how long it took, at how many targets, and why."""
+    operation = run.operation
+    state = OperationState.Name(operation.state).removeprefix("OPERATION_STATE_")
+    good = sum(result.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED) for result in operation.stage_results)
+    version = f", {operation.weight_version.label}#{operation.weight_version.sequence}"
+    words = [
+        f"{operation.verb} {operation.operation_id}" + f" of {operation.model}" * bool(operation.model),
+        f": {state} in {run.ended_at - run.begun_at:.2f} s, {good} of {len(operation.targets)} targets",
+        version * bool(operation.weight_version.sequence),
+    ]
+    if operation.state == OPERATION_STATE_OK:
+        return logging.INFO, "".join(words)
+    error = operation.error
+    return logging.WARNING, "".join(words) + f": {error.reason}: {' '.join(error.message.split())}"
 
 
 def _hashes(record: OperationRecord, request_id: str) -> list[bytes]:

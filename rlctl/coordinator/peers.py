@@ -18,7 +18,15 @@ from rlctl.coordinator.versions import adoptable, first_digest, lacking, surplus
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.times import duration
-from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT, STAGE_STATE_FAILED, STAGE_STATE_READY, STAGE_STATE_STALE, Target
+from rlctl.v1.common_pb2 import (
+    OUTCOME_NOT_SENT,
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_FAILED,
+    STAGE_STATE_READY,
+    STAGE_STATE_STALE,
+    StageState,
+    Target,
+)
 from rlctl.v1.control_pb2 import Attach, ControlRequest, ControlResponse, ServingGrant
 from rlctl.v1.fleet_pb2 import StageReport
 from rlctl.version import CONTRACT_VERSION
@@ -378,6 +386,7 @@ class Peers:
 
     def _reported(self, slot: Slot, report: StageReport) -> None:
         first = slot.report is None
+        _tell_of_damage(slot.name, slot.report, report)
         slot.report = report
         admitted = report.weight_version in self._roster.models[slot.model].admitted
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
@@ -407,6 +416,21 @@ class Peers:
                 continue
             self.grant(slot, adopt=adoptable(self._roster, slot))
             return
+
+
+def _tell_of_damage(name: str, before: StageReport | None, report: StageReport) -> None:
+    """Log what an operator would look for: weights that are a mixture, ranks that are gone, and the end of both."""
+    known = before or StageReport()
+    if STAGE_STATE_DIRTY in (known.state, report.state) and known.state != report.state:
+        log.warning("%s was %s, and is %s", name, _state_name(known.state), _state_name(report.state))
+    dead = {rank.coordinates.rank for rank in known.ranks if not rank.alive}
+    for rank in report.ranks:
+        if not rank.alive and rank.coordinates.rank not in dead:
+            log.warning("%s: rank %d is gone: %s", name, rank.coordinates.rank, rank.reason)
+
+
+def _state_name(state: StageState.ValueType) -> str:
+    return StageState.Name(state).removeprefix("STAGE_STATE_")
 
 
 def _is_taken(error: RlctlError) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -51,6 +52,8 @@ from rlctl.v1.fleet_pb2 import (
 )
 from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
 from rlctl.v1.results_pb2 import ExcludedStage
+
+log = logging.getLogger(__name__)
 
 ABSENT = (
     common_pb2.STAGE_STATE_JOINING,
@@ -318,6 +321,7 @@ class Roster:
             self.models.setdefault(registration.model, model)
             if slot is None or not same:
                 former, slot = slot, Slot(record)
+                log.info("%s: incarnation %d at %s", slot.name, record.incarnation, registration.address)
                 self.slots[registration.slot] = slot
                 self._take_pause(slot)
                 if former is not None and not former.gone:
@@ -407,6 +411,8 @@ class Roster:
         """
         present = {slot: cause for slot, cause in causes.items() if self.slots.get(slot.name) is slot}
         for slot, cause in present.items():
+            if slot.record.quarantine != cause:
+                log.warning("%s is quarantined: %s: %s", slot.name, cause.reason, " ".join(cause.message.split()))
             slot.record.quarantine.CopyFrom(cause)
         if present:
             self.changed()

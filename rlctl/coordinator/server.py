@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator.core import Coordinator
 from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.errors import RlctlError
 from rlctl.ports import SystemClock
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
@@ -18,6 +20,11 @@ from rlctl.transport.server import GrpcServer
 from rlctl.v1 import coordinator_pb2
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 from rlctl.verbs import offered_by
+
+log = logging.getLogger(__name__)
+
+_OFTEN = ("RegisterStage", "RenewLease", "ConfirmFleet", "GetOperation", "ListOperations", "GetFleet")
+"""Asked again and again by programs. Of stages that are refused the coordinator tells by itself."""
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 
@@ -82,9 +89,34 @@ class CoordinatorServer:
         self._journal.close()
 
 
+class _Refusals:
+    """Logs what was asked for and is refused. A caller that asks again and again is told of once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def told(self, name: str, method: Unary) -> Unary:
+        """The method, with its refusals logged."""
+
+        async def call(request: Message, remaining_s: float | None) -> Message:
+            try:
+                return await method(request, remaining_s)
+            except RlctlError as error:
+                line = f"{name} is refused: {' '.join(str(error).split())}"
+                if line != self._last:
+                    log.info("%s", line)
+                self._last = line
+                raise
+
+        return call
+
+
 def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
     """Implementations of the service: the table's verbs, and a method of the coordinator for each other RPC it has."""
-    implementations: dict[str, Any] = {verb.name: coordinator.verb for verb in offered_by("CoordinatorService")}
+    refusals = _Refusals()
+    implementations: dict[str, Any] = {
+        verb.name: refusals.told(verb.name, coordinator.verb) for verb in offered_by("CoordinatorService")
+    }
     own: dict[str, Callable[[Any], Awaitable[Message]]] = {
         "RegisterStage": coordinator.register_stage,
         "DeregisterStage": coordinator.deregister_stage,
@@ -113,7 +145,8 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "WatchFleet": coordinator.watch_fleet,
     }
     for name, method in own.items():
-        implementations[name] = _without_deadline(method)
+        unary = _without_deadline(method)
+        implementations[name] = refusals.told(name, unary) if name not in _OFTEN else unary
     for name, watch in watches.items():
         implementations[name] = _watch(watch)
     return implementations
