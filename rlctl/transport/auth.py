@@ -1,4 +1,4 @@
-"""The bearer token: where it comes from, how servers check it. When set, it guards every service."""
+"""The bearer token: where it comes from, how servers check it. When set, it guards every service but a health check."""
 
 from __future__ import annotations
 
@@ -68,8 +68,12 @@ def check(metadata: Mapping[str, str | bytes], token: str) -> RlctlError | None:
     return None
 
 
+OPEN = "/grpc.health.v1.Health/Check"
+"""The one method that needs no token: probes of a cluster have none. It tells whether a process serves, and no more."""
+
+
 class TokenGuard(grpc.aio.ServerInterceptor):
-    """Refuses every call, of whatever service, that does not carry the token."""
+    """Refuses every call, of whatever service, that does not carry the token; but for :data:`OPEN`."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -83,7 +87,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         metadata = {key.lower(): value for key, value in handler_call_details.invocation_metadata or ()}
         refusal = check(metadata, self._token)
         handler = await continuation(handler_call_details)
-        if refusal is None or handler is None:
+        if refusal is None or handler is None or handler_call_details.method == OPEN:
             return handler
         return _refuse(handler, refusal)
 
