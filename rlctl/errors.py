@@ -215,6 +215,11 @@ class Reason(enum.Enum):
         "The message is larger than the server takes.",
         "Send tensors over a group, shared memory or disk; only metadata belongs in messages.",
     )
+    TOO_MANY_STREAMS = (
+        Exhausted,
+        "The caller's host has as many streams of this method open as the server keeps for one.",
+        "End those that nobody reads.",
+    )
     PLACE_UNAVAILABLE = (
         Exhausted,
         "The cluster has no room for it.",

@@ -23,6 +23,9 @@ from rlctl.verbs import offered_by
 
 log = logging.getLogger(__name__)
 
+MOST_STREAMS = {"WatchFleet": 256, "WatchOperation": 256}
+"""Streams that callers of one host may have open at a time. One that is not read keeps a copy of the fleet."""
+
 _OFTEN = ("RegisterStage", "RenewLease", "ConfirmFleet", "GetOperation", "ListOperations", "GetFleet")
 """Asked again and again by programs. Of stages that are refused the coordinator tells by itself."""
 
@@ -68,7 +71,7 @@ class CoordinatorServer:
             heal_by_hand=config.heal_by_hand,
             topology=config.topology,
         )
-        handler = generic_handler(SERVICE, methods(self.coordinator))
+        handler = generic_handler(SERVICE, methods(self.coordinator), most_streams=MOST_STREAMS)
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)
 
     async def start(self) -> None:

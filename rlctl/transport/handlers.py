@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -38,25 +40,54 @@ def generic_handler(
     implementations: Mapping[str, Unary | Streaming | Bidirectional],
     *,
     cancellable: bool = False,
+    most_streams: Mapping[str, int] = MappingProxyType({}),
 ) -> grpc.GenericRpcHandler:
     """Handlers for every method of a service.
 
     ``cancellable``: unary methods are cancelled when the caller leaves (generation); otherwise they are shielded, so
-    that a deadline at the caller never leaves a half-applied command behind.
+    that a deadline at the caller never leaves a half-applied command behind. ``most_streams``: by method that answers
+    with a stream, how many of them the callers of one host may have open.
     """
     handlers = {
-        method.name: _handler(method, implementations.get(method.name), cancellable=cancellable)
+        method.name: _handler(
+            method, implementations.get(method.name), cancellable=cancellable, most=most_streams.get(method.name)
+        )
         for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool) -> grpc.RpcMethodHandler[Any, Any]:
+class _Streams:
+    """The open streams of a method, by the host of their callers."""
+
+    def __init__(self, method: MethodDescriptor, most: int | None) -> None:
+        self._method = method
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one(self, peer: str) -> Iterator[None]:
+        """One more of them. Raises TOO_MANY_STREAMS."""
+        host = peer if peer.startswith("unix") else peer.rpartition(":")[0]
+        if self._most is not None and self._open[host] >= self._most:
+            raise Reason.TOO_MANY_STREAMS.error(f"{self._most} streams of {self._method.name} are open from {host}")
+        self._open[host] += 1
+        try:
+            yield
+        finally:
+            self._open[host] -= 1
+            if not self._open[host]:
+                del self._open[host]
+
+
+def _handler(
+    method: MethodDescriptor, implementation: Any, *, cancellable: bool, most: int | None
+) -> grpc.RpcMethodHandler[Any, Any]:
     request_type = message_factory.GetMessageClass(method.input_type)
     if method.client_streaming:
         return _bidirectional(method, request_type, implementation)
     if method.server_streaming:
-        return _streaming(method, request_type, implementation)
+        return _streaming(method, request_type, implementation, _Streams(method, most))
 
     async def unary(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
         try:
@@ -72,13 +103,14 @@ def _handler(method: MethodDescriptor, implementation: Any, *, cancellable: bool
 
 
 def _streaming(
-    method: MethodDescriptor, request_type: type[Message], implementation: Any
+    method: MethodDescriptor, request_type: type[Message], implementation: Any, streams: _Streams
 ) -> grpc.RpcMethodHandler[Any, Any]:
     async def stream(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Message]:
         try:
             request = _parse(method, request_type, data, implementation)
-            async for answer in implementation(request, _remaining(context)):
-                yield answer
+            with streams.one(context.peer()):
+                async for answer in implementation(request, _remaining(context)):
+                    yield answer
         except RlctlError as error:
             await abort(context, error)
         except Exception as error:

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rlctl.addresses import is_loopback, join, split
 from rlctl.client import aio
 from rlctl.control.commander import Commander
+from rlctl.coordinator import server
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
@@ -53,10 +54,11 @@ async def test_a_token_guards_every_service(make_fleet: Callable) -> None:
             async with open_channel(address) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
                 check = health_pb2.HealthCheckRequest()
-                assert (await refusal(health.Check(check))).reason is Reason.TOKEN_MISSING
-                wrong = await refusal(health.Check(check, metadata=bearer(TOKEN + "x")))
-                assert wrong.reason is Reason.TOKEN_INVALID
-                assert (await health.Check(check, metadata=bearer(TOKEN))).status == 1
+                for metadata in ((), bearer(TOKEN + "x"), bearer(TOKEN)):
+                    assert (await health.Check(check, metadata=metadata)).status == 1, "probes have no token"
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await health.Watch(check).read()
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
                 # Nothing is written: a client that writes into a refused stream may get INTERNAL from its core.
                 reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -273,3 +275,28 @@ async def test_a_stream_of_somebody_who_was_not_accepted_commands_no_rank(
         # The rank's turn was not taken.
         paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
         assert paused.state == OPERATION_STATE_OK
+
+
+async def test_watches_that_nobody_reads_are_bounded_for_each_host(
+    make_fleet: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(server.MOST_STREAMS, "WatchFleet", 3)
+    async with make_fleet(a=1) as fleet:
+        watches = [fleet.stub.WatchFleet(c.WatchFleetRequest()) for _ in range(3)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fleet.stub.WatchFleet(c.WatchFleetRequest()).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_grpc(caught.value).reason is Reason.TOO_MANY_STREAMS
+        watches[0].cancel()
+
+        watch = fleet.stub.WatchFleet(c.WatchFleetRequest())
+        for _ in range(500):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await watch.read()
+                break
+            await asyncio.sleep(0.01)
+            watch = fleet.stub.WatchFleet(c.WatchFleetRequest())
+        else:
+            pytest.fail("the place of a watch that has ended is not given back")
