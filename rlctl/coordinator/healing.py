@@ -130,7 +130,10 @@ class Healer:
         self._looking: dict[Slot, asyncio.Task[None]] = {}
 
     def policy(self, model: str, *, by_hand: bool) -> None:
-        """Heal the model's stages by itself from now on, beginning with those that wait for it, or not any more."""
+        """Heal the model's stages by itself from now on, beginning with those that wait for it, or not any more. Raises
+        MODEL_NOT_FOUND.
+        """
+        self._roster.model(model)
         if by_hand:
             self._by_hand.add(model)
             return
