@@ -299,6 +299,11 @@ class Reason(enum.Enum):
         "The stage's weights are a mixture of versions.",
         "Only a heal or a full update clears it: `rlctl heal`, `rlctl weights update --model-path ...`.",
     )
+    WEIGHTS_NOT_FINITE = (
+        InvalidRequest,
+        "Weights that are to be published hold NaN or infinite values.",
+        "Go back to the step before them; with finite=False they are published all the same.",
+    )
     WEIGHTS_INCOMPLETE = (PreconditionFailed, "A full update has not written every parameter.", "")
     DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
     BASE_MISMATCH = (

@@ -13,6 +13,7 @@ from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import JoinResponse, Offer, Sent, Shipment
 from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.finite import local_values
 from rlctl.weights.source import WeightSource
 
 _SAYS_LITTLE = (
@@ -48,6 +49,7 @@ async def follow(
         if part.source is not None:
             offer.CopyFrom(describe(source, version, part.source))
         offer.goes_on = progress.watched
+        offer.local = local_values(source) is not None
         lead.say(update, 0, offer=offer)
         while True:
             await asyncio.wait({hearing, *([attempt] if attempt else [])}, return_when=asyncio.FIRST_COMPLETED)

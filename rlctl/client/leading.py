@@ -47,8 +47,9 @@ from rlctl.v1.update_pb2 import (
     Trainer,
 )
 from rlctl.v1.verbs_pb2 import TensorSegment
-from rlctl.weights import buckets
+from rlctl.weights import buckets, finite
 from rlctl.weights.buckets import Bucket
+from rlctl.weights.finite import local_values
 from rlctl.weights.identity import host_id
 from rlctl.weights.rendezvous import GroupStore
 from rlctl.weights.source import WeightSource, atomic_lists
@@ -92,6 +93,8 @@ class Leading:
         self._bucket_bytes = bucket_bytes
         self._progress = Progress()
         self._going_on = False
+        self._local = True
+        self._finite = True
         self._passes = 0
         self._reference: tuple[str, list[TensorMeta]] = ("", [])
         self._ordered: tuple[tuple[list[Offered], list[list[str]]], list[verbs_pb2.TensorBucket]] = (([], []), [])
@@ -105,11 +108,16 @@ class Leading:
         progress: Progress,
         *,
         checkpoint: str,
+        finite_only: bool,
         deadline_s: float,
     ) -> tuple[Operation, Sent]:
-        """Lead an update, inside of :meth:`Members.update`, from the offers to its end, and tell the members of it."""
+        """Lead an update, inside of :meth:`Members.update`, from the offers to its end, and tell the members of it.
+
+        ``finite_only``: weights with values that are not finite are refused.
+        """
         self._progress, self._passes = progress, 0
         self._going_on = progress.watched
+        self._finite = finite_only
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
@@ -128,10 +136,12 @@ class Leading:
     async def _offers(self, source: WeightSource) -> list[Offered]:
         """What each source sends, once every trainer rank has come to this update."""
         found: dict[int, Offered] = {}
+        self._local = local_values(source) is not None
         if self._part.source is not None:
             found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id())
         for offer in (await self._members.offers()).values():
             self._going_on |= offer.goes_on
+            self._local &= offer.local
             if offer.HasField("source"):
                 if offer.source in found:
                     raise Reason.FIELD_CONFLICT.error(f"two trainer ranks are source {offer.source}", field="source")
@@ -167,10 +177,25 @@ class Leading:
         return operation, Sent()
 
     async def _digest(self, source: WeightSource, metas: Sequence[TensorMeta], *, last: bool) -> dict[str, str]:
-        """A pass of the sources in which they only digest what they have, in these dtypes; ``last``: the only one."""
+        """A pass of the sources in which they only digest what they have, in these dtypes; ``last``: the only one.
+        Raises WEIGHTS_NOT_FINITE.
+        """
         listed = [buckets.to_proto(Bucket(0, list(metas), True))]
-        attempt = Attempt(number=self._next_pass(), buckets=listed, last=last)
-        return digests_of(await self._take_turns(source, attempt, _nothing_to_ship))
+        attempt = Attempt(number=self._next_pass(), buckets=listed, last=last, finite=self._finite)
+        return digests_of(_all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas))
+
+    async def _refuse_not_finite(self, source: WeightSource, metas: Sequence[TensorMeta]) -> None:
+        """Raise WEIGHTS_NOT_FINITE. The trainer's ranks look at what they hold themselves, or in a pass of the sources
+        where one of them only has its weights by gathering.
+        """
+        attempt = Attempt(
+            number=self._next_pass(),
+            buckets=[buckets.to_proto(Bucket(0, list(metas), True))],
+            without_digests=True,
+            finite=True,
+            local=self._local,
+        )
+        _all_finite(await self._take_turns(source, attempt, _nothing_to_ship), metas)
 
     def _next_pass(self) -> int:
         """Number of the next pass of this update through the sources."""
@@ -199,11 +224,12 @@ class Leading:
             async with self._renewing(plan):
                 reference = [] if request.adapter else await self._get_reference(plan)
                 wire = fit(self._model, offers, reference, partial)
+                metas = [meta for offered in wire for meta in offered.metas]
                 if request.kind == verbs_pb2.UPDATE_KIND_DELTA:
-                    digests = await self._digest(
-                        source, [meta for offered in wire for meta in offered.metas], last=False
-                    )
+                    digests = await self._digest(source, metas, last=False)
                     wire = changed(wire, self._sent.digests, digests)
+                elif self._finite:
+                    await self._refuse_not_finite(source, metas)
                 while True:  # once; batch by batch when it rolls in place
                     plan, sent = await self._deliver(source, wire, plan, request, deadline)
                     taken = digests_of(sent)
@@ -539,6 +565,14 @@ def _failed_at_the_fleet(error: BaseException) -> bool:
 def _more_batches(plan: BeginWeightUpdateResponse) -> bool:
     """Whether the sources go through their weights again for targets that wait for theirs."""
     return bool(plan.batch.number) and not plan.batch.last
+
+
+def _all_finite(sent: list[Sent], metas: Sequence[TensorMeta]) -> list[Sent]:
+    """What the sources sent, if none found values that are not finite. Raises WEIGHTS_NOT_FINITE."""
+    names = {name for each in sent for name in each.not_finite}
+    if names:
+        raise finite.refusal(names, len(metas))
+    return sent
 
 
 async def _nothing_to_ship(segments: Sequence[TensorSegment]) -> None:

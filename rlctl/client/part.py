@@ -28,8 +28,10 @@ from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
 from rlctl.vllm_transfer import BACKEND
 from rlctl.weights.announced import Announced
+from rlctl.weights.buckets import Bucket
 from rlctl.weights.differences import digest_parts
 from rlctl.weights.digest import ModelDigest, tensor_digest
+from rlctl.weights.finite import is_finite, local_values, not_finite
 from rlctl.weights.groups import LONGEST_S, WeightGroup, join
 from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
@@ -101,8 +103,10 @@ class Part:
         been read for the last time, if no other attempt can follow.
 
         In one pass the weights go over the groups and, through ``ship``, to the ranks that share memory. With neither
-        in the attempt, what would be sent is only digested. Raises GROUP_FAILED, FIELD_INVALID (the weights are not
-        what was offered), ILLEGAL_STATE (the pass before hangs), or what the weights themselves raise.
+        in the attempt, what would be sent is only digested, or looked through for values that are not finite.
+
+        Raises GROUP_FAILED, FIELD_INVALID (the weights are not what was offered), ILLEGAL_STATE (the pass before
+        hangs), or what the weights themselves raise.
         """
         await self._refuse_hanging()
         stop = threading.Event()
@@ -124,10 +128,12 @@ class Part:
 
         def run() -> Sent:
             with progress.ordering.after():
+                if attempt.local:
+                    return _look(weights, self._announced.parse(attempt.buckets))
                 return self._work(passing, attempt, stop, ship_from_thread, left)
 
         def finish() -> None:
-            if not self._alone:
+            if not self._alone and not attempt.local:
                 with progress.ordering.after():
                     passing.finish()
 
@@ -214,9 +220,12 @@ class Part:
             sent.bytes += sum(each.bytes for each in passing)
         elif attempt.shared_devices:
             sent.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
-        elif digest is not None:
+        elif digest is not None or attempt.finite:
             for name, tensor in as_announced(weights, dtypes):
-                digest.add(name, tensor, dtypes.get(name))
+                if attempt.finite and not is_finite(tensor, dtypes[name]):
+                    sent.not_finite.append(name)
+                if digest is not None:
+                    digest.add(name, tensor, dtypes[name])
         if not attempt.shared_devices:
             left()
         if sent.bytes:
@@ -317,6 +326,12 @@ def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], Non
         segments.close()
         raise
     segment.release()
+
+
+def _look(weights: WeightSource, announced: Sequence[tuple[str, Bucket]]) -> Sent:
+    """The tensors in which this rank holds values that are not finite."""
+    dtypes = {meta.name: meta.dtype for _, bucket in announced for meta in bucket.metas}
+    return Sent(not_finite=not_finite(local_values(weights) or (), dtypes))
 
 
 def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, torch.dtype]) -> Sent:

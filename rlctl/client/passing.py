@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from rlctl.errors import Reason
+from rlctl.weights.finite import Held, local_values
 from rlctl.weights.source import WeightSource, as_source, atomic_lists, is_stable
 from rlctl.weights.tensors import TensorMeta
 
@@ -74,6 +75,10 @@ class Described:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's."""
         return self._source.tensors()
+
+    def local(self) -> Iterator[Held] | None:
+        """The source's."""
+        return local_values(self._source)
 
 
 def in_thread(

@@ -162,6 +162,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         quorum: int = 0,
         retries: int = 0,
         partial: bool = False,
+        finite: bool = True,
         base: str = "",
         selector: str = "",
         apply: str = "in_place",
@@ -184,7 +185,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         none; probe asks for the probe alone. ``probe``: log probabilities that the new weights give; every target
         computes them before it serves, at every level of ``verify``. ``quorum``: targets that must confirm, 0 for all.
         ``retries``: times that the sources go through their weights again after a group failed, without the targets
-        that are gone. ``partial``: not every parameter is sent.
+        that are gone. ``partial``: not every parameter is sent. ``finite``: before anything is paused, refuse weights
+        that hold NaN or infinite values, by name; every rank of the trainer looks at what it holds itself, or the
+        weights are gone through once more where a source has no ``local``.
         ``base``: label of the version that this publisher sent last and every target is at; only tensors that differ
         from it are sent, after a pass that digests all. ``selector``: of engines that have a draft model: target,
         draft, or all; "" for all. ``apply``: in_place, under the pause, or staged: into a second copy of the weights
@@ -249,7 +252,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                             retries=retries,
                         )
                         operation, sent = await self._leading.run(
-                            source, request, progress, checkpoint=checkpoint, deadline_s=deadline_s
+                            source, request, progress, checkpoint=checkpoint, finite_only=finite, deadline_s=deadline_s
                         )
         except TimeoutError:
             if not limit.expired():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlctl.weights.finite import Held, local_values
 from rlctl.weights.source import WeightSource, as_source
 from rlctl.weights.tensors import TensorMeta
 
@@ -27,6 +28,10 @@ class Interrupted:
     def metas(self) -> list[TensorMeta]:
         """See :class:`rlctl.weights.source.WeightSource`."""
         return self._source.metas()
+
+    def local(self) -> Iterator[Held] | None:
+        """See :class:`rlctl.weights.finite.LocalSource`."""
+        return local_values(self._source)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, and what happens."""

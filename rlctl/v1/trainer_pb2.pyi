@@ -143,6 +143,7 @@ class Offer(_message.Message):
     TOGETHER_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Label that it was called with; the same at every rank."""
     source: _builtins.int
@@ -151,6 +152,8 @@ class Offer(_message.Message):
     """Host that it runs on, as WorkerCoordinates.host_id has it."""
     goes_on: _builtins.bool
     """It goes on as soon as its weights have been sent: nobody goes through them again after that."""
+    local: _builtins.bool
+    """It can look for values that are not finite in what it holds itself, without gathering."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorInfo]:
         """Tensors that it sends, in order. Empty for a rank that only iterates."""
@@ -168,10 +171,11 @@ class Offer(_message.Message):
         together: _abc.Iterable[Global___AtomicList] | None = ...,
         host_id: _builtins.str = ...,
         goes_on: _builtins.bool = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "local", b"local", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
     _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
@@ -214,6 +218,7 @@ class Sent(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    NOT_FINITE_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes that left it."""
     tensors: _builtins.int
@@ -230,6 +235,10 @@ class Sent(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorPart]:
         """The parts that were asked for, with their digests."""
 
+    @_builtins.property
+    def not_finite(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tensors in which values were found that are NaN or infinite."""
+
     def __init__(
         self,
         *,
@@ -238,10 +247,11 @@ class Sent(_message.Message):
         digests: _abc.Iterable[_verbs_pb2.TensorDigest] | None = ...,
         parts: _abc.Iterable[_verbs_pb2.TensorPart] | None = ...,
         tensors: _builtins.int = ...,
+        not_finite: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digests", b"digests", "elapsed", b"elapsed", "parts", b"parts", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digests", b"digests", "elapsed", b"elapsed", "not_finite", b"not_finite", "parts", b"parts", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,6 +332,8 @@ class Attempt(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    FINITE_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the passes of this update, from 1 on."""
     store_address: _builtins.str
@@ -334,6 +346,10 @@ class Attempt(_message.Message):
     """No other attempt follows if this one fails: what was sent need not be kept."""
     published: _builtins.bool
     """A batch of the update serves the version already: it can no longer be cancelled."""
+    finite: _builtins.bool
+    """Look for values that are NaN or infinite in what the buckets name. Set for passes that send nothing."""
+    local: _builtins.bool
+    """Look in what each trainer rank holds itself: nothing is gathered."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.GroupPlan]:
         """Groups, in the one order in which they are formed."""
@@ -368,10 +384,12 @@ class Attempt(_message.Message):
         last: _builtins.bool = ...,
         published: _builtins.bool = ...,
         parts: _abc.Iterable[_verbs_pb2.TensorPart] | None = ...,
+        finite: _builtins.bool = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "groups", b"groups", "last", b"last", "number", b"number", "parts", b"parts", "published", b"published", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "finite", b"finite", "groups", b"groups", "last", b"last", "local", b"local", "number", b"number", "parts", b"parts", "published", b"published", "shared_devices", b"shared_devices", "store_address", b"store_address", "store_port", b"store_port", "timeout", b"timeout", "without_digests", b"without_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

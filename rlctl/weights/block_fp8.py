@@ -23,6 +23,7 @@ from torch import nn
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights.checkpoint import Checkpoint
+from rlctl.weights.finite import Held, local_values
 from rlctl.weights.source import Entry, WeightSource, as_source, atomic_lists
 from rlctl.weights.tensors import TensorMeta, by_name
 
@@ -185,6 +186,10 @@ class BlockFp8:
                 raise
             yield name, codes
             yield scale.name, scales
+
+    def local(self) -> Iterator[Held] | None:
+        """The values that are quantised, or sent as they are, where the source shows them."""
+        return local_values(self._source)
 
     def together(self) -> list[tuple[str, ...]]:
         """Every quantised weight with its scale; what the source keeps together otherwise."""

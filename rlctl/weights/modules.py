@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rlctl.errors import Reason
+from rlctl.weights.finite import Held, shard_of
 from rlctl.weights.tensors import TensorMeta, refuse_unreadable
 
 
@@ -120,6 +121,16 @@ class ModuleSource:
             full = (tensor if gather is None else gather()).detach()
             for name, part in parts.items():
                 yield name, part.of(full)
+
+    def local(self) -> Iterator[Held]:
+        """The values that this rank holds of the tensors, without gathering."""
+        for tensor, parts in self._held():
+            own = shard_of(tensor)
+            if own is not tensor and len(parts) > 1:  # which of the parts its values are in is not known
+                yield tuple(parts), own
+                continue
+            for name, part in parts.items():
+                yield (name,), own if own is not tensor else part.of(tensor.detach())
 
     def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Part]]]:
         """What the module holds now: ``load_state_dict(assign=True)``, say, gives it other tensors for the old ones."""

@@ -28,6 +28,7 @@ from rlctl.errors import Reason
 from rlctl.weights import storage
 from rlctl.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, compare, index_of, open_checkpoint, read_config
 from rlctl.weights.digest import combine, digest_of_bytes, tensor_digest
+from rlctl.weights.finite import is_finite, refusal
 from rlctl.weights.manifest import (
     MANIFEST,
     Base,
@@ -105,17 +106,17 @@ def publish_full(
     sequence: int,
     files_from: str | Path,
     shard_bytes: int = SHARD_BYTES,
+    finite: bool = True,
 ) -> Published:
     """Publish a complete version below ``source_dir``.
 
     ``weights`` are full tensors under checkpoint names; ``files_from`` is a checkpoint whose other files (config,
     tokenizer) go with them. ``sequence`` must be above that of every version published there; publishing the same
-    again confirms.
+    again confirms. ``finite``: refuse weights that hold NaN or infinite values.
 
-    Raises FIELD_INVALID (a label or sequence that cannot be, or is taken by other weights; more tensors than a manifest
-    has room for; no permission to write),
-    CHECKPOINT_NOT_FOUND (``files_from`` holds no config, or a file that is too large), DISK_FULL; nothing is then
-    published.
+    Raises WEIGHTS_NOT_FINITE, FIELD_INVALID (a label or sequence that cannot be, or is taken by other weights; more
+    tensors than a manifest has room for; no permission to write), CHECKPOINT_NOT_FOUND (``files_from`` holds no config,
+    or a file that is too large), DISK_FULL; nothing is then published.
     """
     source = as_source(weights)
     beside = files_beside(Path(files_from), blame="files_from")
@@ -124,7 +125,7 @@ def publish_full(
     with storage.writing(place, "source_dir"), _building(place) as new:
         entries: dict[str, Entry] = {}
         shards: dict[str, int] = {}
-        tensors = _given(source)
+        tensors = _given(source, finite=finite)
 
         def take_in(meta: TensorMeta, data: torch.Tensor) -> None:
             entries[meta.name] = Entry(meta, digest_of_bytes(meta, data))
@@ -149,6 +150,7 @@ def publish_delta(
     base: BaseVersion,
     encoding: Literal["overwrite", "xor"] = "xor",
     compress: bool = True,
+    finite: bool = True,
 ) -> Published:
     """Publish the difference of ``weights`` to a base version below ``source_dir``; otherwise as :func:`publish_full`.
 
@@ -171,7 +173,7 @@ def publish_delta(
         with storage.writing(place, "source_dir"), _building(place) as new:
             writer = _DeltaWriter(new)
             entries: dict[str, Entry] = {}
-            for meta, tensor in zip(source.metas(), _given(source), strict=True):
+            for meta, tensor in zip(source.metas(), _given(source, finite=finite), strict=True):
                 entries[meta.name], payload = _difference(meta, tensor, old, encoding, compress)
                 if payload is not None:
                     writer.add(meta.name, payload, tensor)
@@ -272,13 +274,17 @@ def _shards(metas: list[TensorMeta], shard_bytes: int) -> dict[str, list[TensorM
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def _given(source: WeightSource) -> Iterator[torch.Tensor]:
-    """A source's tensors: all that it has announced, in that order, exactly so. Raises FIELD_INVALID."""
+def _given(source: WeightSource, *, finite: bool) -> Iterator[torch.Tensor]:
+    """A source's tensors: all that it has announced, in that order, exactly so. Raises FIELD_INVALID; with ``finite``,
+    WEIGHTS_NOT_FINITE for the first that holds such values.
+    """
     tensors = source.tensors()
     for meta in source.metas():
         name, tensor = next(tensors, ("nothing more", None))
         if tensor is None or (given := TensorMeta.of(name, tensor)) != meta:
             raise unfit(f"the source announced {meta} and gave {name if tensor is None else given}")
+        if finite and not is_finite(tensor):
+            raise refusal([name], len(source.metas()))
         yield tensor
     if (extra := next(tensors, None)) is not None:
         raise unannounced(extra[0])

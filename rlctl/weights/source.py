@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.weights.finite import Held, local_values, shard_of
 from rlctl.weights.modules import ModuleSource
 from rlctl.weights.tensors import TensorMeta, by_name, castable, refuse_unreadable
 
@@ -26,7 +27,9 @@ class WeightSource(Protocol):
     Where the trainer is distributed, every one of its ranks iterates, since gathering a tensor takes all of them.
 
     A source whose tensors keep their contents until the iteration has ended may say so with an attribute ``stable``
-    that is true: what it yielded is then sent while it prepares what comes next.
+    that is true: what it yielded is then sent while it prepares what comes next. A source whose ranks can show what
+    they hold without gathering has a method ``local`` (:class:`~rlctl.weights.finite.LocalSource`): without it, an
+    update goes through the source once more to find values that are not finite.
     """
 
     def metas(self) -> list[TensorMeta]:
@@ -170,6 +173,9 @@ class _Only:
     def together(self) -> list[tuple[str, ...]]:
         return [names for names in atomic_lists(self._source) if self._left_out.isdisjoint(names)]
 
+    def local(self) -> Iterator[Held] | None:
+        return local_values(self._source)
+
 
 class _Pairs:
     """A source over tensors at hand."""
@@ -191,6 +197,9 @@ class _Pairs:
 
     def together(self) -> list[tuple[str, ...]]:
         return [tuple(name for name, _ in entry) for entry in self._entries if len(entry) > 1]
+
+    def local(self) -> Iterator[Held]:
+        return (((name,), shard_of(tensor)) for entry in self._entries for name, tensor in entry)
 
 
 def _pairs(entry: object) -> list[tuple[str, torch.Tensor]]:

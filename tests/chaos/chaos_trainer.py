@@ -114,6 +114,9 @@ class Share:
     def metas(self) -> list[Any]:
         return self._source.metas()[self._rank :: 2]
 
+    def local(self) -> Any:
+        return self._source.local()
+
     def tensors(self) -> Iterator[tuple[str, Any]]:
         for pair in itertools.islice(self._source.tensors(), self._rank, None, 2):
             time.sleep(PER_TENSOR_S)

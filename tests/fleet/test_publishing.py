@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,32 @@ async def test_what_would_end_a_loop_is_an_error_of_the_source(
             await publisher.update(Source(end), version="never", checkpoint=checkpoint("two"))
         assert caught.value.reason is Reason.SOURCE_FAILED
         await publisher.update(Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none")
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("how", [{}, {"apply": "staged"}, {"partial": True}, {"checkpoint": "two"}], ids=str)
+async def test_weights_that_are_not_finite_are_refused_by_name_before_anything_is_paused(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], how: dict[str, Any], gathered: bool
+) -> None:
+    class Diverged(Source):
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "w", torch.tensor([float("nan")])
+
+    settings = how | ({"checkpoint": checkpoint("two")} if "checkpoint" in how else {})
+    source = Diverged(lambda: None)
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        weights = source if gathered else list(source.tensors())
+        with pytest.raises(RlctlError) as caught:
+            await publisher.update(weights, version="diverged", **settings)
+        assert (caught.value.reason, caught.value.field) == (Reason.WEIGHTS_NOT_FINITE, "weights")
+        assert caught.value.message.endswith("in the dtype of the checkpoint: w")
+        steps = {operation.verb for operation in await client.operations()}
+        assert not steps & {"InitWeightsUpdateGroup", "UpdateWeightsFromTensor", "UpdateWeightsFromDisk"}
+        fleet_now = await client.status()
+        assert all(stage.routable and not stage.report.paused for stage in fleet_now.stages)
+        assert [model.latest.label for model in fleet_now.models] == ["initial"]
+        two = checkpoint("two")
+        await publisher.update(source, version="as it is", checkpoint=two, verify="none", finite=False)
 
 
 async def test_a_deadline_that_is_no_number_or_a_version_that_is_one_begins_nothing(

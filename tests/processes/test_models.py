@@ -17,7 +17,7 @@ from rlctl.demo import tiny as demo_tiny
 from rlctl.errors import Reason, RlctlError
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
-from rlctl.weights.source import WeightSource, as_source
+from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -29,12 +29,15 @@ class Waiting:
     """Weights of a model; half way through them it says so, and waits until it may go on."""
 
     def __init__(self, model: Any) -> None:
-        self._source: WeightSource = as_source(model)
+        self._source: Any = as_source(model)
         self.half_way = threading.Event()
         self.go_on = threading.Event()
 
     def metas(self) -> list[TensorMeta]:
         return self._source.metas()
+
+    def local(self) -> Any:
+        return self._source.local()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(self._source.tensors()):

@@ -130,6 +130,9 @@ class Once:
 
         return [TensorMeta.of(name, tensor) for name, tensor in self._pairs]
 
+    def local(self) -> Any:
+        return (((name,), tensor) for name, tensor in self._pairs)
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._left
 

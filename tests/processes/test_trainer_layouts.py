@@ -163,3 +163,24 @@ def check_lost(said: list[Any], *, dies: int) -> None:
         if rank != dies:
             assert updates[-1]["reason"] == "TRAINER_RANK_LOST", updates[-1]
             assert updates[-1]["elapsed_s"] < 15
+
+
+@pytest.mark.parametrize(
+    ("layout", "diverges"),
+    [(PP_TP, 3), (FSDP, 1), ({**FSDP, "gathers": True}, 1)],
+    ids=["pp2-tp2", "fsdp2", "fsdp2-gathered"],
+)
+def test_a_value_that_is_not_finite_on_any_rank_is_refused_before_anything_is_paused(
+    fleet: Fleet, tmp_path: Path, layout: dict[str, Any], diverges: int
+) -> None:
+    """Also on a rank that is no source: what it holds is sent by another."""
+    assert diverges not in layout["sources"]
+    said = train(fleet, tmp_path, seeds=[58, 59], diverges=diverges, **layout)
+    for first, second in said:
+        assert first["digest"]
+        assert second["reason"] == "WEIGHTS_NOT_FINITE", second
+        assert "1 of " in second["message"]
+    update = next(o for o in fleet.operations() if o.verb == "WeightUpdate")
+    assert not update.HasField("pause_time")
+    assert all(stage.routable for stage in fleet.status().stages)
+    assert {model.latest.label for model in fleet.status().models} == {"seed-58"}

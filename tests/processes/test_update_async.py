@@ -64,6 +64,9 @@ class Counted:
     def metas(self) -> list[TensorMeta]:
         return self._source.metas()
 
+    def local(self) -> Any:
+        return self._source.local()
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.passes += 1
         yield from self._source.tensors()
@@ -79,6 +82,9 @@ class Held:
 
     def metas(self) -> list[TensorMeta]:
         return self._source.metas()
+
+    def local(self) -> Any:
+        return self._source.local()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(self._source.tensors()):

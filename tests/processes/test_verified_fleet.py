@@ -124,6 +124,9 @@ class Counted:
     def metas(self) -> Any:
         return self._source.metas()
 
+    def local(self) -> Any:
+        return self._source.local()
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.passes += 1
         yield from self._source.tensors()

@@ -23,6 +23,7 @@ from with_nccl import stand_in_at_a_source
 
 import rlctl
 from rlctl.client import publisher as publishing
+from rlctl.weights.finite import local_values
 from rlctl.weights.source import as_source
 from rlctl.weights.tensors import TensorMeta
 
@@ -70,6 +71,9 @@ class StageSource:
     def metas(self) -> list[TensorMeta]:
         return self._metas
 
+    def local(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+        return (((name,), part) for name, part in self._local.items())
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, meta in enumerate(self._metas):
             if index == len(self._metas) // 2 and self._happens is not None:
@@ -91,6 +95,20 @@ class StageSource:
         return torch.cat(parts)
 
 
+class Gathering:
+    """A model's weights, which nobody can look at before they are gathered."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._source = as_source(model)
+        self.parameters = model.parameters
+
+    def metas(self) -> list[TensorMeta]:
+        return self._source.metas()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._source.tensors()
+
+
 class Interrupted:
     """A model's weights, in the middle of which something happens."""
 
@@ -100,6 +118,9 @@ class Interrupted:
 
     def metas(self) -> list[TensorMeta]:
         return self._source.metas()
+
+    def local(self) -> Any:
+        return local_values(self._source)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, named in enumerate(self._source.tensors()):
@@ -118,8 +139,17 @@ def weights_of(settings: dict[str, Any], seed: int, stage_group: dist.ProcessGro
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        if last and rank == settings.get("diverges"):
+            with torch.no_grad():
+                model.model.norm.weight.to_local()[-1] = float("nan")
+        if settings.get("gathers"):
+            return Gathering(model)
         return model if happens is None else Interrupted(model, happens)
     assert stage_group is not None
+    if last and rank == settings.get("diverges"):
+        source = StageSource(model, rank // 2, stage_group)
+        next(reversed(source._local.values())).view(-1)[-1] = float("nan")
+        return source
     if last and rank in settings.get("fails", ()):
         return StageSource(model, rank // 2, stage_group, fail)
     if last and rank == settings.get("stops"):

@@ -40,6 +40,9 @@ class Halfway:
     def metas(self) -> Any:
         return self._source.metas()
 
+    def local(self) -> Any:
+        return self._source.local()
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for count, pair in enumerate(self._source.tensors()):
             if count == 5:

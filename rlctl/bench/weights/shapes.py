@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rlctl.weights.finite import Held
 from rlctl.weights.tensors import TensorMeta
 
 _NOISE = 1 << 22
@@ -109,6 +110,10 @@ class Synthetic:
     def metas(self) -> list[TensorMeta]:
         """Every tensor's description."""
         return [TensorMeta.of(name, tensor) for name, tensor in self.weights.items()]
+
+    def local(self) -> Iterator[Held]:
+        """The tensors, which nobody has to gather."""
+        return (((name,), tensor) for name, tensor in self.weights.items())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors."""
