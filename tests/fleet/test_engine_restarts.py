@@ -19,9 +19,10 @@ from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
 from rlctl.transport import grpc
 from rlctl.transport.status import from_grpc
-from rlctl.v1.common_pb2 import STAGE_STATE_FAILED, STAGE_STATE_READY
+from rlctl.v1.common_pb2 import STAGE_STATE_FAILED, STAGE_STATE_PAUSED, STAGE_STATE_READY
 from rlctl.v1.coordinator_pb2 import HealStageRequest
 from rlctl.v1.fleet_pb2 import StageReport
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest
 
 LOST = Reason.ENGINE_FAILED.error("the server process is gone")
 
@@ -83,6 +84,19 @@ async def test_an_engine_is_tried_again_whatever_keeps_it_from_starting_or_endin
         engines.stops[:] = [OSError("no such process")]
         fleet.stages["a"]._engine.fail(LOST)
         await ready_again(fleet, engines, 4)
+
+
+async def test_an_engine_that_is_started_again_under_a_pause_by_name_is_paused(
+    make_fleet: Callable, engines: type[Restartable]
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        paused = await fleet.stub.PauseGeneration(PauseGenerationRequest())
+        fleet.stages["a"]._engine.fail(LOST)
+        await eventually(
+            lambda: fleet.stage("a").incarnation == 2 and fleet.stage("a").state == STAGE_STATE_PAUSED, 10.0
+        )
+        assert engines.started == 2
+        assert fleet.stage("a").pause.operation_id == paused.operation_id
 
 
 async def test_a_stage_whose_engine_does_not_start_again_says_so_and_holds_no_lease(

@@ -10,9 +10,10 @@ import pytest
 from updating import begin, commit, digest, join, refusal, write
 
 from rlctl.coordinator import pausing
-from rlctl.engine import Call
+from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.stage.core import Stage
+from rlctl.stage.server import StageConfig, StageServer
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
@@ -331,6 +332,23 @@ async def test_a_pause_that_is_due_is_not_served_while_the_engine_refuses_it(
     assert served == set()
     fake_engine.FAULTS.clear()
     await paused_for_good(fleet, "a")
+
+
+async def test_a_stage_that_is_adopted_under_a_pause_is_paused(
+    make_fleet: Callable[..., Any], served: set[str], checkpoint: Callable[[str], str]
+) -> None:
+    """As embedded coordinators take charge of stage servers that know none."""
+    alone = StageServer(StageConfig("z", "actor", "fake", EngineConfig(checkpoint("one"))))
+    await alone.start()
+    try:
+        async with make_fleet(a=1) as fleet:
+            await pause(fleet)
+            served.clear()
+            await fleet.server.coordinator.adopt(alone.address)
+            await paused_for_good(fleet, "z")
+            assert served == set()
+    finally:
+        await alone.stop()
 
 
 async def test_who_and_why_are_printable(fleet: InProcessFleet) -> None:
