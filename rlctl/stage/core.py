@@ -102,7 +102,11 @@ class Stage:
             return Attached(error=error.detail())
         former, self._link = self._link, link
         if attach.fleet_epoch > self.facts.fleet_epoch:
-            self._grant_number = self._confirmed_grant = 0  # every coordinator counts its own grants
+            self._confirmed_grant = 0  # every coordinator counts its own grants
+        if former is not link:
+            # Grants count over the link that was accepted last only. A number from another link would keep every later
+            # grant from being heard.
+            self._grant_number = 0
         self.facts.fleet_epoch = attach.fleet_epoch
         self.facts.joined = True
         self.incarnation = attach.incarnation

@@ -23,21 +23,21 @@ from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
-from rlctl.v1.control_pb2 import Attach
+from rlctl.v1.control_pb2 import Attach, ServingGrant
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 from rlctl.version import CONTRACT_VERSION
 
 
 @asynccontextmanager
-async def attached(fleet: InProcessFleet, slot: str, epoch: int) -> AsyncIterator[None]:
+async def attached(fleet: InProcessFleet, slot: str, epoch: int) -> AsyncIterator[Commander]:
     """Hold a stage under an epoch. Raises what it refuses."""
     commander = Commander(await GrpcDialer(StageServiceStub, None).dial(fleet.stages[slot].address), SystemClock())
     receiving = asyncio.create_task(commander.run())
     try:
         attach = Attach(fleet_epoch=epoch, slot=slot, incarnation=7, contract_version=CONTRACT_VERSION)
         await commander.attach(attach)
-        yield
+        yield commander
     finally:
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
@@ -112,6 +112,18 @@ async def test_a_fleet_that_nobody_is_there_of_says_who_is_missing(fleet: InProc
     assert error.reason is Reason.NO_TARGETS
     assert "a is UNREACHABLE: " in error.message
     assert "b is UNREACHABLE: " in error.message
+
+
+async def test_a_grant_of_another_commander_keeps_none_of_the_coordinators_from_being_heard(
+    fleet: InProcessFleet,
+) -> None:
+    epoch = fleet.server.coordinator.roster.epoch
+    stage = fleet.stages["a"]._stage
+    assert stage is not None
+    async with attached(fleet, "a", epoch) as commander:
+        commander.grant(ServingGrant(fleet_epoch=epoch, number=2**64 - 1))
+        await fleet.until(lambda _: not stage.report().lease_held)
+    await is_whole(fleet)
 
 
 async def test_taking_over_what_the_fleet_holds_changes_nothing(fleet: InProcessFleet) -> None:
