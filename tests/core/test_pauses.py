@@ -1,0 +1,151 @@
+"""Which pause by name is in force for a slot: newer ones over older ones, what a continue leaves, and a full disk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rlctl.coordinator.pauses import Pauses
+from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Delete, Put
+from rlctl.v1.common_pb2 import Target
+from rlctl.v1.fleet_pb2 import Pause
+from rlctl.v1.journal_pb2 import PauseRecord
+
+
+@dataclass
+class Place:
+    name: str
+    model: str = "actor"
+    stage: str = "main"
+
+
+A, B, TALKER, CRITIC = Place("a"), Place("b"), Place("t", stage="talker"), Place("c", model="critic")
+ALL = [A, B, TALKER, CRITIC]
+
+
+class Disk:
+    """A journal that may be full."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+        self.full = False
+
+    async def write(self, changes: Sequence[Put | Delete]) -> None:
+        if self.full:
+            raise Reason.JOURNAL_FAILED.error("full")
+        for change in changes:
+            self.records.pop(change.key, None)
+            if isinstance(change, Put):
+                self.records[change.key] = change.body
+
+    def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
+        return sorted(self.records.items())
+
+    def held(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture
+def pauses(disk: Disk) -> Pauses:
+    return Pauses(disk, lambda: None)
+
+
+def record(key: str, target: Target, second: int = 1) -> PauseRecord:
+    return PauseRecord(pause=Pause(operation_id=key, since=Timestamp(seconds=second)), target=target)
+
+
+def in_force(pauses: Pauses) -> dict[str, str]:
+    found = {place.name: pauses.of(place) for place in ALL}
+    return {name: each.pause.operation_id for name, each in found.items() if each is not None}
+
+
+async def end(pauses: Pauses, target: Target, refused: Collection[str] = ()) -> None:
+    await pauses.end(target, ALL, refused)
+
+
+async def test_the_newer_of_two_counts_and_one_that_means_no_more_is_replaced(pauses: Pauses, disk: Disk) -> None:
+    await pauses.begin(record("all", Target()))
+    assert await pauses.begin(record("a", Target(slots=["a"]), 2)) == []
+    assert in_force(pauses) == {"a": "a", "b": "all", "t": "all", "c": "all"}
+    replaced = await pauses.begin(record("actors", Target(model="actor"), 3))
+    assert [each.pause.operation_id for each in replaced] == []
+    await pauses.begin(record("again", Target(), 4))
+    assert set(disk.records) == {"again"}
+    again = Pauses(disk, lambda: None)
+    again.load()
+    assert in_force(again) == in_force(pauses) == dict.fromkeys("abtc", "again")
+
+
+@pytest.mark.parametrize(
+    ("target", "left"),
+    [
+        (Target(), ""),
+        (Target(model="critic"), "abt"),
+        (Target(slots=["a"]), "btc"),
+        (Target(stages=["talker"]), "abc"),
+        (Target(model="actor", stages=["main"]), "tc"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_continue_ends_it_for_what_it_means(pauses: Pauses, disk: Disk, target: Target, left: str) -> None:
+    await pauses.begin(record("all", Target()))
+    await end(pauses, target)
+    assert "".join(in_force(pauses)) == left
+    again = Pauses(disk, lambda: None)
+    again.load()
+    assert in_force(again) == in_force(pauses)
+    joining = Place("new")
+    assert (pauses.of(joining) is None) == (not left), "a stage that joins later is paused while any of it is in force"
+
+
+async def test_slots_that_refuse_to_go_on_stay_under_it_and_no_others(pauses: Pauses) -> None:
+    await pauses.begin(record("all", Target()))
+    await end(pauses, Target(), refused=["b"])
+    assert in_force(pauses) == {"b": "all"}
+    assert pauses.of(Place("new")) is None
+    await end(pauses, Target(slots=["b"]))
+    assert in_force(pauses) == {}
+
+
+async def test_one_of_slots_is_gone_with_the_last_of_them(pauses: Pauses, disk: Disk) -> None:
+    await pauses.begin(record("two", Target(slots=["a", "b"])))
+    await end(pauses, Target(slots=["a"]))
+    assert in_force(pauses) == {"b": "two"}
+    await end(pauses, Target(slots=["b"]))
+    assert disk.records == {}
+
+
+async def test_one_that_is_taken_back_leaves_what_it_had_replaced(pauses: Pauses, disk: Disk) -> None:
+    await pauses.begin(record("a", Target(slots=["a"])))
+    replaced = await pauses.begin(record("all", Target(), 2))
+    await pauses.take_back("all", replaced)
+    assert in_force(pauses) == {"a": "a"}
+    assert set(disk.records) == {"a"}
+
+
+async def test_a_full_disk_keeps_none_in_force_that_was_taken_back(pauses: Pauses, disk: Disk) -> None:
+    replaced = await pauses.begin(record("all", Target()))
+    disk.full = True
+    await pauses.take_back("all", replaced)
+    assert in_force(pauses) == {}
+    with pytest.raises(RlctlError):
+        await pauses.record_ended()
+    disk.full = False
+    await pauses.record_ended()
+    assert disk.records == {}
+
+
+async def test_one_that_the_disk_does_not_take_is_not_in_force(pauses: Pauses, disk: Disk) -> None:
+    disk.full = True
+    with pytest.raises(RlctlError):
+        await pauses.begin(record("all", Target()))
+    assert in_force(pauses) == {}
