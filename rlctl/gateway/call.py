@@ -9,16 +9,22 @@ from aiohttp import web
 
 from rlctl import http_callers
 from rlctl.client.aio import AsyncFleet
-from rlctl.errors import Reason, RlctlError
+from rlctl.client.enums import short_name
+from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.gateway import bodies, identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.generation.service import Generation
 from rlctl.ports import new_uuid7
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, StageState
+from rlctl.v1.results_pb2 import Operation, RankResult, StageResult
 
 T = TypeVar("T")
 
 UNKNOWN_FIELDS = "X-RLCTL-Unknown-Fields"
 """Header of the answer that lists what of the body nobody looked at."""
+
+EXCLUDED = "X-RLCTL-Excluded"
+"""Header of the answer that lists the engines that an operation left out, each with its state."""
 
 
 class Call:
@@ -60,6 +66,7 @@ class Call:
         self._parsed: Fields | None = None
         self._fields: list[Fields] = []
         self._unknown: list[str] = []
+        self._excluded: dict[str, str] = {}
 
     def query_all(self, name: str) -> list[str]:
         """Every value of a parameter of the query."""
@@ -103,6 +110,28 @@ class Call:
         """List these in the answer."""
         self._unknown += names
 
+    async def operate(self, request: Any, *, partly: bool = False, **options: Any) -> Operation:
+        """Carry out a verb as :meth:`rlctl.client.aio.AsyncFleet.call` does. The answer lists the engines left out.
+
+        Raises as that, and OperationFailed for UNSUPPORTED where an engine skipped it, unless ``check`` is false.
+        ``partly``: only where every engine did.
+        """
+        operation: Operation = await self.fleet.call(request, **options)
+        self.note_excluded(operation)
+        if options.get("check", True):
+            refuse_skipped(operation, partly=partly)
+        return operation
+
+    def note_excluded(self, operation: Operation) -> None:
+        """List the engines that it left out in the answer."""
+        self._excluded |= {each.slot: short_name(StageState.DESCRIPTOR, each.state) for each in operation.excluded}
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Headers of an answer that is no error."""
+        told = {UNKNOWN_FIELDS: self.unknown, EXCLUDED: [f"{slot}={state}" for slot, state in self._excluded.items()]}
+        return {name: ", ".join(map(_printable, each))[:1000] for name, each in told.items() if each}
+
     @property
     def unknown(self) -> list[str]:
         """Fields of the body that nobody took, where somebody took some."""
@@ -137,3 +166,32 @@ class Call:
             if error.reason is Reason.REQUEST_ID_REUSED:
                 error.field = header
             raise
+
+
+def confirmed(result: StageResult | RankResult, *, update: bool = False) -> bool:
+    """Whether an engine, or a rank, has done what was asked, or will: a continue that waits for memory is SKIPPED.
+
+    Any other SKIPPED result is of an engine that cannot do it. ``update``: of weights, which nothing defers.
+    """
+    deferred = result.outcome == OUTCOME_SKIPPED and result.error.reason == Reason.MEMORY_RELEASED.name
+    return result.outcome == OUTCOME_APPLIED or (deferred and not update)
+
+
+def refuse_skipped(operation: Operation, *, partly: bool = False) -> None:
+    """Raise OperationFailed for an operation that an engine skipped since it cannot do it; ``partly``: that all did."""
+    skipped = [
+        result for result in operation.stage_results if result.outcome == OUTCOME_SKIPPED and not confirmed(result)
+    ]
+    if not skipped or (partly and len(skipped) < len(operation.stage_results)):
+        return
+    failed = Operation()
+    failed.CopyFrom(operation)
+    failed.error.CopyFrom(skipped[0].error)
+    names = ", ".join(result.slot for result in skipped)
+    failed.error.message = f"{names} cannot do it: {skipped[0].error.message}"
+    raise OperationFailed(failed)
+
+
+def _printable(name: str) -> str:
+    """What a header can hold: a client may call a field whatever JSON can."""
+    return "".join(sign if " " <= sign <= "~" else sign.encode("unicode_escape").decode() for sign in name)

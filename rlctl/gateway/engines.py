@@ -9,12 +9,18 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from rlctl.client.aio import AsyncFleet
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route
 from rlctl.gateway.generation.running import ANY, SLOT
 from rlctl.gateway.table import ENGINE
-from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_RETIRED, STAGE_STATE_UNREACHABLE
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_FAILED,
+    STAGE_STATE_JOINING,
+    STAGE_STATE_RETIRED,
+    STAGE_STATE_UNREACHABLE,
+    StageState,
+)
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
@@ -40,7 +46,7 @@ _OF_THE_MODEL = (
 _OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
 """The coordinator finds the model of the others."""
 
-GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED)
+GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_FAILED)
 _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")
 
 
@@ -67,25 +73,47 @@ def slot_in(url: str) -> str:
     return unquote(found[1]) if found else ""
 
 
-async def living(call: Call) -> list[Stage]:
-    """The stages that are there, in slot order: those of the gateway's model, if it has one."""
+async def listed(call: Call) -> list[Stage]:
+    """The stages of the fleet, in slot order: those of the gateway's model, if it has one. Retired ones are none.
+
+    A stage that cannot be reached is listed with its state.
+    """
     return await _stages(call, call.fleet)
 
 
+async def living(call: Call) -> list[Stage]:
+    """The stages of :func:`listed` that can be reached."""
+    return [stage for stage in await listed(call) if stage.state not in GONE]
+
+
 async def find(call: Call, slot: str, field: str) -> Stage:
-    """One of them. Raises STAGE_NOT_FOUND."""
-    return _named(await living(call), slot, field)
+    """One stage of :func:`listed`. Raises STAGE_NOT_FOUND."""
+    return _named(await listed(call), slot, field)
 
 
 async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
-    """Those whose address was asked. ``openly``: of somebody who needs no token. Raises STAGE_NOT_FOUND."""
+    """The living stages whose address was asked. ``openly``: by a caller who needs no token.
+
+    Raises STAGE_NOT_FOUND, and UNREACHABLE for an engine at its own address.
+    """
     stages = await _stages(call, call.generation.fleet if openly else call.fleet)
-    return [_named(stages, slot, SLOT) for slot in slots_of(call)] or stages
+    named = [_named(stages, slot, SLOT) for slot in slots_of(call)]
+    for stage in named:
+        if stage.state in GONE:
+            raise unreachable(stage.registration.slot, stage.state)
+    return named or [stage for stage in stages if stage.state not in GONE]
+
+
+def unreachable(slot: str, state: StageState.ValueType, reason: str = "") -> RlctlError:
+    """Why an engine cannot be asked, or was left out for this reason."""
+    name = StageState.Name(state).removeprefix("STAGE_STATE_")
+    cause = Reason.UNREACHABLE if state in GONE else Reason.STAGE_NOT_SERVING
+    return cause.error(f"{slot} is {name}{f': {reason}' if reason else ''}")
 
 
 async def health(call: Call) -> Reply:
     """200 if the engine lives, paused or asleep too; at the root if one does. Nothing is generated for it. Raises
-    NO_ROUTABLE_STAGE, STAGE_NOT_FOUND.
+    NO_ROUTABLE_STAGE, STAGE_NOT_FOUND, UNREACHABLE.
     """
     for stage in await asked(call, openly=True):
         if stage.state != STAGE_STATE_JOINING and not stage.quarantine.reason:
@@ -95,7 +123,7 @@ async def health(call: Call) -> Reply:
 
 async def _stages(call: Call, fleet: AsyncFleet) -> list[Stage]:
     told = await fleet.status(call.generation.settings.model)
-    return [stage for stage in told.stages if stage.state not in GONE]
+    return [stage for stage in told.stages if stage.state != STAGE_STATE_RETIRED]
 
 
 def _named(stages: Sequence[Stage], slot: str, field: str) -> Stage:

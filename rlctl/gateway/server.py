@@ -19,7 +19,7 @@ from rlctl.client import aio
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError, without_frames
 from rlctl.gateway import dialects, middleware
-from rlctl.gateway.call import UNKNOWN_FIELDS, Call
+from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.generation.service import Generation, Settings
 from rlctl.gateway.routed import Keeper, routed
@@ -164,7 +164,7 @@ class GatewayServer:
             answer = await self._answer(route, call)
             if isinstance(answer, Stream):
                 return await self._stream(request, call, answer)
-            return _response(answer, _unknown(call))
+            return _response(answer, call.notes)
         except RlctlError as error:
             answer = (route.fail or self.dialect.fail)(without_frames(error))
         except (asyncio.CancelledError, ConnectionError):
@@ -198,7 +198,7 @@ class GatewayServer:
         try:
             # What is wrong with the request is an answer of its own, not an event.
             first = await anext(chunks, b"")
-            headers = {"Cache-Control": "no-cache", **answer.headers, **_unknown(call)}
+            headers = {"Cache-Control": "no-cache", **answer.headers, **call.notes}
             response = web.StreamResponse(headers=headers)
             response.content_type = answer.content_type
             await response.prepare(request)
@@ -225,16 +225,6 @@ def _defect(request: web.Request, error: Exception) -> RlctlError:
     log.error("%s %s", request.method, request.path, exc_info=error)
     without_frames(error)
     return Reason.INTERNAL.error("the gateway failed; its log says more")
-
-
-def _unknown(call: Call) -> dict[str, str]:
-    names = call.unknown
-    return {UNKNOWN_FIELDS: ", ".join(map(_printable, names))[:1000]} if names else {}
-
-
-def _printable(name: str) -> str:
-    """What a header can hold: a client may call a field whatever JSON can."""
-    return "".join(sign if " " <= sign <= "~" else sign.encode("unicode_escape").decode() for sign in name)
 
 
 def _response(answer: Answer, headers: dict[str, str] | None = None) -> web.Response:

@@ -322,17 +322,17 @@ async def test_reset_tensors_proves_that_every_tensor_is_written(
         for rank, was in zip(stage["rank_results"], earlier["rank_results"], strict=True):
             parameters = {name for name in was["data"]["checksums"] if name.endswith(".weight")}
             assert set(rank["data"]["changed"]) == parameters
-            assert rank["data"]["matched"] == was["data"]["tensor_count"] - len(parameters), "buffers stay"
+            assert rank["data"]["matched"] is False
     status, told = await ask(http, "/continue_generation", {})
     assert status == 502, "scrambled weights are not served"
     status, told = await ask(
         http, "/update_weights_from_disk", {"model_path": str(tmp_path / "next"), "weight_version": "again"}
     )
     assert status == 200, told
-    for stage, earlier in zip(await checked(http, action="compare"), before, strict=True):
-        for rank, was in zip(stage["rank_results"], earlier["rank_results"], strict=True):
+    for stage in await checked(http, action="compare"):
+        for rank in stage["rank_results"]:
             assert (rank["data"]["missing"], rank["data"]["unexpected"], rank["data"]["changed"]) == ([], [], [])
-            assert rank["data"]["matched"] == was["data"]["tensor_count"]
+            assert rank["data"]["matched"] is True
 
 
 @pytest.mark.parametrize("paused", [False, True])

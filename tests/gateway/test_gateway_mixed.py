@@ -48,13 +48,15 @@ async def test_reads_are_of_those_that_can_tell(fleet: InProcessFleet, make_gate
             assert response.status == 200
     async with make_gateway(fleet, dialect="vllm") as (_, http):
         status, told = await ask(http, "/server_info")
-        assert (status, [url.rpartition("/")[2] for url in told["servers"]]) == (200, ["b"])
+        servers = {url.rpartition("/")[2]: info for url, info in told["servers"].items()}
+        assert (status, list(servers["a"]), "engine" in servers["b"]) == (200, ["error"], True)
 
 
 async def test_whose_weights_were_not_checked_is_said(fleet: InProcessFleet, make_gateway: Callable[..., Any]) -> None:
     async with make_gateway(fleet) as (_, http):
         status, told = await ask(http, "/weights_checker", "POST", json={"action": "checksum"})
-        assert (status, list(told["model_digest"]), len(told["ranks"])) == (200, ["b"], 2)
+        assert (status, told["success"]) == (400, False)
+        assert (list(told["model_digest"]), len(told["ranks"])) == (["b"], 2)
         assert list(told["skipped"]) == ["a"]
         assert "CheckWeights" in told["skipped"]["a"]
         assert told["message"] == "checksum of 1 engines; of 1 it cannot be had: a."

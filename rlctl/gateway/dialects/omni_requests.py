@@ -58,7 +58,7 @@ def read(verb: Verb, fields: Fields) -> Asked:
 
 async def carry_out(call: Call, asked: Asked) -> Operation:
     """The operation, however it ended. Raises what it is refused for."""
-    return await call.fleet.call(
+    return await call.operate(
         await engines.aimed(call, asked.request),
         stages=asked.stages,
         timeout_s=asked.timeout_s,

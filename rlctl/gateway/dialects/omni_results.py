@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from google.protobuf import json_format
-
 from rlctl.client.enums import short_name
 from rlctl.errors import from_detail
+from rlctl.gateway.call import confirmed
 from rlctl.gateway.dialect import Reply
-from rlctl.outcomes import acknowledged
+from rlctl.gateway.plain import plain
 from rlctl.times import seconds
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_SKIPPED,
     STAGE_STATE_FAILED,
+    STAGE_STATE_PAUSED,
     STAGE_STATE_RETIRED,
     STAGE_STATE_UNREACHABLE,
     ErrorDetail,
@@ -27,6 +27,8 @@ from rlctl.v1.verbs_pb2 import CHECK_ACTION_COMPARE, CheckAction, CheckReport, T
 from rlctl.verbs import VERBS
 
 UrlOf = Callable[[str], str]
+
+_ACTIONS = {"GetModelInfo": "model_info", "CheckWeights": "weights_checker"}
 
 _GOOD = (OPERATION_STATE_OK, OPERATION_STATE_RUNNING)
 
@@ -42,9 +44,10 @@ def of_router(operation: Operation, path: str, url_of: UrlOf) -> Reply:
         }
         for result in operation.stage_results
     ]
-    success = operation.state in _GOOD
+    failed = [result for result in results if not result["success"]]
+    success = operation.state in _GOOD and not failed
     status = 200 if success else 502
-    message = "ok" if success else _why(operation.error)
+    message = "ok" if success else _why(operation.error) or failed[0]["body"]["message"]
     versions = {result.weight_version.label for result in operation.stage_results}
     if success and path == "/model_info" and len(versions) > 1:
         success, status, message = False, 409, f"the workers' weight versions are mixed: {', '.join(sorted(versions))}"
@@ -54,10 +57,17 @@ def of_router(operation: Operation, path: str, url_of: UrlOf) -> Reply:
         "path": path,
         "worker_count": len(operation.targets),
         "results": results,
+        "excluded": [
+            {"worker": url_of(each.slot), "state": short_name(StageState.DESCRIPTOR, each.state), "reason": each.reason}
+            for each in operation.excluded
+        ],
         "operation_id": operation.operation_id,
     }
+    if path == "/model_info":
+        body["workers"] = results
     if path == "/model_info" and success and results:
-        body |= {"weight_version": versions.pop(), "model_path": results[0]["body"].get("model_path")}
+        first = results[0]["body"]
+        body |= {"weight_version": versions.pop(), "model_path": first.get("model_path"), "load_format": None}
     return Reply(body, status)
 
 
@@ -91,7 +101,13 @@ def _body(operation: Operation, results: Sequence[StageResult]) -> dict[str, Any
     stages = [_stage(operation, result) for result in results]
     success = all(stage["success"] for stage in stages) if stages else operation.state in _GOOD
     failed = next((stage["message"] for stage in stages if not stage["success"]), _why(operation.error))
-    body: dict[str, Any] = {"success": success, "message": "ok" if success else failed, "results": stages}
+    body: dict[str, Any] = {
+        "op_id": operation.operation_id,
+        "action": _action(operation),
+        "success": success,
+        "message": "ok" if success else failed,
+        "results": stages,
+    }
     if operation.verb == "GetModelInfo" and success and stages:
         body = {**stages[0]["data"], **body, "stages": stages}
     return body
@@ -100,21 +116,34 @@ def _body(operation: Operation, results: Sequence[StageResult]) -> dict[str, Any
 def _stage(operation: Operation, result: StageResult) -> dict[str, Any]:
     """Success is that of all ranks; the data is rank 0's, and every rank's is in rank_results."""
     ranks = [_rank(rank) for rank in result.rank_results]
-    told: dict[str, Any] = {
-        "stage": "main",
-        "success": _succeeded(operation, result),
-        "message": "ok" if result.outcome == OUTCOME_APPLIED else _why(result.error),
-        "state": short_name(StageState.DESCRIPTOR, result.state),
-        "data": {
-            **(ranks[0]["data"] if ranks else {}),
-            "weight_version": result.weight_version.label,
-            "tp_size": len(ranks),
-            "rank_results": ranks,
-        },
+    success = _succeeded(operation, result)
+    data: dict[str, Any] = {
+        **(ranks[0]["data"] if ranks else {}),
+        "engine_paused": result.state == STAGE_STATE_PAUSED,
+        "weight_version": result.weight_version.label,
+        "tp_size": len(ranks),
+        "rank_results": ranks,
     }
-    if result.outcome == OUTCOME_SKIPPED:
-        told |= {"skipped": True, "unsupported": True}
-    return told
+    if result.outcome == OUTCOME_SKIPPED and not success:
+        data |= {"skipped": True, "unsupported": True}
+    return {
+        "op_id": operation.operation_id,
+        "stage": "main",
+        "action": _action(operation),
+        "success": success,
+        "message": "ok" if result.outcome == OUTCOME_APPLIED else _why(result.error),
+        "data": data,
+        "error": None if success else _why(result.error),
+        "rank": None,
+        "role": None,
+        "state": short_name(StageState.DESCRIPTOR, result.state),
+    }
+
+
+def _action(operation: Operation) -> str:
+    """The verb under Omni's name, which is its path."""
+    verb = VERBS.get(operation.verb)
+    return _ACTIONS.get(operation.verb) or (verb.method if verb is not None else operation.verb)
 
 
 def _rank(result: RankResult) -> dict[str, Any]:
@@ -124,10 +153,12 @@ def _rank(result: RankResult) -> dict[str, Any]:
     if isinstance(data, CheckReport):
         told = _check(data)
     elif data is not None:
-        told = json_format.MessageToDict(data, preserving_proto_field_name=True)
+        told = plain(data)
+        if isinstance(told.get("weight_version"), dict):
+            told["weight_version"] = told["weight_version"]["label"]
     return {
         "rank": result.coordinates.rank,
-        "success": result.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED),
+        "success": confirmed(result),
         "message": "ok" if result.outcome == OUTCOME_APPLIED else _why(result.error),
         "data": told,
     }
@@ -146,7 +177,7 @@ def _check(report: CheckReport) -> dict[str, Any]:
     }
     if report.action == CHECK_ACTION_COMPARE:
         told |= {
-            "matched": report.matched,
+            "matched": not (report.missing or report.unexpected or report.changed),
             "missing": list(report.missing),
             "unexpected": list(report.unexpected),
             "changed": list(report.changed),
@@ -160,7 +191,7 @@ def _metadata(tensor: TensorDigest) -> dict[str, Any]:
 
 def _succeeded(operation: Operation, result: StageResult) -> bool:
     verb = VERBS.get(operation.verb)
-    return acknowledged(result, update=verb is not None and verb.writes_weights)
+    return confirmed(result, update=verb is not None and verb.writes_weights)
 
 
 def _status(operation: Operation, result: StageResult) -> int:

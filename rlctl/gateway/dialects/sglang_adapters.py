@@ -21,14 +21,14 @@ async def load_lora(asked: Asked) -> Reply:
         path=asked["lora_path"],
         pinned=asked["pinned"],
     )
-    return _adapters(await asked.call.fleet.call(request))
+    return _adapters(await asked.call.operate(request))
 
 
 @saying_success(error_message=None, loaded_adapters={})
 async def unload_lora(asked: Asked) -> Reply:
     """Every engine of the model unloads an adapter."""
     request = verbs_pb2.UnloadAdapterRequest(header=await asked.header(model=asked.model()), name=asked["lora_name"])
-    return _adapters(await asked.call.fleet.call(request))
+    return _adapters(await asked.call.operate(request))
 
 
 @saying_success(error_message=None, loaded_adapters={})

@@ -108,13 +108,17 @@ async def weights_checker(asked: Asked) -> Reply:
         skip_tensors=asked["skip_tensor_list"] or [],
         selector=common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}"),
     )
-    operation = await asked.tell(request)
+    operation = await asked.tell(request, partly=True)
     results = telling(operation)
-    skipped = {result.slot: result.error.message for result in operation.stage_results if not result.rank_results}
+    there = {result.slot for result in results}
+    skipped = {result.slot: result.error.message for result in operation.stage_results if result.slot not in there}
     ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
-    wrong = sorted({name for _, rank in ranks for name in [*rank.check.changed, *rank.check.missing]})
+    wrong = sorted({name for _, rank in ranks for name in _differing(rank.check)})
     cannot = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
-    body: dict[str, Any] = {"success": not wrong, "message": f"{action} of {len(results)} engines{cannot}."}
+    body: dict[str, Any] = {
+        "success": not wrong and not skipped,
+        "message": f"{action} of {len(results)} engines{cannot}.",
+    }
     if skipped:
         body["skipped"] = skipped
     if wrong:
@@ -125,7 +129,11 @@ async def weights_checker(asked: Asked) -> Reply:
         if len(results) == 1:
             [digest] = body["model_digest"].values()
             body["per_engine_checksum"] = digest
-    return Reply(body, 400 if wrong else 200)
+    return Reply(body, 200 if body["success"] else 400)
+
+
+def _differing(report: verbs_pb2.CheckReport) -> list[str]:
+    return [*report.changed, *report.missing, *report.unexpected]
 
 
 def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rlctl.version import __version__
 
 async def model_info(asked: Asked) -> Reply:
     """What is loaded, and its version."""
-    operation = await asked.tell(verbs_pb2.GetModelInfoRequest())
+    operation = await asked.tell(verbs_pb2.GetModelInfoRequest(), partly=True)
     result = telling(operation)[0]
     info = result.rank_results[0].model_info
     version = result.weight_version if result.weight_version.sequence else info.weight_version
@@ -59,8 +59,8 @@ async def get_weight_version(asked: Asked) -> Reply:
 
 async def server_info(asked: Asked) -> Reply:
     """How the engines were started, and what they do now."""
-    started = await asked.tell(verbs_pb2.GetServerInfoRequest())
-    loads = await asked.tell(verbs_pb2.GetLoadsRequest(), "loads")
+    started = await asked.tell(verbs_pb2.GetServerInfoRequest(), partly=True)
+    loads = await asked.tell(verbs_pb2.GetLoadsRequest(), "loads", partly=True)
     first = telling(started)[0]
     stage = stage_of(await fleet_of(asked), first.slot)
     info = first.rank_results[0].server_info
@@ -87,7 +87,7 @@ async def server_info(asked: Asked) -> Reply:
 
 async def loads(asked: Asked) -> Reply:
     """What runs and waits, at every engine."""
-    states = _loads(await asked.tell(verbs_pb2.GetLoadsRequest()))
+    states = _loads(await asked.tell(verbs_pb2.GetLoadsRequest(), partly=True))
     wanted = asked["dp_rank"]
     if wanted is not None and wanted >= len(states):
         raise Reason.FIELD_INVALID.error(f"there are {len(states)}, counted from 0", field="dp_rank")
@@ -107,7 +107,7 @@ async def loads(asked: Asked) -> Reply:
 
 def telling(operation: Operation) -> list[StageResult]:
     """The results of the engines that can tell what was asked; those of others hold nothing."""
-    return [result for result in operation.stage_results if result.rank_results]
+    return [result for result in operation.stage_results if result.outcome == common_pb2.OUTCOME_APPLIED]
 
 
 def _loads(operation: Operation) -> list[dict[str, Any]]:

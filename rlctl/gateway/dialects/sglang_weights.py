@@ -40,7 +40,7 @@ async def from_disk(asked: Asked) -> Reply:
         token_step=weights.token_step(asked["token_step"]),
         options=options,
     )
-    operation = await asked.call.fleet.call(request)
+    operation = await asked.call.operate(request)
     if asked["is_async"]:
         return done(f"Accepted as operation {operation.operation_id}.", num_paused_requests=0)
     return done(f"Succeeded to update model weights.{_versioned(operation)}", num_paused_requests=0)
@@ -84,6 +84,7 @@ async def _commit(asked: Asked, version: str) -> Operation:
     model = "" if asked.slot else await engines.updatable(asked.call)
     request = update_pb2.CommitWeightUpdateRequest(header=await asked.header("commit", model=model), version=version)
     operation: Operation = await asked.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
+    asked.call.note_excluded(operation)
     if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
         raise OperationFailed(operation)
     return operation
@@ -111,7 +112,7 @@ async def init_group(asked: Asked) -> Reply:
             field="rank_offset",
             next_step="Call every engine at its own address to say where each of them joins.",
         )
-    await asked.call.fleet.call(request)
+    await asked.call.operate(request)
     return done("Succeeded to initialize custom process group.")
 
 
@@ -134,7 +135,7 @@ async def from_distributed(asked: Asked) -> Reply:
         options=_options(asked),
         kind=_kind(asked),
     )
-    operation = await asked.call.fleet.call(request)
+    operation = await asked.call.operate(request)
     return done(f"Succeeded to update parameter online.{_versioned(operation)}")
 
 
@@ -153,7 +154,7 @@ async def from_tensor(asked: Asked) -> Reply:
         kind=_kind(asked),
         segments=weights.segments(asked["segments"]),
     )
-    operation = await asked.call.fleet.call(request)
+    operation = await asked.call.operate(request)
     return done(f"Success{_versioned(operation)}")
 
 

@@ -25,7 +25,7 @@ async def load(call: Call, *, replaces: bool = False) -> Reply:
         raise Reason.FIELD_INVALID.error(f"{name!r} is a model's name", field="lora_name")
     replaces = fields.take("load_inplace", bool, replaces)
     request = LoadAdapterRequest(name=name, path=fields.take("lora_path", str), only_new=not replaces)
-    await call.fleet.call(await engines.aimed(call, request))
+    await call.operate(await engines.aimed(call, request))
     return Reply(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -34,7 +34,7 @@ async def unload(call: Call) -> Reply:
     fields = await call.fields()
     fields.accept("lora_int_id")
     request = UnloadAdapterRequest(name=fields.take("lora_name", str))
-    await call.fleet.call(await engines.aimed(call, request))
+    await call.operate(await engines.aimed(call, request))
     return Reply(f"Success: LoRA adapter '{request.name}' removed successfully.")
 
 

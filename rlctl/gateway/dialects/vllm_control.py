@@ -11,11 +11,10 @@ from google.protobuf.message import Message
 
 from rlctl.errors import PreconditionFailed, Reason, RlctlError, from_detail
 from rlctl.gateway import engines
-from rlctl.gateway.call import Call
+from rlctl.gateway.call import Call, confirmed
 from rlctl.gateway.dialect import Reply, Route, plain_error
 from rlctl.gateway.dialects import vllm_requests
-from rlctl.outcomes import acknowledged
-from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
+from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, StageState
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
@@ -121,7 +120,7 @@ async def control(row: Control, call: Call) -> Reply:
         await _refuse(call, step)
     operation, refusal = Operation(), None
     for number, step in enumerate(steps):
-        failed = refusal is not None or (number > 0 and operation.state != OPERATION_STATE_OK)
+        failed = refusal is not None or (number > 0 and not _done(operation))
         if failed and not isinstance(step, ContinueGenerationRequest):
             continue
         try:
@@ -167,17 +166,22 @@ async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
         return Operation(state=OPERATION_STATE_OK)
     if isinstance(request, CommitWeightUpdateRequest):
         committed: Operation = await call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
+        call.note_excluded(committed)
         return committed
-    operation = await call.fleet.call(request, check=False)
+    operation = await call.operate(request, check=False)
     if isinstance(request, InitWeightsUpdateGroupRequest) and any(map(_stands_otherwise, operation.stage_results)):
         # vLLM has one group, which a trainer that comes again makes anew without a word about the old one.
         left = DestroyWeightsUpdateGroupRequest(group_name=request.group_name)
-        await call.fleet.call(await engines.aimed(call, left, f"{name} leave"), check=False)
+        await call.operate(await engines.aimed(call, left, f"{name} leave"), check=False)
         again = InitWeightsUpdateGroupRequest()
         again.CopyFrom(request)
         again.header.request_id = await call.request_id(f"{name} again")
-        operation = await call.fleet.call(again, check=False)
+        operation = await call.operate(again, check=False)
     return operation
+
+
+def _done(operation: Operation) -> bool:
+    return operation.state == OPERATION_STATE_OK and all(map(confirmed, operation.stage_results))
 
 
 def _stands_otherwise(result: StageResult) -> bool:
@@ -193,9 +197,21 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
         if error is not None:
             return plain_error(error) if not _is_no(row, error) else Reply({"success": False, "message": str(error)})
         return Reply(_body(row, result))
-    named = operation.targets or [stage.registration.slot for stage in await engines.living(call)]
-    answers = {}
-    for slot in named:
+    missing = {each.slot: left_out(each.slot, each.state, each.reason) for each in operation.excluded}
+    named = list(operation.targets)
+    if not named:  # an update that was opened, of which the coordinator tells no targets
+        stages = await engines.listed(call)
+        named = [stage.registration.slot for stage in stages if stage.state not in engines.GONE]
+        missing = {
+            stage.registration.slot: left_out(stage.registration.slot, stage.state)
+            for stage in stages
+            if stage.state in engines.GONE
+        }
+    answers: dict[str, Mapping[str, Any]] = {}
+    for slot in sorted({*named, *missing}):
+        if slot in missing:
+            answers[engines.url_of(call, slot)] = missing[slot]
+            continue
         error = _error(operation, results.get(slot))
         if error is None:
             answers[engines.url_of(call, slot)] = {"status": 200, "body": _body(row, results.get(slot))}
@@ -209,7 +225,7 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
 def _error(operation: Operation, result: StageResult | None) -> RlctlError | None:
     """What kept a server from it; None: nothing."""
     if result is not None:
-        return None if acknowledged(result, update=False) else from_detail(result.error)
+        return None if confirmed(result) else from_detail(result.error)
     return None if operation.state == OPERATION_STATE_OK else from_detail(operation.error)
 
 
@@ -228,8 +244,14 @@ def _body(row: Control, result: StageResult | None) -> dict[str, Any]:
 
 
 def told_by_each(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
-    """Servers' statuses and bodies by their addresses."""
-    return Reply(answers, 200 if all(answer["status"] == 200 for answer in answers.values()) else 207)
+    """Servers' statuses and bodies by their addresses; 207 unless all are well."""
+    return Reply(answers, 200 if all(answer.get("status", 200) == 200 for answer in answers.values()) else 207)
+
+
+def left_out(slot: str, state: StageState.ValueType, reason: str = "") -> dict[str, Any]:
+    """What is told of an engine that an operation left out, or that cannot be asked."""
+    error = engines.unreachable(slot, state, reason)
+    return {"status": error.http_status, "error": str(error)}
 
 
 async def abort(call: Call) -> Reply:
@@ -238,9 +260,7 @@ async def abort(call: Call) -> Reply:
     rids = fields.take_list("request_ids", str, None)
     request = AbortRequestsRequest(rids=rids or (), abort_all=not rids)
     stopped = await call.generation.stop(rids) if rids else []
-    operation = await call.fleet.call(await engines.aimed(call, request), check=False)
-    if operation.state != OPERATION_STATE_OK:
-        return plain_error(from_detail(operation.error))
+    operation = await call.operate(await engines.aimed(call, request))
     ended = sum(rank.abort.aborted for result in operation.stage_results for rank in result.rank_results)
     return Reply({"status": "aborted", "aborted": len(rids) if rids else ended + len(stopped)})
 

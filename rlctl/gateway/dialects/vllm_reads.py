@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-
 from rlctl.gateway import engines
-from rlctl.gateway.call import Call
+from rlctl.gateway.call import Call, confirmed
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.dialects import vllm_requests
-from rlctl.gateway.dialects.vllm_control import told_by_each
+from rlctl.gateway.dialects.vllm_control import left_out, told_by_each
+from rlctl.gateway.plain import plain
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.verbs_pb2 import GetLoadsRequest, GetServerInfoRequest
 from rlctl.version import __version__
@@ -20,15 +19,18 @@ from rlctl.version import __version__
 
 async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
     """What is known of the engine, or of each."""
-    stages = await engines.asked(call)
     if engines.slots_of(call):
-        return Reply(tell(call, stages[0]))
-    told = {engines.url_of(call, stage.registration.slot): tell(call, stage) for stage in stages}
-    return (
-        Reply(told)
-        if tell is _info
-        else told_by_each({url: {"status": 200, "body": body} for url, body in told.items()})
-    )
+        return Reply(tell(call, (await engines.asked(call))[0]))
+    answers = {}
+    for stage in await engines.listed(call):
+        slot = stage.registration.slot
+        if stage.state in engines.GONE:
+            answers[engines.url_of(call, slot)] = left_out(slot, stage.state)
+        elif tell is _info:
+            answers[engines.url_of(call, slot)] = tell(call, stage)
+        else:
+            answers[engines.url_of(call, slot)] = {"status": 200, "body": tell(call, stage)}
+    return told_by_each(answers)
 
 
 def _info(call: Call, stage: Stage) -> dict[str, Any]:
@@ -58,8 +60,8 @@ READS: Sequence[tuple[str, Callable[[Call, Stage], dict[str, Any]], str]] = (
 
 
 async def servers(call: Call) -> Reply:
-    """The engines' addresses."""
-    return Reply({"servers": [engines.url_of(call, stage.registration.slot) for stage in await engines.living(call)]})
+    """The engines' addresses, also of those that cannot be reached."""
+    return Reply({"servers": [engines.url_of(call, stage.registration.slot) for stage in await engines.listed(call)]})
 
 
 async def world_size(call: Call) -> Reply:
@@ -71,19 +73,20 @@ async def world_size(call: Call) -> Reply:
 
 async def load(call: Call) -> Reply:
     """Requests that wait or run."""
-    operation = await call.fleet.call(await engines.aimed(call, GetLoadsRequest()), check=False)
+    operation = await call.operate(await engines.aimed(call, GetLoadsRequest()), partly=True)
     loads = [rank.loads for result in operation.stage_results for rank in result.rank_results]
     return Reply({"server_load": sum(each.running + each.waiting for each in loads)})
 
 
 async def server_info(call: Call) -> Reply:
     """How the engine was started; at the root every one by its address. ``vllm_config`` has what trainers look for."""
-    operation = await call.fleet.call(await engines.aimed(call, GetServerInfoRequest()))
-    told = {
-        result.slot: MessageToDict(result.rank_results[0].server_info, preserving_proto_field_name=True)
-        for result in operation.stage_results
-        if result.rank_results  # others cannot tell
-    }
+    operation = await call.operate(await engines.aimed(call, GetServerInfoRequest()), partly=True)
+    told: dict[str, Any] = {}
+    for result in operation.stage_results:
+        done = confirmed(result)
+        told[result.slot] = plain(result.rank_results[0].server_info) if done else {"error": result.error.message}
+    for each in operation.excluded:
+        told[each.slot] = {"error": left_out(each.slot, each.state, each.reason)["error"]}
     stages = await engines.asked(call)
     config = {
         "model_config": {"model": stages[0].registration.checkpoint if stages else ""},
