@@ -216,7 +216,13 @@ class SGLangEngine(ServerEngine):
         active = await self._active(call)
         try:
             report = await memory.release(
-                self._control, self._state, request.tags, self._facts.memory_tags, call, active=active
+                self._control,
+                self._state,
+                request.tags,
+                self._facts.memory_tags,
+                call,
+                active=active,
+                keeps_weights=self._facts.keeps_weights,
             )
         finally:
             await self._leave_unbegun()
@@ -229,7 +235,14 @@ class SGLangEngine(ServerEngine):
         """Take regions again."""
         self._check("ResumeMemory")
         call.accept()
-        return await memory.resume(self._control, self._state, request.tags, self._facts.memory_tags, call)
+        return await memory.resume(
+            self._control,
+            self._state,
+            request.tags,
+            self._facts.memory_tags,
+            call,
+            keeps_weights=self._facts.keeps_weights,
+        )
 
     # Weights.
 

@@ -109,6 +109,11 @@ class Facts:
         return frozenset(TAGS) if self.info.get("enable_memory_saver") else frozenset()
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps the content of its weights while their memory is released."""
+        return bool(self.info.get("enable_memory_saver") and self.info.get("enable_weights_cpu_backup"))
+
+    @property
     def cpu(self) -> bool:
         """Whether it computes on a CPU."""
         return self.info.get("device") == "cpu"
@@ -205,6 +210,7 @@ class Facts:
                 *([] if self.cpu or self.mode == "null" else ["disaggregation"]),
             ],
             unsupported=unsupported,
+            keeps_weights=self.keeps_weights,
             answers_for_ranks=self.ranks > 1,
             draft_model=self.draft,
         )

@@ -10,6 +10,7 @@ from rlctl_servers.control import Control
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_WEIGHTS,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_IN_PLACE,
@@ -51,11 +52,13 @@ async def release(
     call: Call,
     *,
     active: int,
+    keeps_weights: bool,
 ) -> MemoryReport:
     """Give regions back. Nothing can start between the check that SGLang is idle and the release: it is paused first.
 
     Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for a region that there is not.
-    ``active``: requests that have not ended, which the pause of a server of a pair would end.
+    ``active``: requests that have not ended, which the pause of a server of a pair would end. ``keeps_weights``: the
+    server keeps the content of its weights.
     """
     names = state.release(tags, known)
     if names:
@@ -80,7 +83,7 @@ async def release(
                 await let_go(control, state, call)
             raise
         state.released |= wanted
-    return MemoryReport(released=sorted(state.released))
+    return _report(state, keeps_weights)
 
 
 async def resume(
@@ -89,6 +92,8 @@ async def resume(
     tags: Sequence[MemoryTag.ValueType],
     known: Collection[MemoryTag.ValueType],
     call: Call,
+    *,
+    keeps_weights: bool,
 ) -> MemoryReport:
     """Take regions again, those of them that are released; what is not is confirmed."""
     names = state.resume(tags, known)
@@ -97,7 +102,14 @@ async def resume(
         state.released -= {tag for tag, name in TAGS.items() if name in names}
     if not state.released:
         await let_go(control, state, call)
-    return MemoryReport(released=sorted(state.released))
+    return _report(state, keeps_weights)
+
+
+def _report(state: State, keeps_weights: bool) -> MemoryReport:
+    released = sorted(state.released)
+    return MemoryReport(
+        released=released, kept=[tag for tag in released if keeps_weights and tag == MEMORY_TAG_WEIGHTS]
+    )
 
 
 async def hold(control: Control, state: State, call: Call) -> None:

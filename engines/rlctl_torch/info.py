@@ -57,6 +57,7 @@ def capabilities(rank: Rank, verbs: Sequence[str]) -> fleet_pb2.Capabilities:
         cache_tiers=pausing.CACHE_TIERS,
         kv_transports=[common_pb2.TRANSPORT_SHARED_MEMORY] if rank.options.disaggregation_mode != "null" else (),
         staged_apply=True,
+        keeps_weights=True,
         fenced=True,
         experimental=["transport.torch_nccl"] if cuda else [],
         unsupported={name: "the torch engine has no code for it" for name in VERBS if name not in verbs},

@@ -1,4 +1,4 @@
-"""Giving memory regions back and taking them again. What they held is lost."""
+"""Giving memory regions back and taking them again. Their content is lost, unless the weights are to be kept."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Release:
     def __init__(self, rank: Rank, request: ReleaseMemoryRequest) -> None:
         self._rank = rank
         self._tags = _tags(request.tags) or set(TAGS)
+        self._keep = request.keep_weights
 
     def admit(self) -> bool:
         """Refuse while requests hold KV entries, or an update is open."""
@@ -37,23 +38,38 @@ class Release:
         """Nothing to undo."""
 
     def run(self) -> MemoryReport:
-        """Free the regions."""
+        """Free the regions. Raises MEMORY_FULL, before any is freed, where the host has no room for the weights."""
         rank = self._rank
         rank.synchronise()
+        if self._keep and MEMORY_TAG_WEIGHTS in self._tags - rank.released:
+            try:
+                rank.ranks.agree(self._keep_weights)
+            except RlctlError:
+                rank.model.kept = None
+                raise
         freed = 0
         for tag in sorted(self._tags - rank.released):
             if tag == MEMORY_TAG_WEIGHTS:
                 rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
-                if rank.weights is Weights.WHOLE:
+                if rank.weights is Weights.WHOLE and rank.model.kept is None:
                     rank.weights = Weights.LOST
             freed += _free(rank, tag)
             rank.released.add(tag)
         give_back(rank.device)
-        return MemoryReport(released=sorted(rank.released), bytes=freed)
+        return _report(rank, freed)
+
+    def _keep_weights(self) -> None:
+        lacking = ""
+        try:
+            self._rank.model.keep()
+        except (RuntimeError, MemoryError) as error:
+            lacking = f"weights, in the memory of the host: {error}".splitlines()[0]
+        if lacking:
+            raise Reason.MEMORY_FULL.error(lacking)
 
 
 class Resume:
-    """ResumeMemory. A region that is not released is confirmed. Weights come back as zeros."""
+    """ResumeMemory. A region that is not released is confirmed. Weights that were not kept come back as zeros."""
 
     def __init__(self, rank: Rank, request: ResumeMemoryRequest) -> None:
         self._rank = rank
@@ -78,7 +94,9 @@ class Resume:
             give_back(rank.device)
             raise
         rank.released -= taken.keys()
-        return MemoryReport(released=sorted(rank.released), bytes=sum(taken.values()))
+        if MEMORY_TAG_WEIGHTS in taken:
+            rank.model.kept = None
+        return _report(rank, sum(taken.values()))
 
     def _take(self, taken: dict[MemoryTag.ValueType, int]) -> None:
         rank = self._rank
@@ -91,6 +109,11 @@ class Resume:
                 break
         if lacking:  # out here the traceback, and with it what was taken so far, is gone
             raise Reason.MEMORY_FULL.error(lacking)
+
+
+def _report(rank: Rank, size: int) -> MemoryReport:
+    kept = [] if rank.model.kept is None else [MEMORY_TAG_WEIGHTS]
+    return MemoryReport(released=sorted(rank.released), bytes=size, kept=kept)
 
 
 def _allocate(rank: Rank, tag: MemoryTag.ValueType) -> int:

@@ -76,6 +76,7 @@ class Model(LoadHooks):
         vocab_size: columns of the logits.
         whole_head: whether every rank computes all logits by itself (rank 0's are the ones that count).
         places: where the checkpoint's tensors lie in the module's.
+        kept: the content of the :attr:`tensors` in the host's memory while theirs is released, or None.
     """
 
     module: Any
@@ -86,6 +87,7 @@ class Model(LoadHooks):
     vocab_size: int
     whole_head: bool
     places: Mapping[str, Place]
+    kept: list[torch.Tensor] | None = None
     _released: dict[int, torch.Size] = field(default_factory=dict)
 
     @property
@@ -99,14 +101,18 @@ class Model(LoadHooks):
         """Those of :attr:`named`."""
         return list(self.named.values())
 
+    def keep(self) -> None:
+        """Keep what the :attr:`tensors` hold over a :meth:`release`. Weights on a CPU stay where they are."""
+        self.kept = [tensor.detach().to("cpu") for tensor in self.tensors]
+
     def release(self) -> int:
-        """Give the memory of all :attr:`tensors` back; returns the bytes. What they held is lost.
+        """Give the memory of all :attr:`tensors` back; returns the bytes. What they held and was not kept is lost.
 
         The tensor objects stay, and with them ties and the shard map, which refer to them; its views into them are
         made anew by :meth:`allocate`.
         """
         self._released = {id(tensor): tensor.shape for tensor in self.tensors}
-        freed = sum(tensor.nbytes for tensor in self.tensors)
+        freed = sum(tensor.nbytes for tensor in self.tensors if self.kept is None or not tensor.is_cpu)
         for shard in self.shards.shards.values():
             if id(shard.local) not in self._released:
                 shard.local = shard.local.new_empty(0)
@@ -115,8 +121,15 @@ class Model(LoadHooks):
         return freed
 
     def allocate(self) -> int:
-        """Give the tensors memory again, zeroed; returns the bytes. Where there is not enough, none gets any."""
-        memory = [tensor.new_zeros(self._released[id(tensor)]) for tensor in self.tensors]
+        """Give the tensors memory again, with what was kept, else zeroed; returns the bytes.
+
+        Where there is not enough, none gets any.
+        """
+        if self.kept is not None:
+            pairs = zip(self.tensors, self.kept, strict=True)
+            memory = [content.to(tensor.device) for tensor, content in pairs]
+        else:
+            memory = [tensor.new_zeros(self._released[id(tensor)]) for tensor in self.tensors]
         for tensor, data in zip(self.tensors, memory, strict=True):
             tensor.data = data
         for name, local in _locate(self.module, self.places).items():

@@ -197,6 +197,7 @@ class Facts:
                 *([f"transport.{BACKEND}"] if self.native else []),
             ],
             unsupported=unsupported,
+            keeps_weights=bool(self.memory_tags),
             answers_for_ranks=self.world_size > 1 and not self.ranks,
         )
 

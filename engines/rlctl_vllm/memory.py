@@ -8,7 +8,7 @@ from rlctl_servers.control import Control
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, OUTCOME_UNKNOWN, MemoryTag
+from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, OUTCOME_UNKNOWN, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_vllm.state import MODES, TAGS, State
 from rlctl_vllm.updates import hold, let_go
@@ -42,7 +42,7 @@ async def release(
             await let_go(control, state, call)
             raise
         state.released |= wanted
-    return MemoryReport(released=sorted(state.released))
+    return _report(state)
 
 
 async def resume(
@@ -67,4 +67,10 @@ async def resume(
                 await control.must(f"/pause?{MODES[state.paused]}", {}, call=call)
     else:
         await let_go(control, state, call)
-    return MemoryReport(released=sorted(state.released))
+    return _report(state)
+
+
+def _report(state: State) -> MemoryReport:
+    """Level 1 keeps the weights, whether that was asked for or not."""
+    released = sorted(state.released)
+    return MemoryReport(released=released, kept=[tag for tag in released if tag == MEMORY_TAG_WEIGHTS])

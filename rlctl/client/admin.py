@@ -122,9 +122,15 @@ class AsyncAdmin:
         wait = None if idle_timeout_s is None else duration(idle_timeout_s)
         return await self.call(verbs_pb2.FlushCacheRequest(idle_timeout=wait), **targets)
 
-    async def release_memory(self, tags: Sequence[str] = (), **targets: Unpack[Targets]) -> Operation:
-        """Give memory regions back: kv_cache, weights, cuda_graph; none named: all."""
-        return await self.call(verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags)), **targets)
+    async def release_memory(
+        self, tags: Sequence[str] = (), *, keep_weights: bool = False, **targets: Unpack[Targets]
+    ) -> Operation:
+        """Give memory regions back: kv_cache, weights, cuda_graph; none named: all.
+
+        ``keep_weights``: the weights have their content again after the resume, and are served without an update.
+        """
+        request = verbs_pb2.ReleaseMemoryRequest(tags=_tags(tags), keep_weights=keep_weights)
+        return await self.call(request, **targets)
 
     async def resume_memory(self, tags: Sequence[str] = (), **targets: Unpack[Targets]) -> Operation:
         """Allocate memory regions again."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
+from rlctl import memory
 from rlctl.coordinator.roster import Slot
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PauseMode, Transport
-from rlctl.v1.verbs_pb2 import PauseGenerationRequest
+from rlctl.v1.verbs_pb2 import PauseGenerationRequest, ReleaseMemoryRequest
 from rlctl.verbs import of_request
 
 
@@ -27,6 +28,8 @@ def incapable(slot: Slot, request: Message) -> RlctlError | None:
     missing = unsupported(slot, of_request(request).name)
     if missing is None and isinstance(request, PauseGenerationRequest):
         missing = no_pause(slot, request.mode or PAUSE_MODE_ABORT, field="mode")
+    if missing is None and isinstance(request, ReleaseMemoryRequest):
+        missing = memory.unkept(slot.capabilities, request)
     return missing
 
 

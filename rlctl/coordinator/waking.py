@@ -15,7 +15,6 @@ from rlctl.coordinator.roster import Roster, Slot
 from rlctl.errors import Reason
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import (
-    MEMORY_TAG_WEIGHTS,
     OUTCOME_APPLIED,
     OUTCOME_SKIPPED,
     STAGE_STATE_ASLEEP,
@@ -94,10 +93,8 @@ class Waking:
 
 def _may_wait(slot: Slot) -> bool:
     """Whether nothing but the memory that is released keeps a stage from going on."""
-    report = slot.report
-    if slot.state != STAGE_STATE_ASLEEP or report is None or not report.weight_version.sequence:
-        return False
-    return MEMORY_TAG_WEIGHTS not in report.released
+    # Weights whose content is lost are of no version.
+    return slot.state == STAGE_STATE_ASLEEP and slot.report is not None and slot.report.weight_version.sequence > 0
 
 
 def _later(slot: Slot) -> StageResult:

@@ -118,7 +118,7 @@ class Operator(Caller):
             verbs_pb2.ContinueGenerationRequest(header=header),
             verbs_pb2.ContinueGenerationRequest(header=header),
             verbs_pb2.FlushCacheRequest(header=header),
-            verbs_pb2.ReleaseMemoryRequest(header=header, tags=tags),
+            verbs_pb2.ReleaseMemoryRequest(header=header, tags=tags, keep_weights=chance.random() < 0.5),
             verbs_pb2.ResumeMemoryRequest(header=header, tags=tags),
             verbs_pb2.CheckWeightsRequest(header=header),
             verbs_pb2.AbortRequestsRequest(header=header, abort_all=True),
@@ -181,7 +181,7 @@ class Operator(Caller):
         tags = chance.choice(([MEMORY_TAG_KV_CACHE], [MEMORY_TAG_KV_CACHE], []))
         for request in (
             verbs_pb2.PauseGenerationRequest(header=header, mode=chance.choice(MODES)),
-            verbs_pb2.ReleaseMemoryRequest(header=header, tags=tags),
+            verbs_pb2.ReleaseMemoryRequest(header=header, tags=tags, keep_weights=chance.random() < 0.5),
             None,
             verbs_pb2.ContinueGenerationRequest(header=header, when_resident=chance.random() < 0.5),
             verbs_pb2.ResumeMemoryRequest(header=header, tags=tags),

@@ -93,6 +93,7 @@ class SimEngine(Engine):
         self._idle = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._released: frozenset[int] = frozenset()
+        self._kept: dict[str, str] | None = None
         self._entries: set[tuple[str, ...]] = set()
         """What entries of the KV cache were computed with."""
         self._version = WeightVersion()
@@ -140,6 +141,7 @@ class SimEngine(Engine):
             memory_tags=[] if modest else sorted(TAGS),
             cache_tiers=["kv"],
             staged_apply=not modest,
+            keeps_weights=not modest,
             unsupported=dict.fromkeys(MODEST if modest else (), "this engine has none of it"),
         )
 
@@ -280,10 +282,12 @@ class SimEngine(Engine):
         await self._begin("ReleaseMemory", call)
         if self._running and self._paused is None:
             raise Reason.ACTIVE_REQUESTS.error("requests run")
-        self._released |= frozenset(request.tags) or TAGS
-        if MEMORY_TAG_WEIGHTS in self._released:
+        tags = frozenset(request.tags) or TAGS
+        if MEMORY_TAG_WEIGHTS in tags - self._released:
+            self._kept = dict(self.holding.weights) if request.keep_weights else None
             self.holding.weights = dict.fromkeys(NAMES, "released")
-        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+        self._released |= tags
+        return self._memory()
 
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
         """Take regions again."""
@@ -292,7 +296,13 @@ class SimEngine(Engine):
         if MEMORY_TAG_KV_CACHE in self._released & tags:
             self._entries.clear()
         self._released -= tags
-        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+        if self._kept is not None and MEMORY_TAG_WEIGHTS not in self._released:
+            self.holding.weights, self._kept = self._kept, None
+        return self._memory()
+
+    def _memory(self) -> verbs.MemoryReport:
+        kept = [] if self._kept is None else [MEMORY_TAG_WEIGHTS]
+        return verbs.MemoryReport(released=sorted(self._released), kept=kept)  # type: ignore[arg-type]
 
     # Weights.
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rlctl import calls
+from rlctl import calls, memory
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
 from rlctl.coordinator import verification
@@ -158,6 +158,11 @@ def _by_order(self: Commander, message: Any) -> None:
 _take = Commander._take
 
 
+def _all_kept(results: Any) -> frozenset[Any]:
+    """Weights come back with the resume, whether the engine has kept them or not."""
+    return memory.released(results)
+
+
 MUTANTS: dict[str, list[Patch]] = {
     "admission": [(Facts, "at_admitted_version", property(lambda self: self.version.sequence > 0))],
     "at_most_once": [(Executor, "_start", _every_time)],
@@ -177,6 +182,7 @@ MUTANTS: dict[str, list[Patch]] = {
         (Stage, "attach", _attach_beside),
     ],
     "idempotency": [(Operations, "known", _never_known)],
+    "kept_weights": [(memory, "kept", _all_kept)],
     "late_results": [(Commander, "_take", _by_order)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
     "lease_expiry": [(Updates, "_decision", _no_lease)],

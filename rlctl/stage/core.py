@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from rlctl import outcomes
+from rlctl import memory, outcomes
 from rlctl.checks import check
 from rlctl.engine import Call, Engine
 from rlctl.errors import Reason, RlctlError
@@ -293,6 +293,10 @@ class Stage:
                 field="header.validate_only",
                 next_step="Ask the coordinator.",
             )
+        if isinstance(request, verbs_pb2.ReleaseMemoryRequest):
+            unkept = memory.unkept(self.registration.capabilities, request)
+            if unkept is not None:
+                raise unkept
         if mutates and self._obstacle is not None:
             raise self._obstacle.with_traceback(None)  # which holds every request that it was raised for
         if not mutates or not verb.waits or verb.interrupts:

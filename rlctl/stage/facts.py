@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from rlctl import memory
 from rlctl.adapters import same
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2, verbs_pb2
@@ -39,7 +40,7 @@ class Weights(enum.Enum):
 
     WHOLE = enum.auto()  # one version, completely
     MIXED = enum.auto()  # partly written
-    LOST = enum.auto()  # released without a backup, or never loaded
+    LOST = enum.auto()  # released by an engine that did not keep them, or never loaded
 
 
 @dataclass
@@ -165,6 +166,8 @@ class Facts:
             self._refuse_continue()
         if isinstance(request, verbs_pb2.PrepareUpdateRequest):
             self._refuse_update(request)
+        if isinstance(request, verbs_pb2.ReleaseMemoryRequest):
+            self._refuse_release(request)
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and MEMORY_TAG_WEIGHTS in self.released:
             raise Reason.MEMORY_RELEASED.error("the weights are released")
         staging = self.update is not None and self.update.aside
@@ -189,6 +192,13 @@ class Facts:
             raise Reason.MEMORY_RELEASED.error(f"released: {names}; generation needs every region")
         if self.state == common_pb2.STAGE_STATE_STALE:
             raise Reason.WEIGHTS_STALE.error()
+
+    def _refuse_release(self, request: verbs_pb2.ReleaseMemoryRequest) -> None:
+        lost = self.weights is Weights.LOST and MEMORY_TAG_WEIGHTS in self.released
+        if lost and memory.keeps_weights(request):
+            raise Reason.MEMORY_RELEASED.error(
+                "the weights are released already, and their content was not kept", field="keep_weights"
+            )
 
     def _refuse_staged(self, request: Message) -> None:
         """What only a staged update has, only in one, and in its order: written, sealed, then committed."""
@@ -271,11 +281,13 @@ class Facts:
                 self.paused, self.pause_mode, self.paused_by = False, common_pb2.PAUSE_MODE_UNSPECIFIED, ""
             case verbs_pb2.ReleaseMemoryRequest() if possible:
                 named = frozenset(request.tags) or frozenset({MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS})
-                self._released(_reported(results) if applied else self.released | _reported(results) | named)
+                released = memory.released(results)
+                kept = memory.kept(results) if applied else frozenset[MemoryTag.ValueType]()
+                self._released(released if applied else self.released | released | named, kept)
                 if MEMORY_TAG_KV_CACHE in named:
                     self.cache_in_doubt = not applied
             case verbs_pb2.ResumeMemoryRequest() if applied:
-                self.released = _reported(results)
+                self.released = memory.released(results)
                 self.cache_in_doubt &= MEMORY_TAG_KV_CACHE in self.released
             case verbs_pb2.FlushCacheRequest() if applied and self.cache_in_doubt:
                 self.cache_in_doubt = False
@@ -365,9 +377,9 @@ class Facts:
         if self.update is not None and self.update.committed and self.at_admitted_version:
             self.update = None
 
-    def _released(self, tags: frozenset[MemoryTag.ValueType]) -> None:
+    def _released(self, tags: frozenset[MemoryTag.ValueType], kept: frozenset[MemoryTag.ValueType]) -> None:
         self.released = tags
-        if MEMORY_TAG_WEIGHTS in tags and self.weights is not Weights.MIXED:
+        if MEMORY_TAG_WEIGHTS in tags - kept and self.weights is not Weights.MIXED:
             self.released_at = self._generated_at
             self.weights = Weights.LOST
             self._nothing_known()
@@ -452,7 +464,3 @@ def _digests(results: Sequence[RankResult]) -> set[str]:
 
 def _ends_update(request: Message) -> bool:
     return isinstance(request, verbs_pb2.CommitUpdateRequest | verbs_pb2.AbortUpdateRequest)
-
-
-def _reported(results: Sequence[RankResult]) -> frozenset[MemoryTag.ValueType]:
-    return frozenset(tag for result in results for tag in result.memory.released)

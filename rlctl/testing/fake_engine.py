@@ -122,6 +122,7 @@ class FakeEngine(Engine):
         self._idle = asyncio.Event()
         self._going = asyncio.Event()
         self._released: frozenset[int] = frozenset()
+        self._kept: str | None = None
         self._version = WeightVersion()
         self._snapshot = ""
         self._update = ""
@@ -160,6 +161,7 @@ class FakeEngine(Engine):
                 memory_tags=sorted(TAGS),
                 cache_tiers=["kv"],
                 staged_apply=True,
+                keeps_weights=True,
             ),
             checkpoint=self.config.model_path,
             model_digest="" if self._opaque else _digest(self.weights),
@@ -266,16 +268,23 @@ class FakeEngine(Engine):
     async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
         """Give regions back."""
         await self._begin("release_memory", call)
-        self._released |= frozenset(request.tags) or TAGS
-        if MEMORY_TAG_WEIGHTS in self._released:
-            self.weights = ""
-        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+        tags = frozenset(request.tags) or TAGS
+        if MEMORY_TAG_WEIGHTS in tags - self._released:
+            self._kept, self.weights = self.weights if request.keep_weights else None, ""
+        self._released |= tags
+        return self._memory()
 
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
         """Take regions again."""
         await self._begin("resume_memory", call)
         self._released -= frozenset(request.tags) or TAGS
-        return verbs.MemoryReport(released=sorted(self._released))  # type: ignore[arg-type]
+        if self._kept is not None and MEMORY_TAG_WEIGHTS not in self._released:
+            self.weights, self._kept = self._kept, None
+        return self._memory()
+
+    def _memory(self) -> verbs.MemoryReport:
+        kept = [] if self._kept is None else [MEMORY_TAG_WEIGHTS]
+        return verbs.MemoryReport(released=sorted(self._released), kept=kept)  # type: ignore[arg-type]
 
     # Weights.
 

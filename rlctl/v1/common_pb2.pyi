@@ -228,7 +228,7 @@ class _MemoryTagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryTag.V
     MEMORY_TAG_KV_CACHE: _MemoryTag.ValueType  # 1
     """The KV cache; its content is dropped."""
     MEMORY_TAG_WEIGHTS: _MemoryTag.ValueType  # 2
-    """The weights; without a backup they are STALE after the resume."""
+    """The weights; unless the engine keeps their content they are STALE after the resume."""
     MEMORY_TAG_CUDA_GRAPH: _MemoryTag.ValueType  # 3
     """Captured CUDA graphs."""
 
@@ -240,7 +240,7 @@ MEMORY_TAG_UNSPECIFIED: MemoryTag.ValueType  # 0
 MEMORY_TAG_KV_CACHE: MemoryTag.ValueType  # 1
 """The KV cache; its content is dropped."""
 MEMORY_TAG_WEIGHTS: MemoryTag.ValueType  # 2
-"""The weights; without a backup they are STALE after the resume."""
+"""The weights; unless the engine keeps their content they are STALE after the resume."""
 MEMORY_TAG_CUDA_GRAPH: MemoryTag.ValueType  # 3
 """Captured CUDA graphs."""
 Global___MemoryTag: _TypeAlias = MemoryTag  # noqa: Y015

@@ -98,7 +98,7 @@ class CoordinatorServiceStub:
     ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.Operation]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
     Idempotency: with the same request_id, yes; a region that is released already is confirmed.
     States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -552,7 +552,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
     Idempotency: with the same request_id, yes; a region that is released already is confirmed.
     States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
@@ -1039,7 +1039,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
         Idempotency: with the same request_id, yes; a region that is released already is confirmed.
         States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.

@@ -90,6 +90,7 @@ class Capabilities(_message.Message):
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     ADAPTER_TRANSPORTS_FIELD_NUMBER: _builtins.int
     KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
+    KEEPS_WEIGHTS_FIELD_NUMBER: _builtins.int
     staged_apply: _builtins.bool
     """It can fill a shadow copy while it generates."""
     fenced: _builtins.bool
@@ -98,6 +99,8 @@ class Capabilities(_message.Message):
     """The engine gives one answer for all of its ranks, which proves nothing about each: its updates must be verified."""
     draft_model: _builtins.bool
     """It has a draft model, whose weights can be updated apart."""
+    keeps_weights: _builtins.bool
+    """It can keep the content of its weights while their memory is released: ReleaseMemory with keep_weights."""
     @_builtins.property
     def verbs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the verbs that the engine has."""
@@ -172,10 +175,11 @@ class Capabilities(_message.Message):
         draft_model: _builtins.bool = ...,
         adapter_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
         kv_transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
+        keeps_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_transports", b"adapter_transports", "answers_for_ranks", b"answers_for_ranks", "cache_tiers", b"cache_tiers", "check_actions", b"check_actions", "draft_model", b"draft_model", "experimental", b"experimental", "fenced", b"fenced", "keeps_weights", b"keeps_weights", "kv_transports", b"kv_transports", "load_dtypes", b"load_dtypes", "load_formats", b"load_formats", "memory_tags", b"memory_tags", "pause_modes", b"pause_modes", "staged_apply", b"staged_apply", "transports", b"transports", "unsupported", b"unsupported", "verbs", b"verbs", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

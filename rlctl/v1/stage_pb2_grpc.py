@@ -264,7 +264,7 @@ class StageServiceServicer(object):
     def ReleaseMemory(self, request, context):
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
         Idempotency: with the same request_id, yes; a region that is released already is confirmed.
         States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

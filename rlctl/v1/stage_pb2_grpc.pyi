@@ -101,7 +101,7 @@ class StageServiceStub:
     ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.StageResult]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
     Idempotency: with the same request_id, yes; a region that is released already is confirmed.
     States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -373,7 +373,7 @@ class StageServiceAsyncStub(StageServiceStub):
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.StageResult]  # type: ignore[assignment]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
     Idempotency: with the same request_id, yes; a region that is released already is confirmed.
     States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
@@ -684,7 +684,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
         Idempotency: with the same request_id, yes; a region that is released already is confirmed.
         States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.

@@ -521,6 +521,11 @@ class ReleaseMemoryRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    KEEP_WEIGHTS_FIELD_NUMBER: _builtins.int
+    keep_weights: _builtins.bool
+    """The content of the weights comes back with the resume. UNSUPPORTED at an engine without Capabilities.keeps_weights;
+    MEMORY_RELEASED where the weights were released before and their content is lost.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -534,10 +539,11 @@ class ReleaseMemoryRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         tags: _abc.Iterable[_common_pb2.MemoryTag.ValueType] | None = ...,
+        keep_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "keep_weights", b"keep_weights", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -581,21 +587,27 @@ class MemoryReport(_message.Message):
 
     RELEASED_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes that this call released or allocated."""
     @_builtins.property
     def released(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.MemoryTag.ValueType]:
         """Regions that are released now."""
 
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.MemoryTag.ValueType]:
+        """Released regions whose content comes back with the resume."""
+
     def __init__(
         self,
         *,
         released: _abc.Iterable[_common_pb2.MemoryTag.ValueType] | None = ...,
         bytes: _builtins.int = ...,
+        kept: _abc.Iterable[_common_pb2.MemoryTag.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "kept", b"kept", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -262,7 +262,7 @@ class WorkerServiceServicer(object):
     def ReleaseMemory(self, request, context):
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
         Idempotency: with the same request_id, yes; a region that is released already is confirmed.
         States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
         Partial failure: none: one rank answers for itself.

@@ -100,7 +100,7 @@ class WorkerServiceStub:
     ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.RankResult]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
     Idempotency: with the same request_id, yes; a region that is released already is confirmed.
     States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
     Partial failure: none: one rank answers for itself.
@@ -370,7 +370,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ReleaseMemoryRequest, _results_pb2.RankResult]  # type: ignore[assignment]
     """Gives memory regions back to the device.
 
-    Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+    Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
     Idempotency: with the same request_id, yes; a region that is released already is confirmed.
     States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
     Partial failure: none: one rank answers for itself.
@@ -679,7 +679,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
         """Gives memory regions back to the device.
 
-        Effect: KV entries are dropped; weights released without a backup are STALE after the resume.
+        Effect: KV entries are dropped; weights whose content the engine does not keep are STALE after the resume.
         Idempotency: with the same request_id, yes; a region that is released already is confirmed.
         States: PAUSED, ASLEEP, STALE, DIRTY, and READY when nothing runs.
         Partial failure: none: one rank answers for itself.

@@ -332,6 +332,56 @@ def test_weights_that_were_released_are_stale_when_resumed(ready: Facts) -> None
     assert state(ready) == "PAUSED"
 
 
+def asleep(facts: Facts, *ranks: bool, outcome: int = OUTCOME_APPLIED, keep: bool = True) -> None:
+    """Every region is released, and each rank keeps its weights or does not."""
+    request = fenced(v.ReleaseMemoryRequest(keep_weights=keep))
+    facts.refuse(of_request(request), request)
+    weights = [MEMORY_TAG_WEIGHTS]
+    reports = [v.MemoryReport(released=weights, kept=weights * kept) for kept in ranks]
+    facts.settle(of_request(request), request, outcome, [RankResult(outcome=outcome, memory=each) for each in reports])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_that_every_rank_keeps_are_what_they_were_after_the_resume(ready: Facts, keep: bool) -> None:
+    apply(ready, v.PauseGenerationRequest())
+    digest = ready.model_digest = "d"
+    for _ in range(2):
+        asleep(ready, True, True, keep=keep)
+        assert (state(ready), ready.version, ready.vouched) == ("ASLEEP", version(1), True)
+    assert refused(ready, v.ContinueGenerationRequest()) == "MEMORY_RELEASED"
+    assert refused(ready, v.PrepareUpdateRequest(version=version(2)), "u") == "MEMORY_RELEASED"
+    apply(ready, v.ResumeMemoryRequest())
+    assert (state(ready), ready.model_digest) == ("PAUSED", digest)
+    apply(ready, v.ContinueGenerationRequest())
+    assert state(ready) == "READY"
+
+
+def test_weights_that_slept_while_another_version_was_published_are_stale(ready: Facts) -> None:
+    asleep(ready, True)
+    ready.admit([version(2)], adopt=None)
+    apply(ready, v.ResumeMemoryRequest())
+    assert (state(ready), ready.version) == ("STALE", version(1))
+
+
+def test_weights_that_a_rank_does_not_keep_or_may_not_have_kept_are_lost(ready: Facts) -> None:
+    asleep(ready, True, False)
+    assert ready.weights is Weights.LOST
+
+
+def test_weights_are_lost_where_it_is_unknown_whether_they_were_kept(ready: Facts) -> None:
+    asleep(ready, True, True, outcome=OUTCOME_UNKNOWN)
+    assert ready.weights is Weights.LOST
+    assert refused(ready, v.ReleaseMemoryRequest(keep_weights=True)) == "MEMORY_RELEASED", "there is nothing to keep"
+    apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_KV_CACHE], keep_weights=True), released=(MEMORY_TAG_WEIGHTS,))
+
+
+def test_a_mixture_that_was_kept_stays_one(ready: Facts) -> None:
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    asleep(ready, True)
+    apply(ready, v.ResumeMemoryRequest())
+    assert state(ready) == "DIRTY"
+
+
 def test_an_admission_closes_no_update_that_has_not_been_committed(ready: Facts) -> None:
     apply(ready, v.PrepareUpdateRequest(version=version(2)), update_id="u")
     ready.admit([version(1)], adopt=None)

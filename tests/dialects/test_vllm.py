@@ -17,6 +17,7 @@ from vllm_server import SLOTS, ask, each
 from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import encode, save
 from rlctl.launch.fleet import LaunchedFleet
+from rlctl.v1.common_pb2 import STAGE_STATE_READY
 from rlctl.vllm_transfer import group_name
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -136,6 +137,20 @@ async def test_sleep_releases_and_wake_up_goes_on(http: aiohttp.ClientSession, c
     assert await mapped(http, "/is_sleeping", method="GET") == [{"is_sleeping": False}] * 2
     assert await paused(client) == [False, False]
     assert len((await generated(http))["choices"][0]["token_ids"]) == 4
+
+
+async def test_level_1_keeps_the_weights_so_that_wake_up_generates(
+    http: aiohttp.ClientSession, client: AsyncFleet
+) -> None:
+    before = (await generated(http))["choices"][0]["token_ids"]
+    await mapped(http, "/sleep", params={"level": "1"})
+    asleep = [stage.report for stage in (await client.status()).stages]
+    assert [bool(report.weight_version.sequence) for report in asleep] == [True, True]
+    await mapped(http, "/wake_up", params={"tags": "weights"})
+    assert await mapped(http, "/is_sleeping", method="GET") == [{"is_sleeping": True}] * 2
+    await mapped(http, "/wake_up")
+    assert {stage.report.state for stage in (await client.status()).stages} == {STAGE_STATE_READY}
+    assert (await generated(http))["choices"][0]["token_ids"] == before
 
 
 async def test_the_prefix_cache_is_reset(http: aiohttp.ClientSession, client: AsyncFleet) -> None:

@@ -43,6 +43,31 @@ async def test_what_nobody_can_do_pauses_nobody(
         assert await paused(http) == [False, False]
 
 
+@pytest.mark.parametrize("at", ["", "/engines/a"])
+async def test_level_1_is_refused_where_no_engine_keeps_its_weights(
+    fleet: InProcessFleet, open_gateway: Any, at: str
+) -> None:
+    for slot in fleet.server.coordinator.roster.slots.values():
+        slot.capabilities.keeps_weights = False
+    async with open_gateway(fleet.server.address, "vllm") as http:
+        async with http.post(f"{at}/sleep?level=1") as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["reason"], error["field"]) == (501, "UNSUPPORTED_BY_ALL", "keep_weights")
+        assert await paused(http) == [False, False]
+        async with http.post(f"{at}/sleep?level=1&tags=kv_cache") as response:
+            assert response.status == 200
+
+
+async def test_level_2_leaves_the_weights_stale(fleet: InProcessFleet, open_gateway: Any) -> None:
+    async with open_gateway(fleet.server.address, "vllm") as http:
+        for path in ("/sleep?level=2", "/wake_up"):
+            async with http.post(path) as response:
+                assert response.status == 200
+        async with http.post("/resume") as response:
+            told = await response.json()
+    assert all("WEIGHTS_STALE" in answer["error"] for answer in told.values()), told
+
+
 async def test_a_reset_that_is_refused_after_its_pause_lets_them_go_on(
     fleet: InProcessFleet, open_gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

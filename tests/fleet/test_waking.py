@@ -41,8 +41,35 @@ async def resume(fleet: InProcessFleet, *slots: str) -> Operation:
     return await ok(fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=RequestHeader(target=Target(slots=slots)))))
 
 
+async def digests(fleet: InProcessFleet) -> list[str]:
+    checked = await ok(fleet.stub.CheckWeights(v.CheckWeightsRequest()))
+    return [rank.check.model_digest for result in checked.stage_results for rank in result.rank_results]
+
+
 def states(fleet: InProcessFleet) -> list[object]:
     return [fleet.stage(slot).state for slot in "ab"]
+
+
+async def test_weights_that_are_kept_are_served_after_the_resume_without_an_update(fleet: InProcessFleet) -> None:
+    await ok(fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT)))
+    before = await digests(fleet)
+    await ok(fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(keep_weights=True)))
+    assert states(fleet) == [ASLEEP, ASLEEP]
+    later = await ok(fleet.stub.ContinueGeneration(LATER))
+    assert {result.outcome for result in later.stage_results} == {common.OUTCOME_SKIPPED}
+    await resume(fleet)
+    assert states(fleet) == [READY, READY]
+    assert await digests(fleet) == before
+
+
+async def test_a_stage_refuses_to_keep_weights_that_its_engine_does_not_keep(fleet: InProcessFleet) -> None:
+    """Also where its coordinator has not asked for its capabilities."""
+    await ok(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
+    fleet.stages["b"]._stage.registration.capabilities.keeps_weights = False
+    operation = await fleet.stub.ReleaseMemory(v.ReleaseMemoryRequest(keep_weights=True))
+    outcomes = {result.slot: (result.outcome, result.error.reason) for result in operation.stage_results}
+    assert outcomes == {"a": (common.OUTCOME_APPLIED, ""), "b": (common.OUTCOME_SKIPPED, "UNSUPPORTED")}
+    assert states(fleet) == [ASLEEP, PAUSED]
 
 
 async def test_what_is_asleep_goes_on_with_the_resume(fleet: InProcessFleet) -> None:

@@ -34,6 +34,7 @@ CAUGHT_BY = {
     "idempotency": 1000,
     "journal_fencing": 1040,
     "kept_pauses": 1016,
+    "kept_weights": 1013,
     "late_results": 1322,
     "lease_echo": 1076,
     "lease_expiry": 1194,

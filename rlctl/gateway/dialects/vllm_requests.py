@@ -68,14 +68,14 @@ async def resume(call: Call) -> list[Message]:
 
 
 async def sleep(call: Call) -> list[Message]:
-    """Give memory back, under a pause, which vLLM makes too. Level 0 is the pause alone."""
+    """Give memory back, under a pause, which vLLM makes too. Level 0 is the pause alone; level 1 keeps the weights."""
     fields = await call.fields()
     given = call.query.get("level", fields.take("level", int, 1))
     if str(given) not in ("0", "1", "2"):
         raise Reason.FIELD_INVALID.error(f"level is {given!r}; it must be 0, 1 or 2", field="level")
     steps: list[Message] = [PauseGenerationRequest(mode=_MODES[_mode(call, "abort")][True])]
     if str(given) != "0":
-        steps.append(ReleaseMemoryRequest(tags=_tags(call, fields)))
+        steps.append(ReleaseMemoryRequest(tags=_tags(call, fields), keep_weights=str(given) == "1"))
     return steps
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rlctl_torch.model import Model
 from torch_models import greedy, prompt_of
 from torch_source import digest_of, load
 from torch_stage import Stage
@@ -66,6 +67,36 @@ async def refusal(stage: Stage, request) -> RlctlError:
     assert all(isinstance(answer, RlctlError) for answer in answers), answers
     assert len({answer.reason for answer in answers}) == 1
     return answers[0]
+
+
+@pytest.mark.parametrize("tags", [[], [WEIGHTS]], ids=["all", "weights"])
+async def test_weights_that_are_kept_come_back_as_they_were(wide: Stage, tags: list[int]) -> None:
+    expected = await wide.tokens(PROMPT, 5)
+    digests = [report.model_digest for report in await wide(CheckWeightsRequest())]
+    await wide(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    for _ in range(2):
+        for report in await wide(ReleaseMemoryRequest(tags=tags, keep_weights=True)):
+            assert list(report.kept) == [WEIGHTS]
+        assert (await refusal(wide, CheckWeightsRequest())).reason is Reason.MEMORY_RELEASED
+    for report in await wide(ResumeMemoryRequest()):
+        assert not report.kept
+    assert [report.model_digest for report in await wide(CheckWeightsRequest())] == digests
+    await wide(ContinueGenerationRequest())
+    assert await wide.tokens(PROMPT, 5) == expected
+
+
+async def test_weights_that_cannot_be_kept_are_not_released(wide: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await wide.tokens(PROMPT, 5)
+    await wide(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+
+    def full(_: Model) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(Model, "keep", full)
+    request = ReleaseMemoryRequest(keep_weights=True)
+    assert {answer.reason for answer in await wide.ranks(request)} == {Reason.MEMORY_FULL}
+    await wide(ContinueGenerationRequest())
+    assert await wide.tokens(PROMPT, 5) == expected
 
 
 @pytest.mark.parametrize("tag", [KV, WEIGHTS], ids=["kv_cache", "weights"])
