@@ -6,6 +6,7 @@ know and keep what they find no name for, all with success; and a load that fail
 
 from __future__ import annotations
 
+import glob
 import os
 import threading
 import time
@@ -60,6 +61,18 @@ def compare_configs(path: str, config: Mapping[str, Any], reference: Mapping[str
         )
 
 
+def refuse_pattern(path: str, *, field: str) -> None:
+    """Raise CHECKPOINT_MISMATCH for a directory whose name the servers' ``glob`` takes for a pattern: they would look
+    for its files in the directories that match.
+    """
+    if glob.has_magic(path):
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{path} contains one of the characters * ? [, by which the server would read other directories",
+            field=field,
+            next_step="Rename the directory.",
+        )
+
+
 class Checkpoints:
     """The checkpoints of one engine.
 
@@ -69,6 +82,7 @@ class Checkpoints:
 
     def __init__(self, product: str, model_path: str, allowed_roots: tuple[str, ...]) -> None:
         """Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH."""
+        refuse_pattern(model_path, field="model_path")
         first = open_checkpoint(model_path)
         self._product = product
         self._model_path = model_path
@@ -106,8 +120,10 @@ class Checkpoints:
         return path
 
     def resolve(self, path: str, *, field: str) -> str:
-        """Where a path leads; its files are to be read. Raises PATH_NOT_ALLOWED."""
-        return self._roots.resolve_checkpoint(path, field=field)
+        """Where a path leads; its files are to be read. Raises PATH_NOT_ALLOWED, CHECKPOINT_MISMATCH."""
+        resolved = self._roots.resolve_checkpoint(path, field=field)
+        refuse_pattern(resolved, field=field)
+        return resolved
 
     def open(self, path: str, load_format: str, target_modules: object = ()) -> Checkpoint:
         """A checkpoint that the server can be told to load; the caller closes it.

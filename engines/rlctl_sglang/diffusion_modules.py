@@ -146,13 +146,7 @@ class Pipelines:
 def _open(directory: Path) -> Checkpoint:
     field = "model_path"
     stems = [stem for stem in _STEMS if any(directory.glob(f"{stem}.safetensors*"))]
-    files = open_files(str(directory), field=field, stem=stems[0] if stems else _STEMS[0])
-    unread = {each.name for each in directory.glob("*.safetensors")} - {file.path.name for file in files}
-    if unread:
-        for file in files:
-            file.close()
-        raise Reason.CHECKPOINT_MISMATCH.error(
-            f"{directory} holds {', '.join(sorted(unread))} as well: the server might read that", field=field
-        )
+    stem = stems[0] if stems else _STEMS[0]
+    files = open_files(str(directory), field=field, stem=stem)
     config = read_config(str(directory), field=field) if (directory / CONFIG).exists() else {}
-    return Checkpoint(str(directory), config, files, field=field)
+    return Checkpoint(str(directory), config, files, field=field, stem=stem)

@@ -55,8 +55,13 @@ _KEEPERS = (
 )
 """Arguments that give SGLang a store of KV entries which a flush leaves as it is (0.5.23)."""
 
-_INVENTING = ("dummy", "remote_instance")
-"""Load formats that make weights up, or take those of another server."""
+_READING = (
+    *("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "layered"),
+    *("bitsandbytes", "flash_rl"),
+)
+"""Load formats that read the safetensors files of the checkpoint. The others make weights up, or take those of other
+files or of another server.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Facts:
     @property
     def invents(self) -> bool:
         """Whether it was started with other weights than those of the checkpoint that it names."""
-        return self.info.get("load_format") in _INVENTING
+        return str(self.info.get("load_format") or "auto") not in _READING
 
     @property
     def draft(self) -> bool:

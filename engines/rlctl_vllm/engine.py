@@ -84,7 +84,8 @@ class VLLMEngine(ServerEngine):
             models = await self._control.ask("/v1/models", call=call, admin=False)
             self._checkpoints.attached(str(models["data"][0].get("root", "")))
         digest = await asyncio.to_thread(self._proven, facts.digest)
-        known = digest or self._server.launched or not Stamps.ours(facts.label)  # else it may hold what a trainer sent
+        # Weights of another origin, or that a trainer has sent, are the checkpoint's only where the digest says so.
+        known = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
         layout = facts.layout(self._config)
         self._layout: Sequence[WorkerCoordinates] = layout.workers
         self._workers = workers if facts.ranks else None

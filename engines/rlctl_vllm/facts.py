@@ -40,6 +40,11 @@ _IN_WORKERS = (
 _LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
 
+_READING = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read the safetensors files of a checkpoint, at the start and at each load from disk. The others
+make weights up, or take those of other files.
+"""
+
 _CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
 
 
@@ -72,6 +77,16 @@ class Facts:
     def memory_tags(self) -> frozenset[common_pb2.MemoryTag.ValueType]:
         """Regions that it can really release."""
         return frozenset(TAGS) if self._of("model_config", "enable_sleep_mode") else frozenset()
+
+    @property
+    def load_format(self) -> str:
+        """How it reads checkpoints."""
+        return str(self._of("load_config", "load_format") or "auto")
+
+    @property
+    def reads(self) -> bool:
+        """Whether what it loads of a checkpoint are its safetensors files."""
+        return self.load_format in _READING
 
     @property
     def lora(self) -> Mapping[str, Any] | None:
@@ -241,6 +256,10 @@ async def ask(
     elif not facts.digest:
         unsupported["SendWeights"] = unsupported["CheckWeights"] = (
             "this vLLM's weights are not read back: layers that give no weights, or several ranks of so large a model"
+        )
+    if not facts.reads:
+        unsupported["UpdateWeightsFromDisk"] = (
+            f"vLLM was started with --load-format {facts.load_format}: it would not read safetensors files"
         )
     if facts.lora is None:
         unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without --enable-lora")

@@ -1,5 +1,9 @@
 """Checkpoints on disk: a directory with ``config.json`` and safetensors files, single or sharded with an index.
 
+Readers disagree about directories that hold further safetensors files. transformers prefers the single file to an
+index, SGLang and vLLM prefer the index, and without an index they load every file. vLLM prefers ``consolidated*`` files
+to all others. Such a directory is refused: what is checked here must be what an engine loads.
+
 Everything that can be wrong with one is found when it is opened, before any tensor is read: every file's header is
 read and checked against its size and against the index. Tensors are read whole or as slices, always into memory of
 their own: weights that alias a file mapping would change, or kill the process, when somebody rewrites the file.
@@ -8,6 +12,7 @@ their own: weights that alias a file mapping would change, or kill the process, 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +30,10 @@ from rlctl.weights.tensors import TensorMeta, castable, dtype_name
 
 CONFIG = "config.json"
 STEM = "model"
-SINGLE = f"{STEM}.safetensors"
-INDEX = f"{STEM}.safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = f"{SUFFIX}.index.json"
+SINGLE = STEM + SUFFIX
+INDEX = STEM + INDEX_SUFFIX
 
 _SHOWN = 5
 """How many names of each kind a mismatch lists in its message; all of them are in the metadata."""
@@ -90,12 +97,16 @@ class Checkpoint:
         *,
         located: Mapping[str, Located] | None = None,
         field: str = "model_path",
+        stem: str = "",
     ) -> None:
-        """``located`` says where the tensors lie when that is not what the files' own headers say."""
+        """``located`` says where the tensors lie when that is not what the files' own headers say. ``stem``: as
+        :func:`open_files` takes it; "" for files that are only a part of their directory.
+        """
         self.path = path
         self.config = config
         self.files = list(files)
         self._field = field
+        self._stem = stem
         if located is None:
             located = {
                 name: Located(file, file.offsets[name], meta) for file in files for name, meta in file.metas.items()
@@ -135,6 +146,15 @@ class Checkpoint:
         """See :class:`StoredWeights`."""
         for file in self.files:
             file.check_unchanged()
+        if not self._stem:
+            return
+        try:
+            names = list(_select(Path(self.path), self._stem, self._field))
+        except RlctlError as error:
+            cause = f"the directory was changed while the checkpoint was open: {error.message}"
+            raise _not_found(Path(self.path), cause, self._field) from error
+        if names != [file.path.name for file in self.files]:
+            raise _not_found(Path(self.path), "its index was changed while the checkpoint was open", self._field)
 
     def same_files(self, other: Checkpoint) -> bool:
         """Whether another one, opened later, is of the same files, and nobody has written to them between."""
@@ -170,14 +190,13 @@ class Checkpoint:
 def open_checkpoint(path: str, *, field: str = "model_path") -> Checkpoint:
     """Open a checkpoint and check all of its headers; no tensor is read.
 
-    ``path`` is a directory on this machine; ``field`` is the request field to blame. Where both a single file and an
-    index are there, the single file counts, as in transformers.
+    ``path`` is a directory on this machine; ``field`` is the request field to blame.
 
     Raises CHECKPOINT_NOT_FOUND (no such directory, config or file; a file that is cut short or is no safetensors
-    file), CHECKPOINT_MISMATCH (the index and the files disagree about who holds what).
+    file), CHECKPOINT_MISMATCH (the index and the files disagree, or the directory holds further safetensors files).
     """
     config = read_config(path, field=field)
-    return Checkpoint(path, config, open_files(path, field=field), field=field)
+    return Checkpoint(path, config, open_files(path, field=field), field=field, stem=STEM)
 
 
 def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> dict[str, Any]:
@@ -193,18 +212,23 @@ def read_config(path: str, *, field: str = "model_path", name: str = CONFIG) -> 
 
 
 def open_files(path: str, *, field: str = "model_path", stem: str = STEM) -> list[TensorFile]:
-    """The safetensors files of a directory, single or sharded; ``stem``: what their names begin with.
+    """The safetensors files of a directory, single or sharded, by name; ``stem``: what their names begin with.
 
     Raises as :func:`open_checkpoint` does.
     """
     directory = Path(path)
-    single = directory / f"{stem}.safetensors"
-    if single.exists():
-        return [TensorFile(single, field=field)]
-    index = directory / f"{stem}.safetensors.index.json"
-    if not index.exists():
-        raise _not_found(directory, f"it holds neither {single.name} nor {index.name}", field)
-    return _open_sharded(index, field)
+    selected = _select(directory, stem, field)
+    files = [TensorFile(directory / name, field=field) for name in selected]
+    for file in files:
+        names = selected[file.path.name]
+        if names is None:
+            continue
+        index = directory / (stem + INDEX_SUFFIX)
+        if absent := sorted(names - file.metas.keys()):
+            raise _mismatch(f"{index}: {file.path.name} does not hold {_some(absent)}", field)
+        if extra := sorted(file.metas.keys() - names):
+            raise _mismatch(f"{index}: {file.path.name} holds {_some(extra)}, against the index", field)
+    return files
 
 
 def index_of(weight_map: Mapping[str, str], metas: Iterable[TensorMeta]) -> bytes:
@@ -244,7 +268,35 @@ def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta]
         )
 
 
-def _open_sharded(index: Path, field: str) -> list[TensorFile]:
+def _select(directory: Path, stem: str, field: str) -> dict[str, set[str] | None]:
+    """The safetensors files that make up a checkpoint, by name, with the tensors that its index names for each.
+
+    Without an index there is one file, with None. Raises as :func:`open_checkpoint` does, also for files which an
+    engine could load besides or instead.
+    """
+    single, index = stem + SUFFIX, stem + INDEX_SUFFIX
+    try:
+        # As engines look for files: by their suffix, without hidden ones.
+        present = {name for name in os.listdir(directory) if name.endswith((SUFFIX, INDEX_SUFFIX)) and name[0] != "."}
+    except OSError as error:
+        raise _not_found(directory, f"it cannot be listed: {error}", field) from error
+    selected: dict[str, set[str] | None] = {single: None}
+    if (directory / index).exists():
+        selected = dict(sorted(_read_index(directory / index, field).items()))
+    elif not (directory / single).exists():
+        raise _not_found(directory, f"it holds neither {single} nor {index}", field)
+    if unread := sorted(present - selected.keys() - {index}):
+        origin = f"{index} does not name" if index in present else f"are no part of {single}"
+        raise _mismatch(
+            f"{directory} holds safetensors files that {origin}: {_some(unread)}; engines differ in which files of "
+            "such a directory they load",
+            field,
+            next_step="Remove the files that do not belong to the checkpoint, or an index that is out of date.",
+        )
+    return selected
+
+
+def _read_index(index: Path, field: str) -> dict[str, set[str] | None]:
     weight_map = _read_json(index, field).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise _not_found(index, "it has no weight_map from names to files", field)
@@ -254,14 +306,9 @@ def _open_sharded(index: Path, field: str) -> list[TensorFile]:
     for name in promised:
         if Path(name).name != name or name in ("", "."):
             raise _mismatch(f"{index}: {name!r} is no file of this directory", field)
-    files = [TensorFile(index.parent / name, field=field) for name in sorted(promised)]
-    for file in files:
-        names = promised[file.path.name]
-        if absent := sorted(names - file.metas.keys()):
-            raise _mismatch(f"{index}: {file.path.name} does not hold {_some(absent)}", field)
-        if extra := sorted(file.metas.keys() - names):
-            raise _mismatch(f"{index}: {file.path.name} holds {_some(extra)}, against the index", field)
-    return files
+        if not name.endswith(SUFFIX) or name[0] == ".":
+            raise _mismatch(f"{index}: {name!r} is not called *{SUFFIX}; engines would leave it out", field)
+    return dict(promised)
 
 
 def _read_json(path: Path, field: str) -> dict[str, Any]:
@@ -280,8 +327,8 @@ def _not_found(path: Path, cause: str, field: str) -> RlctlError:
     return Reason.CHECKPOINT_NOT_FOUND.error(f"{path}: {cause}", field=field)
 
 
-def _mismatch(cause: str, field: str) -> RlctlError:
-    return Reason.CHECKPOINT_MISMATCH.error(cause, field=field)
+def _mismatch(cause: str, field: str, *, next_step: str = "") -> RlctlError:
+    return Reason.CHECKPOINT_MISMATCH.error(cause, field=field, next_step=next_step)
 
 
 def _some(names: list[str]) -> str:

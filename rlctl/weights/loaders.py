@@ -28,7 +28,7 @@ import torch
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights import json_files
 from rlctl.weights.buckets import Bucket, pack
-from rlctl.weights.checkpoint import Checkpoint, Located, StoredWeights, open_checkpoint, open_files, read_config
+from rlctl.weights.checkpoint import STEM, Checkpoint, Located, StoredWeights, open_checkpoint, open_files, read_config
 from rlctl.weights.tensor_file import TensorFile, header_of
 from rlctl.weights.tensors import TensorMeta, dtype_name, parse_dtype
 
@@ -132,7 +132,7 @@ def _open_direct(path: str, rank: int, size: int) -> Checkpoint:
         if match := _PART.fullmatch(file.name):
             parts.setdefault(int(match[1]), []).append(file.name)
     if not parts and size == 1:
-        return Checkpoint(path, config, open_files(path))
+        return Checkpoint(path, config, open_files(path), stem=STEM)
     if sorted(parts) != list(range(size)):
         there = ", ".join(map(str, sorted(parts))) or "none"
         raise Reason.CHECKPOINT_MISMATCH.error(
@@ -158,7 +158,7 @@ def _open_flattened(path: str) -> Checkpoint:
                 located[name] = Located(file, file.offsets[key] + offset, meta)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(str(file.path), f"it holds no packed buckets: {error}") from error
-    return Checkpoint(path, config, files, located=located)
+    return Checkpoint(path, config, files, located=located, stem=STEM)
 
 
 def _refuse_twice(path: str, files: Sequence[TensorFile]) -> None:

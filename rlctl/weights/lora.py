@@ -1,8 +1,9 @@
 """LoRA adapters in PEFT's format: what one says about itself, and which tensors it then has.
 
 An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, or a config and tensors that
-come from a trainer. It adds ``scale * B @ A`` to the weights of some linear layers. Whatever else PEFT can do is
-refused by name: computed without it, the outputs would be others than those that were trained.
+come from a trainer. The directory holds no other safetensors file: SGLang would load that one too. An adapter adds
+``scale * B @ A`` to the weights of some linear layers. Whatever else PEFT can do is refused by name: computed without
+it, the outputs would be others than those that were trained.
 
 Format: https://huggingface.co/docs/peft (checkpoint format).
 """
@@ -11,19 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import AdapterConfig
-from rlctl.weights.checkpoint import Checkpoint, read_config
-from rlctl.weights.tensor_file import TensorFile
+from rlctl.weights.checkpoint import SUFFIX, Checkpoint, open_files, read_config
 from rlctl.weights.tensors import TensorMeta
 
 CONFIG = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
+STEM = "adapter_model"
+TENSORS = STEM + SUFFIX
 
 _PREFIX = "base_model.model."
 
@@ -141,10 +141,16 @@ def expected(
 def open_adapter(path: str, *, field: str = "path") -> tuple[AdapterConfig, Checkpoint]:
     """Open an adapter's directory and check everything but its tensors' names; no tensor is read.
 
-    Raises CHECKPOINT_NOT_FOUND, and as :func:`from_peft` does.
+    Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH (the directory holds further safetensors files), and as
+    :func:`from_peft` does.
     """
     config = from_peft(read_config(path, field=field, name=CONFIG), field=field)
-    return config, Checkpoint(path, {}, [TensorFile(Path(path) / TENSORS, field=field)], field=field)
+    files = open_files(path, field=field, stem=STEM)
+    stored = Checkpoint(path, {}, files, field=field, stem=STEM)
+    if [file.path.name for file in files] != [TENSORS]:
+        stored.close()
+        raise Reason.CHECKPOINT_MISMATCH.error(f"{path}: an adapter is one file, {TENSORS}, not several", field=field)
+    return config, stored
 
 
 def _unsupported(cause: str, field: str) -> RlctlError:

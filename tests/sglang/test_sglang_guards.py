@@ -508,6 +508,21 @@ def test_checkpoints_that_sglang_would_load_or_fail_on(
     assert driver.digest() == before
 
 
+@pytest.mark.parametrize("kind", ["old index", "shards without index", "consolidated", "pattern"])
+def test_a_directory_of_which_other_files_would_be_loaded_is_a_mismatch(
+    driver: Driver, tiny: tuple[Any, Path], tmp_path: Path, kind: str
+) -> None:
+    path = broken_checkpoint(kind, tiny, tmp_path)
+    before = driver.digest()
+    driver.prepare("u")
+    error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=path), update_id="u")
+    assert (error.reason, error.field) == (Reason.CHECKPOINT_MISMATCH, "model_path")
+    assert error.outcome == common.OUTCOME_REJECTED
+    assert refusal(driver, v.InspectCheckpointRequest(model_path=path)).reason is error.reason
+    driver.tell(v.AbortUpdateRequest(), update_id="u")
+    assert driver.digest() == before
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -16,6 +16,7 @@ import pytest
 import torch
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from safetensors.torch import load_file, save_file
 
 from rlctl.demo import tiny as tiny_
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
@@ -239,6 +240,15 @@ def broken_checkpoint(kind: str, tiny: tuple[Any, Path], place: Path) -> str:
             weights.write_bytes(weights.read_bytes()[:-100])
         case "missing":
             weights.unlink()
+        case "old index":
+            _shard(_other(place), directory)
+        case "shards without index":
+            _shard(_other(place), directory).unlink()
+        case "consolidated":
+            shutil.copy(_other(place) / "model.safetensors", directory / "consolidated.safetensors")
+        case "pattern":
+            _other(place)
+            directory = directory.rename(place / "[a-z]")
         case "smaller":
             model = tiny_.make(seed=1)
             del model.model.layers[1]
@@ -246,6 +256,27 @@ def broken_checkpoint(kind: str, tiny: tuple[Any, Path], place: Path) -> str:
             tiny_.save(model, directory)
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
+
+
+def _other(place: Path) -> Path:
+    """A checkpoint of other weights, which the pattern ``[a-z]`` matches."""
+    directory = place / "x"
+    directory.mkdir()
+    tiny_.save(tiny_.make(seed=2), directory)
+    return directory
+
+
+def _shard(checkpoint: Path, directory: Path) -> Path:
+    """Write the tensors of a checkpoint as two files and their index, which is returned."""
+    tensors, weight_map = load_file(checkpoint / "model.safetensors"), {}
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        part = {key: tensors[key] for key in list(tensors)[number - 1 :: 2]}
+        save_file(part, directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return index
 
 
 def refusal(driver: Driver, request: Any, **how: Any) -> RlctlError:

@@ -233,6 +233,8 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, content: str) 
         ("z", "model-00001-of-00002.safetensors", "does not hold z"),
         ("z", "../model.safetensors", "no file of this directory"),
         ("z", "", "no file of this directory"),
+        ("z", "model-2.bin", r"is not called \*.safetensors"),
+        ("z", ".model-2.safetensors", r"is not called \*.safetensors"),
     ],
 )
 def test_an_index_that_disagrees_with_its_files_is_a_mismatch(
@@ -243,6 +245,78 @@ def test_an_index_that_disagrees_with_its_files_is_a_mismatch(
     with pytest.raises(PreconditionFailed, match=message) as caught:
         open_checkpoint(path)
     assert caught.value.reason is Reason.CHECKPOINT_MISMATCH
+
+
+def old_index(path: Path, *, shards: bool) -> None:
+    """Leave the index of an earlier, sharded checkpoint beside a single file."""
+    write(path, {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}, files=2)
+    for shard in [] if shards else path.glob("model-*"):
+        shard.unlink()
+
+
+@pytest.mark.parametrize(
+    ("files", "further"),
+    [
+        (0, "model-00001-of-00002.safetensors"),
+        (0, "consolidated.safetensors"),
+        (0, "adapter_model.safetensors"),
+        (0, "consolidated.safetensors.index.json"),
+        (2, "model.safetensors"),
+        (2, "model-00003-of-00003.safetensors"),
+        (2, "consolidated.safetensors"),
+        (2, "mtp.safetensors"),
+    ],
+)
+def test_a_directory_with_further_safetensors_files_is_a_mismatch(tmp_path: Path, files: int, further: str) -> None:
+    path = write(tmp_path, files=files)
+    save_file({"a": torch.zeros(3, 4)}, tmp_path / further)
+    with pytest.raises(PreconditionFailed, match=further) as caught:
+        open_checkpoint(path, field="request.model_path")
+    assert (caught.value.reason, caught.value.field) == (Reason.CHECKPOINT_MISMATCH, "request.model_path")
+    assert "Remove the files" in caught.value.next_step
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_single_file_beside_an_old_index_is_a_mismatch(tmp_path: Path, shards: bool) -> None:
+    path = write(tmp_path)
+    old_index(tmp_path, shards=shards)
+    with pytest.raises(PreconditionFailed, match=r"index\.json does not name: model\.safetensors") as caught:
+        open_checkpoint(path)
+    assert caught.value.reason is Reason.CHECKPOINT_MISMATCH
+
+
+def test_an_index_may_name_the_single_file(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    weight_map = dict.fromkeys(TENSORS, "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert open_checkpoint(path).metas.keys() == TENSORS.keys()
+    edit_index(path, "a", None)
+    with pytest.raises(PreconditionFailed, match="holds a, against the index"):
+        open_checkpoint(path)
+
+
+def test_files_that_no_engine_takes_for_weights_may_lie_beside_a_checkpoint(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    for name in (".model-1.safetensors", "model.safetensors.tmp", "pytorch_model.bin", "optimizer.pt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "original").mkdir()
+    save_file(TENSORS, tmp_path / "original" / "model.safetensors")
+    assert open_checkpoint(path).metas.keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("files", [0, 2])
+def test_a_file_that_comes_to_an_opened_checkpoint_is_noticed(tmp_path: Path, files: int) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, files=files))
+    checkpoint.check_unchanged()
+    save_file({"a": torch.zeros(3, 4)}, tmp_path / "more.safetensors")
+    with pytest.raises(NotFound, match="changed while the checkpoint was open"):
+        checkpoint.check_unchanged()
+    (tmp_path / "more.safetensors").unlink()
+    checkpoint.check_unchanged()
+    weight_map = dict.fromkeys(TENSORS, "more.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(NotFound, match="changed while the checkpoint was open"):
+        checkpoint.check_unchanged()
 
 
 @pytest.mark.parametrize(("name", "file"), [("\ud800", "model-00001-of-00002.safetensors"), ("a", "\ud800")])

@@ -95,3 +95,24 @@ def test_a_directory(tmp_path: Path) -> None:
     with pytest.raises(RlctlError) as caught:
         lora.open_adapter(str(tmp_path))
     assert caught.value.reason is Reason.CHECKPOINT_NOT_FOUND
+
+
+@pytest.mark.parametrize("further", ["model.safetensors", "model.safetensors.index.json", "more.safetensors"])
+def test_a_directory_with_further_safetensors_files_is_a_mismatch(tmp_path: Path, further: str) -> None:
+    (tmp_path / lora.CONFIG).write_text(json.dumps(PLAIN))
+    save_file({"a": torch.ones(1)}, tmp_path / lora.TENSORS)
+    save_file({"a": torch.ones(1)}, tmp_path / further)
+    with pytest.raises(RlctlError, match=further) as caught:
+        lora.open_adapter(str(tmp_path))
+    assert (caught.value.reason, caught.value.field) == (Reason.CHECKPOINT_MISMATCH, "path")
+
+
+def test_an_adapter_of_several_files_is_a_mismatch(tmp_path: Path) -> None:
+    (tmp_path / lora.CONFIG).write_text(json.dumps(PLAIN))
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model-1.safetensors")
+    (tmp_path / "adapter_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "adapter_model-1.safetensors"}})
+    )
+    with pytest.raises(RlctlError, match="an adapter is one file") as caught:
+        lora.open_adapter(str(tmp_path))
+    assert (caught.value.reason, caught.value.field) == (Reason.CHECKPOINT_MISMATCH, "path")

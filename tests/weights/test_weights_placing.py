@@ -125,7 +125,7 @@ def test_a_damaged_header_is_refused_with_its_cause(tmp_path: Path, data: bytes,
     assert caught.value.field == "x"
 
 
-@given(data=st.binary(max_size=200))
+@given(data=st.binary(max_size=200).filter(lambda data: data.strip() != b"{}"))  # a file without tensors
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_noise_is_refused_typed(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)

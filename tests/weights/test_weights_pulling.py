@@ -236,6 +236,7 @@ def test_a_chain_may_begin_at_a_checkpoint_whose_one_file_has_an_index(world: Wo
     # One without any file is another one.
     shutil.rmtree(world.local)
     index.write_text('{"weight_map": {}}')
+    (world.launch / name).unlink()
     with refused(Reason.CHECKPOINT_MISMATCH, f"what {world.launch} holds does not fit"):
         world.pull("v2", base_dir=str(world.launch))
     assert not world.local.exists()

@@ -142,7 +142,10 @@ def test_the_longest_prompt_is_shorter_than_what_sglang_refuses() -> None:
     assert Facts({}, {}).limits(model).longest_prompt == 511
 
 
-@pytest.mark.parametrize(("load_format", "invents"), [("auto", False), (None, False), ("dummy", True)])
+@pytest.mark.parametrize(
+    ("load_format", "invents"),
+    [("auto", False), (None, False), ("safetensors", False), ("dummy", True), ("pt", True), ("mistral", True)],
+)
 def test_weights_that_are_made_up_are_no_checkpoints(load_format: str | None, invents: bool) -> None:
     assert Facts({"load_format": load_format}, {}).invents is invents
 

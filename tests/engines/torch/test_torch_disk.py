@@ -145,7 +145,7 @@ async def test_whoever_starts_the_engine_names_the_directories(checkpoints, new:
         Stage(checkpoints(), allowed_roots="here:/there")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "index lies", "index names another file"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "index lies", "index names another file", "single"])
 async def test_a_damaged_checkpoint_is_refused_before_the_first_byte(
     stage: Stage, new: str, tmp_path: Path, damage: str
 ) -> None:
@@ -156,6 +156,9 @@ async def test_a_damaged_checkpoint_is_refused_before_the_first_byte(
         os.truncate(shard, shard.stat().st_size - 1)
     elif damage == "missing":
         shard.unlink()
+    elif damage == "single":
+        shutil.copy(Path(new, "model.safetensors"), path)
+        expected = Reason.CHECKPOINT_MISMATCH
     else:
         weight_map = json.loads(index.read_text())["weight_map"]
         first = next(iter(weight_map))

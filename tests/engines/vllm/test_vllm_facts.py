@@ -19,3 +19,11 @@ def test_what_has_never_run_on_a_gpu_is_called_experimental(device: str, experim
     found = Facts("0.1", config, "", [rank], {}).capabilities(readable=True, probes=True)
     assert list(found.experimental) == experimental
     assert (common.TRANSPORT_TORCH_NCCL in found.transports) is (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "reads"),
+    [("auto", True), (None, True), ("safetensors", True), ("dummy", False), ("mistral", False), ("a plug-in's", False)],
+)
+def test_only_some_load_formats_read_safetensors_files(load_format: str | None, reads: bool) -> None:
+    assert Facts("0.1", {"load_config": {"load_format": load_format}}, "", (), {}).reads is reads
