@@ -233,7 +233,7 @@ class Reason(enum.Enum):
     GROUP_NOT_FOUND = (NotFound, "No such process group stands.", "Initialise it first.")
     GROUP_EXISTS = (
         PreconditionFailed,
-        "A group of this name stands with another shape.",
+        "A group of this name stands with another store or shape.",
         "Destroy it first.",
     )
     ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")

@@ -150,6 +150,7 @@ class SGLangEngine(ServerEngine):
         if self._source is not None:
             self._source.close()
         if self._ready:
+            self._groups.close()
             self._updates.close()
             self._adapters.close()
         await super().stop()

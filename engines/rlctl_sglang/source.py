@@ -20,6 +20,7 @@ from rlctl.weights.interfaces import address_of
 from rlctl.weights.rendezvous import GroupStore
 from rlctl.weights.tensors import TensorMeta
 from rlctl_sglang.readback import Readback
+from rlctl_sglang.state import Membership
 
 
 class Source:
@@ -31,7 +32,7 @@ class Source:
         self._store = GroupStore(self._host)
         self._readback = readback
         self._reference = reference
-        self._groups: dict[str, WeightGroup] = {}
+        self._groups: dict[str, tuple[Membership, WeightGroup]] = {}
 
     @property
     def store(self) -> tuple[str, int]:
@@ -49,14 +50,20 @@ class Source:
                 "SGLang's stage server sends full tensors, alone, over gloo", field="members"
             )
         report = GroupReport(group_name=request.group_name, world_size=request.world_size)
-        standing = self._groups.get(request.group_name)
-        if standing is not None and standing.world_size != request.world_size:
-            raise Reason.GROUP_EXISTS.error(f"group {request.group_name!r} stands already", field="group_name")
+        membership = Membership(request.master_address, request.master_port, 0, request.world_size, "gloo")
+        standing, group = self._groups.get(request.group_name, (None, None))
+        if group is not None and not group.stands:
+            self.leave(request.group_name)
+            standing = None
+        if standing is not None and standing != membership:
+            raise Reason.GROUP_EXISTS.error(
+                f"group {request.group_name!r} stands as {standing}, not {membership}", field="group_name"
+            )
         if standing is not None or request.probe_only:
             return report
         remaining = max(call.deadline - asyncio.get_running_loop().time(), 0.01)
         limit = seconds(request.group_timeout) or remaining
-        self._groups[request.group_name] = await asyncio.to_thread(
+        joined = await asyncio.to_thread(
             join,
             (request.master_address, request.master_port),
             name=request.group_name,
@@ -66,11 +73,13 @@ class Source:
             broadcast_timeout_s=limit,
             interface_host=self._host,
         )
+        self._groups[request.group_name] = membership, joined
         return report
 
     def leave(self, group_name: str) -> None:
         """Leave a group; what is being sent in it ends."""
-        self._groups.pop(group_name).close()
+        _, group = self._groups.pop(group_name)
+        group.close()
 
     async def send(self, request: SendWeightsRequest, call: Call) -> WeightsReport:
         """Send what the buckets name, in their order. SGLang has handed everything over before the first tensor leaves:
@@ -85,9 +94,9 @@ class Source:
         for meta in metas:
             if self._reference.get(meta.name) != meta:
                 raise Reason.FIELD_INVALID.error(f"{meta} is not what this model has", field="buckets")
-        group = self._groups.get(request.group_name)
-        if group is None:
+        if request.group_name not in self._groups:
             raise Reason.GROUP_NOT_FOUND.error(f"no group {request.group_name!r} stands", field="group_name")
+        _, group = self._groups[request.group_name]
         held: dict[str, torch.Tensor] = {}
         inconsistent = await self._readback.read(lambda name, tensor, _: held.update({name: tensor}), call)
         if inconsistent:
@@ -98,7 +107,7 @@ class Source:
 
     def close(self) -> None:
         """Leave every group."""
-        for group in self._groups.values():
+        for _, group in self._groups.values():
             group.close()
         self._groups.clear()
         self._store.close()

@@ -35,6 +35,17 @@ TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights", MEMORY_T
 """SGLang's memory regions."""
 
 
+@dataclass(frozen=True)
+class Membership:
+    """What makes two requests to join the same: where the group meets, its shape, and the ranks' place in it."""
+
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+
+
 @dataclass
 class State:
     """The server's state as the calls so far have left it.
@@ -45,7 +56,7 @@ class State:
         holding: paused by the plug-in itself, because memory is released.
         released: regions that are released.
         session: a weight update session is open.
-        groups: sizes of the groups that its ranks are in, by name.
+        groups: the groups that its ranks are in, by name.
     """
 
     paired: bool = False
@@ -53,7 +64,7 @@ class State:
     holding: bool = False
     released: set[MemoryTag.ValueType] = field(default_factory=set)
     session: bool = False
-    groups: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, Membership] = field(default_factory=dict)
 
     @property
     def stopped(self) -> bool:
@@ -117,14 +128,16 @@ class State:
         check_tags("SGLang", tags, known)
         return [TAGS[tag] for tag in sorted(set(tags or known) & self.released)]
 
-    def joining(self, name: str, world_size: int) -> bool:
-        """Whether a group is still to be joined. Raises FIELD_REQUIRED, GROUP_EXISTS."""
+    def joining(self, name: str, membership: Membership) -> bool:
+        """Whether a group is still to be joined. Raises FIELD_REQUIRED; GROUP_EXISTS for one that stands otherwise."""
         if not name:
             raise Reason.FIELD_REQUIRED.error("a group needs a name", field="group_name")
-        size = self.groups.get(name)
-        if size is not None and size != world_size:
-            raise Reason.GROUP_EXISTS.error(f"group {name!r} stands with {size} members", field="group_name")
-        return size is None
+        standing = self.groups.get(name)
+        if standing is not None and standing != membership:
+            raise Reason.GROUP_EXISTS.error(
+                f"group {name!r} stands as {standing}, not {membership}", field="group_name"
+            )
+        return standing is None
 
     def refuse_without(self, groups: Collection[str]) -> None:
         """Raise GROUP_NOT_FOUND unless the ranks are in all of these groups."""

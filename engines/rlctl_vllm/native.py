@@ -95,6 +95,7 @@ class Native:
         self._host = host
         self._load = _Load.BROKEN if interrupted else _Load.CLOSED
         self._group = ""
+        self._store = ("", 0)
         self._announced = Announced()
         self._due = 0
         self._written: set[str] = set()
@@ -150,9 +151,13 @@ class Native:
                 f"{self._ranks} ranks",
                 field="backend",
             )
-        if request.group_name == self._group:
-            return
         place = (request.master_address, request.master_port)
+        if request.group_name == self._group:
+            if place == self._store:
+                return
+            raise Reason.GROUP_EXISTS.error(
+                f"group {self._group} stands with the store at {self._store}, not at {place}", field="group_name"
+            )
         if request.probe_only:
             patient_s = PATIENT_S if call.update_id else None
             await asyncio.to_thread(probe, place, self._host, timeout_s=_remaining(call), patient_s=patient_s)
@@ -167,7 +172,7 @@ class Native:
             "packed_buffer_size_bytes": _ENDLESS,
         }
         await self._tell("init_weight_transfer_engine", call, init_info=told)
-        self._group = request.group_name
+        self._group, self._store = request.group_name, place
 
     async def _leave(self, call: Call) -> None:
         """Let vLLM forget the group that it is in, if it is in any."""

@@ -58,22 +58,32 @@ class Together:
     ) -> list[StageResult]:
         """Join every rank into a group, once each has found that it can.
 
-        ``patient_s``: how long it may take until the store can be reached.
+        A group that stands under this name with another store or shape is of a source that has ended, or that forms it
+        anew: the ranks leave that one first. ``patient_s``: how long it may take until the store can be reached.
         """
         probe = InitWeightsUpdateGroupRequest()
         probe.CopyFrom(request)
         probe.probe_only = True
         patient_until = self._clock.now() + min(timeout_s, patient_s)
+        patient, replaced = False, False
+
+        def passes(result: StageResult) -> bool:
+            return (patient and _comes(result)) or (not replaced and _stands(result))
+
         for attempt in itertools.count():
             patient = self._clock.now() < patient_until
             step = f"probe-{attempt}" if attempt else "probe"
-            results = await self.run(probe, min(timeout_s, PROBE_S), step=step, spares=_comes if patient else None)
+            results = await self.run(probe, min(timeout_s, PROBE_S), step=step, spares=passes)
             failed = [result for result in results if not acknowledged(result, update=True)]
             if self._leaving is not None and self._failed is None:
                 raise Reason.CANCELLED.error("cancelled before the group was formed")
-            if not (patient and failed and all(map(_comes, failed))):
+            if not (failed and all(map(passes, failed))):
                 break
-            await asyncio.sleep(AGAIN_S)
+            if any(map(_stands, failed)):
+                await self._destroy("replace")
+                replaced = True
+            else:
+                await asyncio.sleep(AGAIN_S)
         if all(acknowledged(result, update=True) for result in results):
             results = await self.run(request, min(timeout_s, RENDEZVOUS_S))
         return results
@@ -124,12 +134,15 @@ class Together:
             await self._leaving
 
     async def _leave(self) -> None:
+        await self._destroy("leave")
+
+    async def _destroy(self, step: str) -> None:
         for name in self._group_names:
             await self._fanout.run(
                 DestroyWeightsUpdateGroupRequest(group_name=name),
                 self._slots,
                 operation_id=self._operation_id,
-                step=f"leave-{name}",
+                step=f"{step}-{name}",
                 deadline=self._clock.now() + LEAVE_S,
             )
 
@@ -139,3 +152,8 @@ def _comes(result: StageResult) -> bool:
     error = result.error
     said = result.outcome == OUTCOME_REJECTED and error.field == "master_address"
     return said and error.reason == Reason.UNREACHABLE.name
+
+
+def _stands(result: StageResult) -> bool:
+    """Whether nothing is wrong but that another group of this name stands."""
+    return result.outcome == OUTCOME_REJECTED and result.error.reason == Reason.GROUP_EXISTS.name

@@ -130,7 +130,7 @@ class FakeEngine(Engine):
         self._sealed = False
         self._written = False
         self._full = True
-        self._groups: set[str] = set()
+        self._groups: dict[str, tuple[str, int]] = {}
         self._interrupted = asyncio.Event()
         self.adapters: dict[str, verbs.Adapter] = {}
         self.adapter_weights: dict[str, str] = {}
@@ -331,10 +331,16 @@ class FakeEngine(Engine):
     async def init_weights_update_group(
         self, request: verbs.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs.GroupReport:
-        """Remember a group; nothing is connected."""
+        """Remember a group; nothing is connected. Raises GROUP_EXISTS where it stands with another store."""
         del call
+        store = request.master_address, request.master_port
+        standing = self._groups.get(request.group_name, store)
+        if standing != store:
+            raise Reason.GROUP_EXISTS.error(
+                f"group {request.group_name} stands with the store at {standing}, not at {store}", field="group_name"
+            )
         if not request.probe_only:
-            self._groups.add(request.group_name)
+            self._groups[request.group_name] = store
         rank = request.rank_offset + self.config.rank
         return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
 
@@ -343,13 +349,13 @@ class FakeEngine(Engine):
         del call
         if request.group_name not in self._groups:
             raise Reason.GROUP_NOT_FOUND.error(f"no group {request.group_name!r} stands", field="group_name")
-        self._groups.remove(request.group_name)
+        del self._groups[request.group_name]
 
     async def update_weights_from_distributed(
         self, request: verbs.UpdateWeightsFromDistributedRequest, call: Call
     ) -> verbs.WeightsReport:
         """A null collective: the weights become the buckets' names. A name "stuck" waits for an interrupt."""
-        for name in {bucket.group_name or request.group_name for bucket in request.buckets} - self._groups:
+        for name in {bucket.group_name or request.group_name for bucket in request.buckets} - self._groups.keys():
             raise Reason.GROUP_NOT_FOUND.error(f"no group {name!r} stands", field="group_name")
         await self._begin("update_weights_from_distributed", call)
         names = [name for bucket in request.buckets for name in bucket.names]

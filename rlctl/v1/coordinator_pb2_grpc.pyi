@@ -141,7 +141,8 @@ class CoordinatorServiceStub:
 
     Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
     joins one operation with them.
-    Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
+    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. One with
+    another store or shape is left first: its source was started anew.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -595,7 +596,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
     joins one operation with them.
-    Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
+    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. One with
+    another store or shape is left first: its source was started anew.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -1106,7 +1108,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
         joins one operation with them.
-        Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
+        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. One with
+        another store or shape is left first: its source was started anew.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.

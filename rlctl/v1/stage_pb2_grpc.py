@@ -321,7 +321,8 @@ class StageServiceServicer(object):
         """Joins the ranks of the targets and the source into a process group.
 
         Effect: a group stands at every rank; no weights change.
-        Idempotency: with the same request_id, yes; a group of the same name and shape that stands is confirmed.
+        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. With
+        another store or shape it is GROUP_EXISTS, unless its source has ended.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.

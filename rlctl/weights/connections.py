@@ -73,6 +73,17 @@ class Connection:
         except OSError:
             return False
 
+    @property
+    def is_live(self) -> bool:
+        """Whether this process has it open, and its peer has not closed it."""
+        try:
+            with closing(_handle(self.number, self.inode)) as handle:
+                return handle.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
 
 def find(*, accepted_at: Collection[Endpoint] = (), made_to: Collection[Endpoint] = ()) -> list[Connection]:
     """Every connection of this process that one of its listeners accepted, or that it made to a peer.

@@ -97,6 +97,11 @@ class WeightGroup:
         work = self._work
         return work is not None and not work.is_completed() and not self._severed
 
+    @property
+    def stands(self) -> bool:
+        """Whether it is not spent, and not every other member is known to have gone. NCCL does not say who has."""
+        return not self._spent and not self._severed
+
     def allow(self, timeout_s: float) -> None:
         """Let every broadcast from now on take so long, at most as long as the group was formed for.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlctl.errors import Reason
 from rlctl.v1.verbs_pb2 import GroupReport
+from rlctl.weights import connections
+from rlctl.weights.connections import Connection
 from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.interfaces import probe
 from rlctl.weights.rendezvous import GroupStore
@@ -34,6 +37,26 @@ class Membership:
         return name if self.pair is None else f"{name}-r{self.pair}"
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """A group that was joined.
+
+    Attributes:
+        store: this process's connections to the group's store; none where they are not known.
+    """
+
+    membership: Membership
+    group: WeightGroup
+    store: Sequence[Connection]
+
+    @property
+    def stands(self) -> bool:
+        """Whether it can be used still. It cannot when its source has ended, and the source's store with it: members of
+        other engines may be connected still.
+        """
+        return self.group.stands and (not self.store or any(connection.is_live for connection in self.store))
+
+
 class Groups:
     """Weight groups by name."""
 
@@ -42,7 +65,7 @@ class Groups:
         self._interface_host = interface_host
         self._lock = threading.Lock()
         self._joining: dict[str, tuple[str, threading.Event]] = {}
-        self._groups: dict[str, tuple[Membership, WeightGroup]] = {}
+        self._groups: dict[str, _Joined] = {}
         self._closed = False
         self._store: GroupStore | None = None
 
@@ -63,7 +86,8 @@ class Groups:
         broadcast_timeout_s: float,
         update_id: str = "",
     ) -> GroupReport:
-        """Join a group; blocks until all members have come. A group that stands with this membership is confirmed.
+        """Join a group; blocks until all members have come. A group that stands with this membership is confirmed. A
+        group whose source has ended does not stand, and gives way.
 
         ``update_id``: the update that it is for. Its store listens by now, or the coordinator asks again: one that does
         not is not waited for.
@@ -75,16 +99,17 @@ class Groups:
         with self._lock:
             if name in self._joining:
                 raise Reason.OPERATION_CONFLICT.error(f"group {name} is being joined")
-            if name in self._groups:
-                standing, _ = self._groups[name]
-                if standing != membership:
-                    raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing}, not {membership}")
+            if self._confirmed(name, membership):
                 return report
+            ended = self._groups.pop(name, None)
             stop = threading.Event()
             self._joining[name] = update_id, stop
             if self._closed:
                 stop.set()
+        if ended is not None:
+            ended.group.close()
         group: WeightGroup | None = None
+        store: Sequence[Connection] = ()
         try:
             group = join(
                 (membership.host, membership.port),
@@ -98,11 +123,12 @@ class Groups:
                 stop=stop,
                 patient_s=PATIENT_S if update_id else None,
             )
+            store = _connections_to(membership.host, membership.port)
         finally:
             with self._lock:
                 del self._joining[name]
                 if group is not None and not stop.is_set():
-                    self._groups[name] = (membership, group)
+                    self._groups[name] = _Joined(membership, group, store)
         if stop.is_set():  # in the moment in which it came to stand
             group.close()
             raise Reason.GROUP_FAILED.error(f"group {name} was left while it was being joined")
@@ -116,20 +142,29 @@ class Groups:
         with self._lock:
             if name in self._joining:
                 raise Reason.OPERATION_CONFLICT.error(f"group {name} is being joined")
-            standing = self._groups.get(name)
-        if standing is None:
+            confirmed = self._confirmed(name, membership)
+        if not confirmed:
             place, patient_s = (membership.host, membership.port), PATIENT_S if update_id else None
             probe(place, self._interface_host, timeout_s=timeout_s, patient_s=patient_s)
-        elif standing[0] != membership:
-            raise Reason.GROUP_EXISTS.error(f"group {name} stands as {standing[0]}, not {membership}")
         return GroupReport(group_name=name, group_rank=membership.rank, world_size=membership.world_size)
+
+    def _confirmed(self, name: str, membership: Membership) -> bool:
+        """Whether a group stands with this membership; the lock is held. Raises GROUP_EXISTS: with another one."""
+        joined = self._groups.get(name)
+        if joined is None or not joined.stands:
+            return False
+        if joined.membership != membership:
+            raise Reason.GROUP_EXISTS.error(
+                f"group {name} stands as {joined.membership}, not {membership}", field="group_name"
+            )
+        return True
 
     def get(self, name: str) -> WeightGroup:
         """The group of this name. Raises GROUP_NOT_FOUND."""
         with self._lock:
             if name not in self._groups:
                 raise Reason.GROUP_NOT_FOUND.error(f"this rank is in no group {name!r}", field="group_name")
-            return self._groups[name][1]
+            return self._groups[name].group
 
     def leave(self, name: str) -> None:
         """Leave a group and forget it, or give up joining it; what is under way in it ends. Never blocks.
@@ -156,7 +191,7 @@ class Groups:
     def drop(self, name: str, group: WeightGroup) -> None:
         """Forget a group that has failed: it is spent, and joining under its name makes a new one. Never blocks."""
         with self._lock:
-            if name in self._groups and self._groups[name][1] is group:
+            if name in self._groups and self._groups[name].group is group:
                 del self._groups[name]
         group.close()
 
@@ -170,5 +205,13 @@ class Groups:
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        for _, group in groups:
-            group.close()
+        for joined in groups:
+            joined.group.close()
+
+
+def _connections_to(host: str, port: int) -> Sequence[Connection]:
+    """This process's connections to a store."""
+    try:
+        return connections.find(made_to=connections.resolve(host, port))
+    except OSError:
+        return ()

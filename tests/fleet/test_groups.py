@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import KeysView
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 
 
-def groups(fleet: InProcessFleet) -> list[set[str]]:
+def groups(fleet: InProcessFleet) -> list[KeysView[str]]:
     """The groups that each rank's engine is in."""
     ranks = [*fleet.stages.values(), *(worker._follower for worker in fleet.workers.values())]
-    return [rank._engine._groups for rank in ranks]  # type: ignore[attr-defined]
+    return [rank._engine._groups.keys() for rank in ranks]  # type: ignore[attr-defined]
 
 
 async def update(fleet: InProcessFleet, label: str, trainer: str = "first") -> str:

@@ -300,6 +300,25 @@ async def test_engines_that_are_told_different_stores_are_not_left_waiting(fleet
     assert (await waiting).state == OPERATION_STATE_OK
 
 
+@pytest.mark.parametrize("slot", ["", "a"], ids=["the model", "each engine"])
+async def test_a_trainer_that_was_started_anew_has_its_group_formed_anew(fleet: InProcessFleet, slot: str) -> None:
+    """It forms a group of the name that it formed before, with another store, and says no word about the old one."""
+
+    async def joined(port: int) -> list[Operation]:
+        if slot:
+            return await asyncio.gather(*(group(fleet, *at, master_port=port) for at in [("b", 1), ("a", 3)]))
+        return [await group(fleet, "", 1, master_port=port)]
+
+    for port in (1, 2):
+        for operation in await joined(port):
+            assert operation.state == OPERATION_STATE_OK, operation.error
+        assert [engine._groups for engine in engines(fleet)] == [{"slime-pp_0": ("127.0.0.1", port)}] * 3
+    for engine in engines(fleet):
+        _record(engine)
+    await write(fleet, "w1", weight_version="again")
+    assert version_of(fleet) == ("again", 2)
+
+
 async def test_a_group_that_an_engine_is_not_called_for_says_which(fleet: InProcessFleet) -> None:
     short = header("a")
     short.timeout.FromMilliseconds(50)

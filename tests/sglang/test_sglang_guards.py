@@ -415,13 +415,15 @@ def test_a_group_that_cannot_be(driver: Driver) -> None:
             backend="gloo",
         )
         assert refusal(driver, again).reason is Reason.GROUP_EXISTS
+        again.world_size, again.master_port = 2, source.port + 1
+        assert refusal(driver, again).reason is Reason.GROUP_EXISTS, "the trainer would wait in another store"
         again.group_name = "other"
         again.world_size = 1
         assert refusal(driver, again).field == "rank_offset"
     again.world_size = 2
     again.master_port = 9
     error = refusal(driver, again)
-    assert (error.reason, error.field) == (Reason.GROUP_FAILED, "master_address")
+    assert (error.reason, error.field) == (Reason.UNREACHABLE, "master_address")
 
 
 def test_a_source_that_dies_while_it_sends(driver: Driver, tiny: tuple[Any, Path]) -> None:

@@ -7,6 +7,7 @@ fleet does otherwise on purpose is marked by ``server.real``, and stands in the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,8 +18,10 @@ from typing import Any
 import aiohttp
 import pytest
 from models import changed, greedy
+from torch.distributed import TCPStore
 
 from rlctl.ports import new_uuid7
+from rlctl.weights.groups import join
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "integrations"))
 
@@ -386,6 +389,52 @@ async def test_half_of_an_update_is_not_served(server: Server) -> None:
         assert refused["error"]["reason"] in ("QUORUM_NOT_MET", "WEIGHTS_INCOMPLETE", "WEIGHTS_DIRTY")
     assert "half" not in before | await server.version()
     assert (await server.ask("GET", "/ready"))[0] == 503
+
+
+@pytest.mark.parametrize("source", ["at the same address", "at another one", "beside the old one"])
+async def test_a_trainer_that_was_started_anew_forms_its_group_again(server: Server, source: str) -> None:
+    """SGLang refuses a name that it has, and the trainer waits; a fleet leaves the old group."""
+    if server.real:
+        pytest.skip("SGLang refuses it")
+    world_size, name, port = 1 + sum(server.ranks), f"suite-{new_uuid7()}", free_port()
+    model, old = changed(server.tiny[0], seed=6, scale=0.3), []
+    for turn in range(2):
+        store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size, "backend": "gloo"}
+        joining = functools.partial(join, name=name, rank=0, world_size=world_size, timeout_s=50)
+        forming = asyncio.create_task(asyncio.to_thread(joining, ("127.0.0.1", port)))
+        calls = (
+            server.ask(
+                "POST",
+                "/init_weights_update_group",
+                {**where, "group_name": name, "rank_offset": 1 + sum(server.ranks[:engine])},
+                engine=engine,
+            )
+            for engine in range(len(server.engines))
+        )
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200] * len(server.engines)
+        group = await forming
+        if turn == 0 and source == "beside the old one":
+            old = [group, store]
+        elif turn == 0:
+            group.close()
+        if source != "at the same address":
+            port = free_port()
+        if turn == 0:
+            del store
+    await server.every("POST", "/pause_generation", {})
+    for bucket in buckets(model):
+        body = described(bucket) | {"group_name": name, "flush_cache": False, "weight_version": "again"}
+        told = asyncio.create_task(server.every("POST", "/update_weights_from_distributed", body))
+        for _, tensor in bucket:
+            await asyncio.to_thread(group.broadcast, tensor.contiguous())
+        assert [status for status, _ in await told] == [200] * len(server.engines)
+    await server.every("POST", "/continue_generation", {})
+    assert await server.version() == {"again"}
+    assert await server.greedy(0) == greedy(model, PROMPT, 6)
+    await server.every("POST", "/destroy_weights_update_group", {"group_name": name})
+    for each in [group, *old[:1]]:
+        each.close()
 
 
 async def test_a_group_of_another_size_than_the_fleet(server: Server) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
+from torch.distributed import TCPStore
 from weights_helpers import Background
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights import memberships
+from rlctl.weights.groups import WeightGroup, join
 from rlctl.weights.memberships import Groups, Membership
 
 PLACE = Membership(host="127.0.0.1", port=1, rank=1, world_size=2, backend="gloo")
@@ -53,3 +57,38 @@ def test_the_store_of_an_update_is_not_waited_for_when_it_has_gone(verb: str, re
     with pytest.raises(RlctlError, match="Connection refused") as caught:
         job.result(20)
     assert caught.value.reason is reason
+
+
+def test_a_group_whose_source_was_started_anew_at_the_same_address_is_joined_anew() -> None:
+    """The members of other engines are there still, so not every connection of the group has ended."""
+    engines = [Groups("127.0.0.1"), Groups("127.0.0.1")]
+    places: list[Membership] = []
+
+    def form(store: TCPStore) -> WeightGroup:
+        places[:] = [Membership("127.0.0.1", store.port, rank, world_size=3, backend="gloo") for rank in (1, 2)]
+        jobs = [
+            Background(partial(groups.join, "g", place, timeout_s=60, broadcast_timeout_s=60))
+            for groups, place in zip(engines, places, strict=True)
+        ]
+        source = join(("127.0.0.1", store.port), name="g", rank=0, world_size=3, timeout_s=60)
+        for job in jobs:
+            job.result(60)
+        return source
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    source, first = form(store), engines[0].get("g")
+    engines[0].join("g", places[0], timeout_s=60, broadcast_timeout_s=60)
+    engines[0].probe("g", places[0], timeout_s=60)
+    assert engines[0].get("g") is first, "it was confirmed"
+    other = replace(places[0], port=places[0].port + 1)
+    with pytest.raises(RlctlError) as caught:
+        engines[0].join("g", other, timeout_s=60, broadcast_timeout_s=60)
+    assert caught.value.reason is Reason.GROUP_EXISTS
+    port = store.port
+    source.close()
+    del store  # the process of the source has ended
+    source = form(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
+    assert engines[0].get("g") is not first
+    for groups in engines:
+        groups.close()
+    source.close()

@@ -20,8 +20,6 @@ from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequ
 from rlctl.v1.verbs_pb2 import (
     AbortRequestsRequest,
     ContinueGenerationRequest,
-    DestroyWeightsUpdateGroupRequest,
-    InitWeightsUpdateGroupRequest,
     ResumeMemoryRequest,
 )
 
@@ -168,24 +166,12 @@ async def _carry_out(call: Call, step: Message, name: str = "") -> Operation:
         committed: Operation = await call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
         call.note_excluded(committed)
         return committed
-    operation = await call.operate(request, check=False)
-    if isinstance(request, InitWeightsUpdateGroupRequest) and any(map(_stands_otherwise, operation.stage_results)):
-        # vLLM has one group, which a trainer that comes again makes anew without a word about the old one.
-        left = DestroyWeightsUpdateGroupRequest(group_name=request.group_name)
-        await call.operate(await engines.aimed(call, left, f"{name} leave"), check=False)
-        again = InitWeightsUpdateGroupRequest()
-        again.CopyFrom(request)
-        again.header.request_id = await call.request_id(f"{name} again")
-        operation = await call.operate(again, check=False)
+    operation: Operation = await call.operate(request, check=False)
     return operation
 
 
 def _done(operation: Operation) -> bool:
     return operation.state == OPERATION_STATE_OK and all(map(confirmed, operation.stage_results))
-
-
-def _stands_otherwise(result: StageResult) -> bool:
-    return result.error.reason == Reason.GROUP_EXISTS.name
 
 
 async def _told(call: Call, row: Control, operation: Operation) -> Reply:

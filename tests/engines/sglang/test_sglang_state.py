@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 from rlctl_servers.http import Answer
 from rlctl_sglang import memory
-from rlctl_sglang.state import State
+from rlctl_sglang.state import Membership, State
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -93,12 +94,18 @@ def test_generation_does_not_go_on_without_memory_or_inside_an_update() -> None:
     State().refuse_continue()
 
 
-def test_a_group_is_joined_once_under_its_name() -> None:
-    state = State(groups={"a": 3})
-    assert not state.joining("a", 3)
-    assert state.joining("b", 3)
+STANDING = Membership(host="h", port=1, rank_offset=1, world_size=3, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    "change", [{"host": "i"}, {"port": 2}, {"rank_offset": 2}, {"world_size": 4}, {"backend": "nccl"}]
+)
+def test_a_group_is_joined_once_under_its_name(change: dict[str, Any]) -> None:
+    state = State(groups={"a": STANDING})
+    assert not state.joining("a", STANDING)
+    assert state.joining("b", STANDING)
     with pytest.raises(RlctlError) as refused:
-        state.joining("a", 4)
+        state.joining("a", dataclasses.replace(STANDING, **change))
     assert refused.value.reason is Reason.GROUP_EXISTS
     with pytest.raises(RlctlError) as refused:
         state.refuse_without({"a", "b"})
