@@ -384,7 +384,7 @@ class Reason(enum.Enum):
     SHARED_MEMORY_FULL = (
         Exhausted,
         "There is no room for a shared segment.",
-        "Enlarge /dev/shm (docker: --shm-size), use smaller segments, or another path.",
+        "Enlarge /dev/shm (docker: --shm-size), or send with path='auto' or 'broadcast'.",
     )
     # Conflicts.
     REQUEST_ID_EXPIRED = (

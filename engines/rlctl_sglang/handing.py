@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -23,6 +24,11 @@ from rlctl.errors import Reason
 _ALIGNMENT = 64
 _TRIES = 5
 """torch gives its shared memory manager, a process that it starts for the first segment, one second for an answer."""
+
+FULL_S = 10.0
+"""How long room in shared memory is waited for: other engines on this host hold copies of the same tensors."""
+
+_LOOK_S = 0.05
 
 
 class Handed:
@@ -65,14 +71,17 @@ def _by_name(storage: torch.UntypedStorage) -> tuple[Any, tuple[Any, ...]]:
 
 def _share(size: int) -> torch.UntypedStorage:
     """Shared memory under torch's own names. Raises SHARED_MEMORY_FULL, ENGINE_FAILED."""
-    tries = 1
+    tries, until = 1, time.monotonic() + FULL_S
     while True:
         try:
             return torch.UntypedStorage._new_using_filename_cpu(size)
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
-            slow = "timed out" in cause
-            if not slow or tries == _TRIES:
+            slow, full = "timed out" in cause, "No space left" in cause
+            if not (slow and tries < _TRIES) and not (full and time.monotonic() < until):
                 reason = Reason.ENGINE_FAILED if slow else Reason.SHARED_MEMORY_FULL
                 raise reason.error(f"{size} bytes cannot be shared with SGLang: {cause}") from error
-        tries += 1
+        if slow:
+            tries += 1
+        else:
+            time.sleep(_LOOK_S)

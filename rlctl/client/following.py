@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rlctl.client.part import Part, cut_off, describe, detail, explained, refuse_unpublished, stopped
+from rlctl.client.part import Part, cut_off, detail, explained, refuse_unpublished, stopped
 from rlctl.client.pending import Progress
 from rlctl.client.trainer import Lead
 from rlctl.errors import OperationFailed, Reason, RlctlError, from_detail
@@ -47,7 +47,7 @@ async def follow(
     hearing = asyncio.create_task(lead.hear(update))
     try:
         if part.source is not None:
-            offer.CopyFrom(describe(source, version, part.source))
+            offer.CopyFrom(part.describe(source, version, part.source))
         offer.goes_on = progress.watched
         offer.local = local_values(source) is not None
         lead.say(update, 0, offer=offer)

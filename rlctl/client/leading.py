@@ -25,6 +25,7 @@ from rlctl.client.wire import (
     digests_of,
     fit,
     in_one_order,
+    refuse_full,
     shared_devices,
 )
 from rlctl.errors import OperationFailed, Reason, RlctlError
@@ -36,6 +37,7 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.trainer_pb2 import Attempt, JoinResponse, Sent, Shipped
 from rlctl.v1.update_pb2 import (
     DATA_PATH_BROADCAST,
+    DATA_PATH_IPC,
     AbortWeightUpdateRequest,
     BeginWeightUpdateRequest,
     BeginWeightUpdateResponse,
@@ -52,6 +54,7 @@ from rlctl.weights.buckets import Bucket
 from rlctl.weights.finite import local_values
 from rlctl.weights.identity import host_id
 from rlctl.weights.rendezvous import GroupStore
+from rlctl.weights.segment_sender import SHARES
 from rlctl.weights.source import WeightSource, atomic_lists
 from rlctl.weights.tensors import TensorMeta, from_proto
 
@@ -138,7 +141,7 @@ class Leading:
         found: dict[int, Offered] = {}
         self._local = local_values(source) is not None
         if self._part.source is not None:
-            found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id())
+            found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id(), self._part.room)
         for offer in (await self._members.offers()).values():
             self._going_on |= offer.goes_on
             self._local &= offer.local
@@ -211,7 +214,11 @@ class Leading:
     ) -> tuple[Operation, Sent]:
         request.num_sources = len(offers)
         hosts = {offered.host_id for offered in offers}
-        if request.path != DATA_PATH_BROADCAST and len(hosts) == 1:
+        if request.path == DATA_PATH_IPC:
+            refuse_full(offers)
+        # Broadcasting is better than segments that fill up what others need.
+        roomy = request.path == DATA_PATH_IPC or all(offered.fits(SHARES * len(offers)) for offered in offers)
+        if request.path != DATA_PATH_BROADCAST and len(hosts) == 1 and roomy:
             request.host_ids.extend(hosts)
         partial = request.kind == verbs_pb2.UPDATE_KIND_PARTIAL
         if request.kind == verbs_pb2.UPDATE_KIND_DELTA:

@@ -36,6 +36,7 @@ from rlctl.weights.groups import LONGEST_S, WeightGroup, join
 from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
+from rlctl.weights.shared_memory import free_bytes
 from rlctl.weights.source import Weights, WeightSource, as_announced, as_source, atomic_lists, only
 from rlctl.weights.tensors import TensorMeta, to_proto
 from rlctl.weights.vllm_group import join_vllm
@@ -83,6 +84,24 @@ class Part:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.close()
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that segments may take in the host's shared memory; None where they may lie on a GPU instead."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        return free_bytes() if self._segments is None else self._segments.room
+
+    def describe(self, weights: WeightSource, version: str, source: int) -> Offer:
+        """What this process brings to an update as a source."""
+        return Offer(
+            version=version,
+            source=source,
+            host_id=host_id(),
+            shared_memory_room=self.room,
+            tensors=[to_proto(meta) for meta in weights.metas()],
+            together=[AtomicList(names=names) for names in atomic_lists(weights)],
+        )
 
     async def read(self, weights: Weights, progress: Progress) -> WeightSource:
         """The weights as a source. Describing them, and collecting pairs, is the trainer's own code, which may gather,
@@ -345,17 +364,6 @@ def _digest_parts(weights: WeightSource, attempt: Attempt, dtypes: Mapping[str, 
 
 async def _awaited(work: Awaitable[None]) -> None:
     await work
-
-
-def describe(weights: WeightSource, version: str, source: int) -> Offer:
-    """What a source brings to an update."""
-    return Offer(
-        version=version,
-        source=source,
-        host_id=host_id(),
-        tensors=[to_proto(meta) for meta in weights.metas()],
-        together=[AtomicList(names=names) for names in atomic_lists(weights)],
-    )
 
 
 async def stopped(*tasks: asyncio.Task[Any] | None) -> None:

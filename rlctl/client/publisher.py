@@ -100,16 +100,18 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         ``trainer_group``: torch process group of all trainer ranks; None for a trainer of one process. ``source``:
         which source this rank is, counted from 0 without gaps; None for a rank that only takes part in gathering
         (by default rank 0 is the only source). ``path``: broadcast, ipc (shared memory, for engines on this host), or
-        auto (ipc where every rank of an engine shares memory with every source, broadcast for the others). Shared
-        memory lies on the GPU where the source's current CUDA device is that of all ranks that read it. ``backend``: of
-        the groups that broadcast: gloo, through the hosts' memory, or nccl, from the source's current CUDA device to
-        the ranks', which must all be different ones; vllm_nccl, the same to vLLM servers that were attached to without
-        rlctl's extension, by vLLM's own engine, over a group for each; of several, each engine gets the first that it
-        offers, in groups apart that one pass through the weights feeds. ``host``: address of this process as the
-        engines' ranks and the other trainer ranks reach it (by default 127.0.0.1); the groups' store and the source
-        bind it. ``network``: in its place an interface ("eth0") or a network ("10.0.0.0/8", the same on every host of
-        the trainer) in which this process has an address. ``trainer``: name for messages. ``incarnation``: give a
-        higher one when training resumes from an older checkpoint; lower ones are fenced from then on.
+        auto (ipc where every rank of an engine shares memory with every source and /dev/shm has room for four times the
+        largest tensor, broadcast for the others). Segments are as large as /dev/shm has room for; ``bucket_bytes`` is
+        for what is broadcast. Shared memory lies on the GPU where the source's current CUDA device is that of all ranks
+        that read it. ``backend``: of the groups that broadcast: gloo, through the hosts' memory, or nccl, from the
+        source's current CUDA device to the ranks', which must all be different ones; vllm_nccl, the same to vLLM
+        servers that were attached to without rlctl's extension, by vLLM's own engine, over a group for each; of
+        several, each engine gets the first that it offers, in groups apart that one pass through the weights feeds.
+        ``host``: address of this process as the engines' ranks and the other trainer ranks reach it (by default
+        127.0.0.1); the groups' store and the source bind it. ``network``: in its place an interface ("eth0") or a
+        network ("10.0.0.0/8", the same on every host of the trainer) in which this process has an address. ``trainer``:
+        name for messages. ``incarnation``: give a higher one when training resumes from an older checkpoint; lower ones
+        are fenced from then on.
         """
         self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
         if (self._rank == 0) != (fleet is not None):

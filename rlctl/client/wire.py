@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlctl.errors import Reason
@@ -12,6 +12,8 @@ from rlctl.v1.trainer_pb2 import Offer, Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 from rlctl.weights import buckets
 from rlctl.weights.digest import combine
+from rlctl.weights.identity import SHARED_MEMORY
+from rlctl.weights.segment_sender import largest
 from rlctl.weights.source import in_lists
 from rlctl.weights.tensors import TensorMeta, by_name, castable, from_proto
 
@@ -24,11 +26,13 @@ class Offered:
         metas: its tensors, in its order.
         together: names of what must not be split over buckets, list by list.
         host_id: host that it runs on.
+        room: bytes that its segments may take in the host's shared memory; None: it does not say.
     """
 
     metas: list[TensorMeta]
     together: list[tuple[str, ...]]
     host_id: str
+    room: int | None = None
 
     @classmethod
     def of(cls, offer: Offer) -> Offered:
@@ -37,7 +41,12 @@ class Offered:
             [from_proto(info) for info in offer.tensors],
             [tuple(names.names) for names in offer.together],
             offer.host_id,
+            offer.shared_memory_room if offer.HasField("shared_memory_room") else None,
         )
+
+    def fits(self, parts: int) -> bool:
+        """Whether so many times its largest tensor fits into shared memory."""
+        return self.room is None or parts * largest(self.metas) <= self.room
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,17 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
             next_step="Give every tensor of the rollout checkpoint, or partial=True.",
         )
     return [replace(offered, metas=[wanted[meta.name] for meta in offered.metas]) for offered in offers]
+
+
+def refuse_full(offers: Sequence[Offered]) -> None:
+    """Raise SHARED_MEMORY_FULL for a source whose largest tensor cannot lie in its shared memory."""
+    for number, offered in enumerate(offers):
+        if not offered.fits(1):
+            raise Reason.SHARED_MEMORY_FULL.error(
+                f"the largest tensor of source {number} has {largest(offered.metas)} bytes, and {SHARED_MEMORY} has "
+                f"room for {offered.room}",
+                field="path",
+            )
 
 
 def in_one_order(wire: list[Offered], group_names: list[str], bucket_bytes: int) -> list[verbs_pb2.TensorBucket]:

@@ -142,6 +142,7 @@ class Offer(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_ROOM_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
@@ -150,6 +151,8 @@ class Offer(_message.Message):
     """Which source it is; unset: it only iterates, since gathering takes every rank."""
     host_id: _builtins.str
     """Host that it runs on, as WorkerCoordinates.host_id has it."""
+    shared_memory_room: _builtins.int
+    """Bytes that its segments may take in the host's shared memory."""
     goes_on: _builtins.bool
     """It goes on as soon as its weights have been sent: nobody goes through them again after that."""
     local: _builtins.bool
@@ -170,15 +173,21 @@ class Offer(_message.Message):
         tensors: _abc.Iterable[_verbs_pb2.TensorInfo] | None = ...,
         together: _abc.Iterable[Global___AtomicList] | None = ...,
         host_id: _builtins.str = ...,
+        shared_memory_room: _builtins.int | None = ...,
         goes_on: _builtins.bool = ...,
         local: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room", "_source", b"_source", "shared_memory_room", b"shared_memory_room", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "local", b"local", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room", "_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "local", b"local", "shared_memory_room", b"shared_memory_room", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__shared_memory_room: _TypeAlias = _typing.Literal["shared_memory_room"]  # noqa: Y015
+    _WhichOneofArgType__shared_memory_room: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room"]  # noqa: Y015
     _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
     _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared_memory_room) -> _WhichOneofReturnType__shared_memory_room | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__source) -> _WhichOneofReturnType__source | None: ...
 
 Global___Offer: _TypeAlias = Offer  # noqa: Y015

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2
 from rlctl.weights.cuda_ipc import allocate
 from rlctl.weights.identity import device_id
@@ -188,10 +188,25 @@ class SegmentPool:
         if len(self._entries) >= self._most:
             if not free:
                 return None
-            self._entries.remove(free[0])
-            free[0].memory.close()
+            self._remove(free.pop())
+        while True:
+            try:
+                entry = self._make(nbytes)
+            except RlctlError as error:
+                if error.reason is not Reason.SHARED_MEMORY_FULL or not self._entries:
+                    raise
+                if not free:
+                    return None  # a segment that is read now makes room when it is given back
+                self._remove(free.pop())
+            else:
+                self._entries.append(entry)
+                self.allocations += 1
+                return entry
+
+    def _make(self, nbytes: int) -> _Entry:
         cuda = self.device.type == "cuda"
-        entry = _Entry(CudaMemory(nbytes, self.device) if cuda else HostMemory(nbytes))
-        self._entries.append(entry)
-        self.allocations += 1
-        return entry
+        return _Entry(CudaMemory(nbytes, self.device) if cuda else HostMemory(nbytes))
+
+    def _remove(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        entry.memory.close()

@@ -17,12 +17,17 @@ from rlctl.weights.digest import ModelDigest, usable_cores
 from rlctl.weights.identity import CPU, host_id
 from rlctl.weights.segment_pool import Memory, SegmentPool
 from rlctl.weights.segments import to_proto
-from rlctl.weights.shared_memory import sweep
+from rlctl.weights.shared_memory import free_bytes, sweep
 from rlctl.weights.source import WeightSource, check_given, unannounced, unfit
 from rlctl.weights.tensors import TensorMeta
 
 SEGMENT_BYTES = 1 << 30
 """Most bytes of tensors in one segment; a tensor that is larger has one of its own."""
+
+SHARES = 4
+"""Segments in the host's memory are at most this part of the room in /dev/shm: two of one sender, and the copies that
+engine servers hand on to their ranks.
+"""
 
 SEGMENTS = 2
 """Segments of one sender: one is being written while the other one is read."""
@@ -71,6 +76,12 @@ class SegmentSender:
         """The segments."""
         return self._pool
 
+    @property
+    def room(self) -> int:
+        """Bytes that segments of this sender may take in the host's memory, those that it holds included."""
+        held = self._pool.nbytes if self._pool.device_id == CPU else 0
+        return free_bytes() + held
+
     def reaches(self, worker: common_pb2.WorkerCoordinates) -> bool:
         """Whether a rank can map these segments: by the identity of host and device, never by name or index."""
         if not worker.host_id or worker.host_id != host_id():
@@ -90,6 +101,8 @@ class SegmentSender:
     ) -> Generator[SentSegment, None, None]:
         """Copy a source's tensors into segments, going through it once; yields each segment when it is written.
 
+        Segments are smaller where /dev/shm has little room, down to the largest tensor.
+
         ``wire``: what is sent, in the source's order: names, full shapes, and the dtypes that the tensors are cast to.
         ``devices``: device identities of the ranks on this host that read it; none: the sender's own. ``lease_s``: at
         least the timeout of the calls that announce the segments; receivers stop at whichever ends first. ``digest``
@@ -101,7 +114,7 @@ class SegmentSender:
         Raises FIELD_INVALID when source and wire do not fit each other; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED,
         CANCELLED (closed). What the source itself raises passes through.
         """
-        buckets = plan(wire, bucket_bytes=self._segment_bytes, large_bytes=_WHOLE)
+        buckets = plan(wire, bucket_bytes=self._most_bytes(wire), large_bytes=_WHOLE)
         tensors = source.tensors()
         digesting: dict[int, list[Future[None]]] = {}
         limit = time.monotonic() + 2 * lease_s if deadline is None else deadline
@@ -131,6 +144,13 @@ class SegmentSender:
             for future in itertools.chain(*digesting.values()):
                 future.result()
 
+    def _most_bytes(self, wire: Sequence[TensorMeta]) -> int:
+        """Most bytes of tensors in one segment now. A power of two: a little more or less room changes nothing."""
+        if self._pool.device_id != CPU:
+            return self._segment_bytes
+        share = self.room // SHARES
+        return min(self._segment_bytes, max(1 << share.bit_length() >> 1, largest(wire)))
+
     def close(self) -> None:
         """Remove the segments."""
         self._pool.close()
@@ -148,6 +168,11 @@ class SegmentSender:
             messages.append(message)
         release = functools.partial(self._pool.give_back, memory, borrower)
         return SentSegment(messages, bucket.nbytes, time.perf_counter() - started, release)
+
+
+def largest(metas: Sequence[TensorMeta]) -> int:
+    """Bytes of the largest tensor, which no segment may be smaller than."""
+    return max((meta.nbytes for meta in metas), default=1) or 1
 
 
 def _next(tensors: Iterator[tuple[str, torch.Tensor]], meta: TensorMeta) -> torch.Tensor:

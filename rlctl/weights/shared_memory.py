@@ -131,6 +131,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def free_bytes() -> int:
+    """Bytes that new segments may take in shared memory; 0 where there is none."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
 def check_name(name: str, field: str) -> None:
     """Raise FIELD_INVALID for a name that no segment has: it might be a path to anywhere."""
     if not _NAME.fullmatch(name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from weights_helpers import Background, digest_of, full_model
 from rlctl.errors import Reason, RlctlError
 from rlctl.testing.shared_memory import held
 from rlctl.v1.common_pb2 import WorkerCoordinates
-from rlctl.weights import segment_pool
+from rlctl.weights import segment_pool, segment_sender
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.identity import SHARED_MEMORY, host_id
 from rlctl.weights.segment_pool import SegmentPool
@@ -117,6 +119,46 @@ def test_a_model_larger_than_a_segment_comes_in_several_and_none_is_overwritten(
     assert sender.pool.nbytes >= 5000
     sender.close()
     assert held(names) == set()
+
+
+@pytest.mark.parametrize(
+    ("room", "most"), [(1 << 40, 10_000), (40_000, 8192), (39_000, 8192), (33_000, 8192), (30_000, 4096), (0, 1000)]
+)
+def test_segments_are_a_part_of_the_room_that_there_is(
+    monkeypatch: pytest.MonkeyPatch, sender: SegmentSender, room: int, most: int
+) -> None:
+    """A power of two, or the largest tensor."""
+    monkeypatch.setattr(segment_sender, "free_bytes", lambda: room - sender.pool.nbytes)
+    full = {f"w{n}": torch.full((1000,), n, dtype=torch.uint8) for n in range(10)}
+    for _ in range(2):
+        source = as_source(full.items())
+        sizes = []
+        for sent in sender.write(source, source.metas()):
+            sizes.append(sent.nbytes)
+            sent.release()
+        assert sum(sizes) == 10_000
+        assert max(sizes) == min(most // 1000 * 1000, 10_000)
+    assert sender.pool.allocations == 1 if most == 10_000 else 2, "what it holds itself counts as room"
+
+
+def test_a_second_segment_that_finds_no_room_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, pool: SegmentPool
+) -> None:
+    first, allocate = pool.take(100, in_a_while()), os.posix_fallocate
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        if pool.nbytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    pool.lend(first, "reader", 1000)
+    assert refusal(lambda: pool.take(100, time.monotonic())).reason is Reason.DEADLINE_EXCEEDED
+    waiting = Background(lambda: pool.take(100_000, in_a_while()))
+    pool.give_back(first, "reader")
+    larger = waiting.result()
+    assert larger is not first, "which was too small, and made room"
+    assert larger.data.numel() >= 100_000
 
 
 def test_a_segment_is_written_again_only_when_it_is_digested() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlctl_sglang import handing
 from rlctl_sglang.handing import Handed
 
 from rlctl.errors import Reason, RlctlError
@@ -47,3 +48,20 @@ def test_a_lack_of_memory_is_told_at_once_and_without_a_stack(monkeypatch: pytes
         Handed(TENSORS, lambda: None)
     assert (failed.value.reason, len(asked)) == (Reason.SHARED_MEMORY_FULL, 1)
     assert failed.value.message.endswith("Cannot allocate memory (12)")
+
+
+FULL = "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)\nframe #0"
+
+
+def test_room_that_other_engines_copies_take_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = failing(monkeypatch, FULL, FULL)
+    assert Handed(TENSORS, lambda: None).payload()
+    assert len(asked) == 3
+
+
+def test_room_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handing, "FULL_S", 0.0)
+    failing(monkeypatch, *[FULL] * 100)
+    with pytest.raises(RlctlError, match="No space left") as failed:
+        Handed(TENSORS, lambda: None)
+    assert failed.value.reason is Reason.SHARED_MEMORY_FULL
