@@ -7,6 +7,9 @@ torchvision  the wheel's compiled part belongs to a CUDA build of torch; the ope
              for are declared, without a body, just before it is imported (beside a CPU build only).
 sgl_kernel   the package of that name beside this file.
 
+A fourth one, torch_memory_saver, is imported for ``--enable-memory-saver`` only: the module of that name beside this
+file.
+
 And some modules are amended: SGLang's groups for handing weights on are bound to a GPU, which there is not, its
 adapters are prepared in pinned memory, which there is only beside a GPU, and it tells NIXL, which carries KV entries
 from prefill to decode servers, that they lie in a GPU's memory.
