@@ -55,7 +55,7 @@ from rlctl.weights.finite import local_values
 from rlctl.weights.identity import host_id
 from rlctl.weights.rendezvous import GroupStore
 from rlctl.weights.segment_sender import SHARES
-from rlctl.weights.source import WeightSource, atomic_lists
+from rlctl.weights.source import WeightSource, atomic_lists, spares_of
 from rlctl.weights.tensors import TensorMeta, from_proto
 
 ABORT_S = 60.0
@@ -141,7 +141,9 @@ class Leading:
         found: dict[int, Offered] = {}
         self._local = local_values(source) is not None
         if self._part.source is not None:
-            found[self._part.source] = Offered(source.metas(), atomic_lists(source), host_id(), self._part.room)
+            found[self._part.source] = Offered(
+                source.metas(), atomic_lists(source), host_id(), self._part.room, spares_of(source)
+            )
         for offer in (await self._members.offers()).values():
             self._going_on |= offer.goes_on
             self._local &= offer.local

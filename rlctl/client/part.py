@@ -23,7 +23,7 @@ from rlctl.errors import OperationFailed, Reason, RlctlError
 from rlctl.times import duration, seconds
 from rlctl.v1 import common_pb2
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
-from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent
+from rlctl.v1.trainer_pb2 import AtomicList, Attempt, Offer, Sent, SpareName
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
 from rlctl.vllm_transfer import BACKEND
@@ -37,7 +37,7 @@ from rlctl.weights.identity import CPU, device_id, host_id
 from rlctl.weights.segment_sender import SegmentSender, SentSegment
 from rlctl.weights.sending import SentInPassing
 from rlctl.weights.shared_memory import free_bytes
-from rlctl.weights.source import Weights, WeightSource, as_announced, as_source, atomic_lists, only
+from rlctl.weights.source import Weights, WeightSource, as_announced, as_offer, atomic_lists, only, spares_of
 from rlctl.weights.tensors import TensorMeta, to_proto
 from rlctl.weights.vllm_group import join_vllm
 
@@ -101,6 +101,10 @@ class Part:
             shared_memory_room=self.room,
             tensors=[to_proto(meta) for meta in weights.metas()],
             together=[AtomicList(names=names) for names in atomic_lists(weights)],
+            spares=[
+                SpareName(name=name, stands_for=spare.stands_for, explicit=spare.explicit)
+                for name, spare in spares_of(weights).items()
+            ],
         )
 
     async def read(self, weights: Weights, progress: Progress) -> WeightSource:
@@ -112,7 +116,7 @@ class Part:
 
         def describe_them() -> WeightSource:
             with progress.ordering.after():
-                return Described(as_source(weights))
+                return Described(as_offer(weights))
 
         work, self._under_way = in_thread(describe_them, lambda: None, "rlctl weights")
         return await asyncio.shield(work)

@@ -14,7 +14,8 @@ import torch
 
 from rlctl.errors import Reason
 from rlctl.weights.finite import Held, local_values
-from rlctl.weights.source import WeightSource, as_source, atomic_lists, is_stable
+from rlctl.weights.repeats import Spare
+from rlctl.weights.source import WeightSource, as_source, atomic_lists, is_stable, spares_of
 from rlctl.weights.tensors import TensorMeta
 
 T = TypeVar("T")
@@ -63,10 +64,15 @@ class Described:
         self._source = source
         self._metas = source.metas()
         self._together = atomic_lists(source)
+        self._spares = spares_of(source)
 
     def metas(self) -> list[TensorMeta]:
         """The source's."""
         return list(self._metas)
+
+    def spares(self) -> dict[str, Spare]:
+        """The source's."""
+        return dict(self._spares)
 
     def together(self) -> list[tuple[str, ...]]:
         """The source's."""

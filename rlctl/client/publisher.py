@@ -30,6 +30,7 @@ from rlctl.client.pending import AsyncPending, Pending, Progress
 from rlctl.client.probe import Probe
 from rlctl.client.published import UpdateResult
 from rlctl.client.trainer import Lead, Members, share
+from rlctl.client.wire import Offered, fit
 from rlctl.errors import Reason
 from rlctl.loops import LoopThread
 from rlctl.times import duration, seconds
@@ -47,11 +48,12 @@ from rlctl.v1.update_pb2 import (
 )
 from rlctl.vllm_transfer import BACKEND
 from rlctl.weights import lora
+from rlctl.weights.checkpoint import open_checkpoint
 from rlctl.weights.digest import ModelDigest
 from rlctl.weights.interfaces import address_on
 from rlctl.weights.ordering import trainer_stream
-from rlctl.weights.source import Weights, WeightSource, as_source
-from rlctl.weights.tensors import dtype_name
+from rlctl.weights.source import Weights, WeightSource, as_offer, only, spares_of
+from rlctl.weights.tensors import TensorMeta, dtype_name
 
 if TYPE_CHECKING:
     from rlctl.client.admin import AsyncAdmin
@@ -426,14 +428,23 @@ def rolling(max_unavailable: int = 1) -> RolloutStrategy:
     return RolloutStrategy(max_unavailable=max_unavailable)
 
 
-def model_digest(weights: Weights) -> str:
+def model_digest(weights: Weights, *, checkpoint: str = "") -> str:
     """Model digest of full tensors under their checkpoint names, hex: what a fleet that holds them reports.
 
-    It is over the tensors as they are: give them in the dtypes of the rollout checkpoint.
+    ``checkpoint``: directory of the rollout checkpoint, whose names and dtypes the tensors have in the fleet. Without
+    it, a module's tensors have the names that ``save_pretrained`` would write, and all have the dtypes that they are
+    in. Raises UNSUPPORTED as an update does, with ``checkpoint`` FIELD_INVALID and WEIGHTS_INCOMPLETE as well.
     """
-    digest = ModelDigest()
-    for name, tensor in as_source(weights).tensors():
-        digest.add(name, tensor)
+    source, digest = as_offer(weights), ModelDigest()
+    reference: list[TensorMeta] = []
+    if checkpoint:
+        with contextlib.closing(open_checkpoint(checkpoint, field="checkpoint")) as opened:
+            reference = list(opened.metas.values())
+    offered = Offered(source.metas(), [], "", spares=spares_of(source))
+    (wire,) = fit(checkpoint or "the model", [offered], reference, partial=False)
+    dtypes = {meta.name: meta.dtype for meta in wire.metas}
+    for name, tensor in only(source, dtypes).tensors():
+        digest.add(name, tensor, dtypes[name])
     return digest.digest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from rlctl.errors import Reason
@@ -13,8 +13,10 @@ from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 from rlctl.weights import buckets
 from rlctl.weights.digest import combine
 from rlctl.weights.identity import SHARED_MEMORY
+from rlctl.weights.names import refuse_unknown
+from rlctl.weights.repeats import Spare
 from rlctl.weights.segment_sender import largest
-from rlctl.weights.source import in_lists
+from rlctl.weights.source import in_lists, left_out
 from rlctl.weights.tensors import TensorMeta, by_name, castable, from_proto
 
 
@@ -27,12 +29,14 @@ class Offered:
         together: names of what must not be split over buckets, list by list.
         host_id: host that it runs on.
         room: bytes that its segments may take in the host's shared memory; None: it does not say.
+        spares: names of tensors that come under others too, with these.
     """
 
     metas: list[TensorMeta]
     together: list[tuple[str, ...]]
     host_id: str
     room: int | None = None
+    spares: Mapping[str, Spare] = field(default_factory=dict)
 
     @classmethod
     def of(cls, offer: Offer) -> Offered:
@@ -42,11 +46,36 @@ class Offered:
             [tuple(names.names) for names in offer.together],
             offer.host_id,
             offer.shared_memory_room if offer.HasField("shared_memory_room") else None,
+            {spare.name: Spare(tuple(spare.stands_for), spare.explicit) for spare in offer.spares},
+        )
+
+    @property
+    def usual(self) -> set[str]:
+        """Names that are not spare ones."""
+        return {meta.name for meta in self.metas}.difference(self.spares)
+
+    def of_checkpoint(self, wanted: Collection[str], elsewhere: Set[str]) -> Offered:
+        """Without spare names that another source has as its own, ``elsewhere``, and without the names that a
+        checkpoint with the tensors ``wanted`` has the same contents under others for.
+        """
+        spares = {name: spare for name, spare in self.spares.items() if name not in elsewhere}
+        dropped = left_out(spares, wanted) | (self.spares.keys() & elsewhere)
+        if not dropped:
+            return self
+        return replace(
+            self,
+            metas=[meta for meta in self.metas if meta.name not in dropped],
+            together=[names for names in self.together if dropped.isdisjoint(names)],
         )
 
     def fits(self, parts: int) -> bool:
         """Whether so many times its largest tensor fits into shared memory."""
-        return self.room is None or parts * largest(self.metas) <= self.room
+        return self.room is None or parts * self.largest <= self.room
+
+    @property
+    def largest(self) -> int:
+        """Bytes of its largest tensor; a spare name, all experts of a layer in one say, may not be sent."""
+        return largest([meta for meta in self.metas if meta.name not in self.spares])
 
 
 @dataclass(frozen=True)
@@ -76,13 +105,14 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
     FIELD_INVALID for a name or shape that the reference does not have, or a name that comes from two sources,
     WEIGHTS_INCOMPLETE for names that a full update lacks. An engine that lists no reference checks by itself.
     """
+    wanted = {meta.name: meta for meta in reference}
+    usual = set[str]().union(*(offered.usual for offered in offers))
+    offers = [offered.of_checkpoint(wanted, usual) for offered in offers]
     given = by_name((meta for offered in offers for meta in offered.metas), field="weights")
     if not reference:
         return offers
-    wanted = {meta.name: meta for meta in reference}
+    refuse_unknown(model, given, wanted)
     for name, meta in given.items():
-        if name not in wanted:
-            raise Reason.FIELD_INVALID.error(f"{model} has no tensor {name!r}", field="weights")
         if meta.shape != wanted[name].shape:
             raise Reason.FIELD_INVALID.error(
                 f"{name} has shape {meta.shape}; {model} has {wanted[name].shape}", field="weights"
@@ -98,7 +128,7 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
         raise Reason.WEIGHTS_INCOMPLETE.error(
             f"{len(missing)} of {len(wanted)} tensors are not given: {', '.join(missing[:5])}",
             field="weights",
-            next_step="Give every tensor of the rollout checkpoint, or partial=True.",
+            next_step="Give every tensor of the rollout checkpoint. With partial=True the others stay as they are.",
         )
     return [replace(offered, metas=[wanted[meta.name] for meta in offered.metas]) for offered in offers]
 
@@ -108,7 +138,7 @@ def refuse_full(offers: Sequence[Offered]) -> None:
     for number, offered in enumerate(offers):
         if not offered.fits(1):
             raise Reason.SHARED_MEMORY_FULL.error(
-                f"the largest tensor of source {number} has {largest(offered.metas)} bytes, and {SHARED_MEMORY} has "
+                f"the largest tensor of source {number} has {offered.largest} bytes, and {SHARED_MEMORY} has "
                 f"room for {offered.room}",
                 field="path",
             )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlctl.errors import Reason
+from rlctl.weights.repeats import Spare
 from rlctl.weights.tensors import TensorMeta
 
 
@@ -39,12 +40,14 @@ class TrainingWeights:
                 field="actor_rollout_ref.model.lora.merge",
                 next_step="Set it to true.",
             )
-        tied = _tied(self.engine.module)
-        for name, tensor in named:
-            if name not in tied:
-                yield name, tensor
+        yield from named
+
+    def spares(self) -> dict[str, Spare]:
+        """Names of tied tensors, which checkpoints may leave out, with the names of the tensors that they are."""
+        given, tied = {meta.name for meta in self._metas}, _tied(self.engine.module)
+        return {name: Spare((of,)) for name, of in tied.items() if name in given and of in given}
 
 
 def _tied(module: Any) -> Mapping[str, str]:
-    """Names of tensors that are others', which checkpoints leave out: as transformers has them, under FSDP or not."""
+    """Names of tensors that are others', with these: as transformers has them, under FSDP or not."""
     return getattr(getattr(module, "_fsdp_wrapped_module", module), "all_tied_weights_keys", None) or {}

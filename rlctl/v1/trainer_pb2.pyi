@@ -145,6 +145,7 @@ class Offer(_message.Message):
     SHARED_MEMORY_ROOM_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    SPARES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Label that it was called with; the same at every rank."""
     source: _builtins.int
@@ -165,6 +166,10 @@ class Offer(_message.Message):
     def together(self) -> _containers.RepeatedCompositeFieldContainer[Global___AtomicList]:
         """Tensors that must arrive together."""
 
+    @_builtins.property
+    def spares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpareName]:
+        """Names of tensors that come under others too: they are sent where the rollout checkpoint has them."""
+
     def __init__(
         self,
         *,
@@ -176,10 +181,11 @@ class Offer(_message.Message):
         shared_memory_room: _builtins.int | None = ...,
         goes_on: _builtins.bool = ...,
         local: _builtins.bool = ...,
+        spares: _abc.Iterable[Global___SpareName] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room", "_source", b"_source", "shared_memory_room", b"shared_memory_room", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room", "_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "local", b"local", "shared_memory_room", b"shared_memory_room", "source", b"source", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room", "_source", b"_source", "goes_on", b"goes_on", "host_id", b"host_id", "local", b"local", "shared_memory_room", b"shared_memory_room", "source", b"source", "spares", b"spares", "tensors", b"tensors", "together", b"together", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shared_memory_room: _TypeAlias = _typing.Literal["shared_memory_room"]  # noqa: Y015
     _WhichOneofArgType__shared_memory_room: _TypeAlias = _typing.Literal["_shared_memory_room", b"_shared_memory_room"]  # noqa: Y015
@@ -191,6 +197,38 @@ class Offer(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__source) -> _WhichOneofReturnType__source | None: ...
 
 Global___Offer: _TypeAlias = Offer  # noqa: Y015
+
+@_typing.final
+class SpareName(_message.Message):
+    """Another name of tensors: of one that is tied, or of all experts of a layer in one tensor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STANDS_FOR_FIELD_NUMBER: _builtins.int
+    EXPLICIT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name."""
+    explicit: _builtins.bool
+    """The trainer gave the tensor under this name itself: it is sent where the names of the checkpoint are not known."""
+    @_builtins.property
+    def stands_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names under which the same contents come usually."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        stands_for: _abc.Iterable[_builtins.str] | None = ...,
+        explicit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explicit", b"explicit", "name", b"name", "stands_for", b"stands_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpareName: _TypeAlias = SpareName  # noqa: Y015
 
 @_typing.final
 class AtomicList(_message.Message):

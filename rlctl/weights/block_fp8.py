@@ -24,7 +24,7 @@ from torch import nn
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights.checkpoint import Checkpoint
 from rlctl.weights.finite import Held, local_values
-from rlctl.weights.source import Entry, WeightSource, as_source, atomic_lists
+from rlctl.weights.source import Entry, WeightSource, as_offer, atomic_lists, left_out, only, spares_of
 from rlctl.weights.tensors import TensorMeta, by_name
 
 CODES = torch.float8_e4m3fn
@@ -143,14 +143,17 @@ class BlockFp8:
         FIELD_INVALID when a weight or its scale does not fit the reference, UNSUPPORTED for a quantisation or a dtype
         of scales that is not this one.
         """
-        self._source = as_source(weights)
+        source = as_offer(weights)
         if isinstance(reference, Checkpoint):
             block = block or block_size_of(reference.config)
             reference = reference.metas.values()
         self._block = block or BlockSize()
         wanted = by_name(reference, field="reference")
         scales = scales_of(wanted)
-        given = by_name(self._source.metas(), field="weights")
+        given = by_name(source.metas(), field="weights")
+        dropped = left_out(spares_of(source), wanted)
+        given = {name: meta for name, meta in given.items() if name not in dropped}
+        self._source = only(source, given)
         self._scales = {
             name: wanted[scales[name]] for name, meta in given.items() if name in scales and meta.dtype != CODES
         }

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlctl.errors import Reason
 from rlctl.weights.finite import Held, shard_of
+from rlctl.weights.repeats import Spare
 from rlctl.weights.tensors import TensorMeta, refuse_unreadable
 
 
@@ -45,6 +46,49 @@ class Part:
             return tensor
         whole = tensor.contiguous()
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+WRAPPING = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names under which torch's wrappers keep a module inside of another: torch.compile, FSDP, activation checkpoints."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that a checkpoint is of: without wrappers of torch's, and of a module of the trainer's own that holds
+    nothing but one of transformers', that one.
+
+    Raises UNSUPPORTED for a module with adapters of PEFT's: its tensors are in no checkpoint under their names.
+    """
+    _refuse_flat(module)
+    while True:
+        inner = next((part for name, part in module.named_children() if name in WRAPPING), None)
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = module.module
+        if inner is None:
+            break
+        module = inner
+    if getattr(module, "peft_config", None):
+        raise Reason.UNSUPPORTED.error(
+            f"{type(module).__name__} holds adapters of PEFT's, whose tensors are in no checkpoint",
+            field="weights",
+            next_step="Merge them (merge_and_unload) and give the model, or send them as an adapter.",
+        )
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or isinstance(module, modeling.PreTrainedModel):
+        return module
+    inside = [part for part in module.modules() if isinstance(part, modeling.PreTrainedModel)]
+    if not inside or {id(t) for _, t in _state(module)} != {id(t) for _, t in _state(inside[0])}:
+        return module  # more than a wrapper: it has tensors of its own, or several models
+    return unwrapped(inside[0])
+
+
+def _refuse_flat(module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
+        raise Reason.UNSUPPORTED.error(
+            f"{type(module).__name__} is sharded by FullyShardedDataParallel, which flattens its parameters",
+            field="weights",
+            next_step="Shard it by fully_shard, or give the pairs of its full state_dict.",
+        )
 
 
 def checkpoint_parts(module: nn.Module, verbatim: Set[str] = frozenset()) -> dict[str, Part]:
@@ -86,24 +130,43 @@ class ModuleSource:
 
     stable = True
 
-    def __init__(self, module: nn.Module, names: Collection[str] | None = None) -> None:
+    def __init__(self, module: nn.Module, names: Collection[str] | None = None, *, spares: bool = False) -> None:
         """``names``: the tensors of the rollout checkpoint, where they are not what ``save_pretrained`` would write.
 
         They decide whether a tied tensor is given under one name or under all of them, and whether experts stay in one
-        tensor. None: what is tied comes once, under its first name. Raises as :func:`checkpoint_parts` does.
+        tensor. None: what is tied comes once, under its first name; with ``spares``, also under every other name that
+        it could have in a checkpoint. Raises as :func:`unwrapped` and :func:`checkpoint_parts` do.
         """
+        module = unwrapped(module)
         self._module = module
+        self._spares: dict[str, Spare] = {}
         self._parts: dict[str, tuple[tuple[int, ...], dict[str, Part]]] = {}
         parts: dict[str, dict[str, Part]] = {}
         wanted = None if names is None else frozenset(names)
         for name, part in checkpoint_parts(module, wanted or frozenset()).items():
             if wanted is None or name in wanted:
                 parts.setdefault(part.source, {})[name] = part
-        seen: set[int] = set()
+        seen: dict[int, str] = {}
         for source, tensor in _state(module):
             if source in parts and (names is not None or id(tensor) not in seen):
                 self._parts[source] = (tuple(tensor.shape), parts[source])
-                seen.add(id(tensor))
+                seen[id(tensor)] = source
+            if spares and id(tensor) in seen:
+                self._spare(seen[id(tensor)], source, tensor, tuple(parts[seen[id(tensor)]]), parts.get(source, {}))
+
+    def _spare(
+        self, first: str, source: str, tensor: torch.Tensor, usual: tuple[str, ...], parts: dict[str, Part]
+    ) -> None:
+        """Give the tensor, which comes as ``usual`` under its name ``first``, as ``source`` and as its parts too."""
+        whole = Part(source, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
+        shape, known = self._parts[first]
+        others = {name: part for name, part in ({source: whole} | parts).items() if name not in known}
+        self._spares |= dict.fromkeys(others, Spare(usual))
+        self._parts[first] = (shape, known | others)
+
+    def spares(self) -> dict[str, Spare]:
+        """Names that tensors could have in a checkpoint in place of, or beside, their usual ones; with these."""
+        return dict(self._spares)
 
     def metas(self) -> list[TensorMeta]:
         """Every tensor's description. Raises FIELD_INVALID for a tensor without contents of its own."""
@@ -170,9 +233,14 @@ def _revert(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, 
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then persistent buffers; tied ones under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
+    """Parameters, then persistent buffers; tied ones under each of their names. Names say nothing of wrappers."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield _without_wrappers(name), parameter
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
-                yield name, buffer
+                yield _without_wrappers(name), buffer
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPING) if "_" in name else name

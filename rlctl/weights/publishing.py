@@ -44,7 +44,7 @@ from rlctl.weights.manifest import (
 )
 from rlctl.weights.regular import MOST_BYTES, read_regular
 from rlctl.weights.roots import Roots
-from rlctl.weights.source import WeightSource, as_source, unannounced, unfit
+from rlctl.weights.source import WeightSource, as_offer, as_source, left_out, only, spares_of, unannounced, unfit
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensor_file import header_of
 from rlctl.weights.tensors import TensorMeta, as_bytes
@@ -160,9 +160,11 @@ def publish_delta(
     Raises CHECKPOINT_MISMATCH when names, shapes or dtypes are not the base's: publish a full version then; and
     DIGEST_MISMATCH when the base is not what its manifest says.
     """
-    source = as_source(weights)
+    source = as_offer(weights)
     old, about = _open_base(base)
     try:
+        dropped = left_out(spares_of(source), old.metas)
+        source = only(source, {meta.name for meta in source.metas()} - dropped)
         place = Path(source_dir) / directory_name(version, sequence)
         if about.sequence >= sequence:
             raise Reason.FIELD_INVALID.error(

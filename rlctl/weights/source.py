@@ -12,6 +12,7 @@ from torch import nn
 from rlctl.errors import Reason, RlctlError
 from rlctl.weights.finite import Held, local_values, shard_of
 from rlctl.weights.modules import ModuleSource
+from rlctl.weights.repeats import Spare, repeated
 from rlctl.weights.tensors import TensorMeta, by_name, castable, refuse_unreadable
 
 _SHOWN = 5
@@ -74,6 +75,31 @@ def as_source(weights: Weights) -> WeightSource:
     if isinstance(weights, WeightSource):
         return weights
     return _Pairs([_pairs(entry) for entry in weights])
+
+
+def as_offer(weights: Weights) -> WeightSource:
+    """As :func:`as_source`, with tensors also under other names that they could have in a checkpoint: the names that
+    are too many are those of :func:`spares_of`.
+    """
+    return ModuleSource(weights, spares=True) if isinstance(weights, nn.Module) else as_source(weights)
+
+
+def spares_of(source: WeightSource) -> dict[str, Spare]:
+    """Names of tensors that a source also gives under others, with these; see :func:`left_out`."""
+    spares = getattr(source, "spares", None)
+    return {} if spares is None else spares()
+
+
+def left_out(spares: Mapping[str, Spare], wanted: Collection[str]) -> set[str]:
+    """Names of an offer that are not sent, since ``wanted``, those of the checkpoint, has the contents under others.
+
+    A spare name is sent where the checkpoint has it. The names that it stands for are then sent where that has them.
+    Without ``wanted`` what the trainer gave itself is sent.
+    """
+    if not wanted:
+        return {name for name, spare in spares.items() if not spare.explicit}
+    standing = {other for name, spare in spares.items() if name in wanted for other in spare.stands_for}
+    return {name for name in spares.keys() | standing if name not in wanted}
 
 
 def atomic_lists(source: WeightSource) -> list[tuple[str, ...]]:
@@ -197,6 +223,10 @@ class _Pairs:
 
     def together(self) -> list[tuple[str, ...]]:
         return [tuple(name for name, _ in entry) for entry in self._entries if len(entry) > 1]
+
+    def spares(self) -> dict[str, Spare]:
+        """Names under which a tensor comes again, as the tied ones of a ``state_dict`` do, with the first."""
+        return repeated([pair for entry in self._entries if len(entry) == 1 for pair in entry])
 
     def local(self) -> Iterator[Held]:
         return (((name,), shard_of(tensor)) for entry in self._entries for name, tensor in entry)

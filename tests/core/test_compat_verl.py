@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlctl.compat.verl_weights import TrainingWeights
 from rlctl.errors import Unsupported
-from rlctl.weights.source import WeightSource
+from rlctl.weights.repeats import Spare
+from rlctl.weights.source import WeightSource, left_out, spares_of
 
 
 class Engine:
@@ -47,7 +48,9 @@ def test_the_tensors_are_the_checkpoints_in_every_pass(tied: bool, tmp_path: Pat
     engine = Engine(model)
     weights = TrainingWeights(engine)
     assert isinstance(weights, WeightSource)
-    assert {meta.name for meta in weights.metas()} == names
+    given = {meta.name for meta in weights.metas()}
+    assert given - left_out(spares_of(weights), names) == names
+    assert given - left_out(spares_of(weights), given) == given, "a checkpoint may keep what is tied"
     for _ in range(2):
         assert [name for name, _ in weights.tensors()] == [meta.name for meta in weights.metas()]
     assert engine.passes == 3
@@ -57,7 +60,7 @@ def test_under_fsdp_1_the_module_is_wrapped() -> None:
     model = llama(tied=True)
     engine = Engine(model)
     engine.module = SimpleNamespace(_fsdp_wrapped_module=model, state_dict=model.state_dict)  # type: ignore[assignment]
-    assert "lm_head.weight" not in {meta.name for meta in TrainingWeights(engine).metas()}
+    assert spares_of(TrainingWeights(engine)) == {"lm_head.weight": Spare(("model.embed_tokens.weight",))}
 
 
 def test_adapters_are_to_be_merged() -> None:

@@ -24,6 +24,7 @@ from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.weights.block_fp8 import BlockFp8, dequantise, quantise
 from rlctl.weights.checkpoint import open_checkpoint
+from rlctl.weights.source import as_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -161,3 +162,43 @@ def test_what_no_engine_can_take_is_refused(fleet: Fleet, publisher: Publisher, 
     assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "backend")
     assert fleet.status().models[0].latest == version
     assert all(stage.routable for stage in fleet.status().stages)
+
+
+@pytest.mark.parametrize("how", ["module", "state_dict", "copied"])
+def test_a_checkpoint_that_keeps_the_head_of_a_tied_model_gets_it(
+    tied_fleet: tuple[Fleet, Path], trainer: Any, how: str
+) -> None:
+    fleet, path = tied_fleet
+    model = changed(trainer, seed=["module", "state_dict", "copied"].index(how) + 40)
+    state = model.state_dict()
+    if how == "copied":
+        state = {name: tensor.clone() for name, tensor in state.items()}
+    weights = model if how == "module" else as_the_checkpoint(model, state)
+    with fleet.publisher("actor") as publisher:
+        result = publisher.update(weights, version=f"tied-{how}")
+    held = {rank.check.model_digest for stage in fleet.check_weights().stage_results for rank in stage.rank_results}
+    assert held == {result.model_digest} == {rlctl.model_digest(model, checkpoint=str(path))}
+
+
+def as_the_checkpoint(model: Any, state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Experts by their names, and everything that is tied twice."""
+    return [*as_source(model).tensors(), ("lm_head.weight", state["lm_head.weight"])]
+
+
+@pytest.fixture(scope="module", params=["kept", "left-out"])
+def tied_fleet(
+    request: pytest.FixtureRequest, trainer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Fleet, Path]]:
+    """An engine whose checkpoint keeps the head that is tied to the embedding, or leaves it out."""
+    directory = tmp_path_factory.mktemp("tied")
+    path = directory / "checkpoint"
+    save(copy.deepcopy(trainer), path)
+    if request.param == "kept":
+        tensors = load_file(path / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with (
+        LaunchedFleet([EngineSpec("actor-0", str(path))], directory=directory / "fleet") as local,
+        local.connect() as fleet,
+    ):
+        yield fleet, path
