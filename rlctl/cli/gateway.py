@@ -142,6 +142,7 @@ def gateway(
             generation=Settings(**settings, admin_api_key=key or ""),
             share_port=workers > 1,
             drain_s=drain,
+            warm=True,
             router=router,
         )
 

@@ -88,6 +88,12 @@ class Fields:
         """Take note of fields that are accepted and do nothing."""
         self._taken.update(names)
 
+    def rename(self, old: str, new: str) -> None:
+        """Take a field under another name from now on, if the object has it."""
+        if old in self.values:
+            rest = {name: value for name, value in self.values.items() if name != old}
+            self.values = {**rest, new: self.values[old]}
+
     def path(self, name: str) -> str:
         """A field's name as errors have it."""
         return self._where + name

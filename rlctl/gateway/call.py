@@ -134,8 +134,8 @@ class Call:
 
     @property
     def unknown(self) -> list[str]:
-        """Fields of the body that nobody took, where somebody took some."""
-        return [*self._unknown, *(name for fields in self._fields for name in fields.unknown)]
+        """Fields of the body that nobody took, where somebody took some. Each is there once."""
+        return list(dict.fromkeys([*self._unknown, *(name for fields in self._fields for name in fields.unknown)]))
 
     @property
     def keyed(self) -> bool:

@@ -46,6 +46,7 @@ class GatewayConfig:
         middleware_paths: the first is the outermost.
         share_port: other processes listen there too (SO_REUSEPORT).
         drain_s: how long requests may go on once the gateway is to end.
+        warm: tokenizers are read in the background from the start, not with the first request that needs one.
         router: an sglang-router, not started yet, that is to run in front of it.
     """
 
@@ -58,6 +59,7 @@ class GatewayConfig:
     generation: Settings = field(default_factory=Settings)
     share_port: bool = False
     drain_s: float = DRAIN_S
+    warm: bool = False
     router: SglangRouter | None = None
 
 
@@ -82,6 +84,7 @@ class GatewayServer:
         self._keeper: Keeper | None = None
         self._fleet: AsyncFleet | None = None
         self._lasting: set[asyncio.Task[Any]] = set()
+        self._warming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect and listen. Raises INSECURE_BIND, FIELD_INVALID, UNREACHABLE, TOKEN_MISSING, TOKEN_INVALID."""
@@ -106,12 +109,17 @@ class GatewayServer:
         await http_callers.Site(self._runner, host, port, share_port=config.share_port).start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
+        if config.warm:
+            self._warming = asyncio.create_task(self.generation.tokenizers.warm())
+            self._warming.add_done_callback(_log_failure)
         if config.router is not None:
             self._keeper = Keeper(config.router, self.fleet, f"http://{self.address}", config.generation.model)
             await self._keeper.start()
 
     async def stop(self) -> None:
         """Take no more requests, let those that run end within the time to drain, and leave."""
+        if self._warming is not None:
+            self._warming.cancel()
         if self._keeper is not None:
             await self._keeper.stop()
         if self._runner is not None:
@@ -218,6 +226,11 @@ class GatewayServer:
             close = getattr(chunks, "aclose", None)
             if close is not None:
                 await close()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.warning("tokenizers are read with the first request that needs one: %s", task.exception())
 
 
 def _defect(request: web.Request, error: Exception) -> RlctlError:

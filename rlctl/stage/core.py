@@ -366,11 +366,14 @@ class Stage:
         return contradiction.outcome
 
     def _name_version(self, results: Sequence[RankResult]) -> None:
-        """An engine names the version that it was told last, also where nobody knows any more what its weights are."""
+        """The version that a rank names is the stage's: ranks are written and confirmed together.
+
+        An engine names the version that it was told last, also where the weights are a mixture now. Followers are told
+        none.
+        """
         for result in results:
-            named = result.model_info.weight_version
-            if named.sequence and named != self.facts.version:
-                named.CopyFrom(self.facts.version)
+            if result.HasField("model_info"):
+                result.model_info.weight_version.CopyFrom(self.facts.version)
 
     def _place(self, request: Message) -> None:
         """A group's members are named for the whole fleet; the ranks are told where their own stage begins."""

@@ -214,7 +214,9 @@ async def test_reads_do_not_wait_behind_a_write(fleet: InProcessFleet) -> None:
 async def test_weights_that_nobody_knows_are_not_called_by_the_version_that_they_were_at(fleet: InProcessFleet) -> None:
     async def named() -> list[tuple[str, str]]:
         results = (await fleet.stub.GetModelInfo(v.GetModelInfoRequest())).stage_results
-        return [(r.weight_version.label, r.rank_results[0].model_info.weight_version.label) for r in results]
+        ranks = [{rank.model_info.weight_version.label for rank in result.rank_results} for result in results]
+        assert [len(each) for each in ranks] == [1, 1], "followers name the version, too"
+        return [(r.weight_version.label, *labels) for r, labels in zip(results, ranks, strict=True)]
 
     assert await named() == [("initial", "initial")] * 2
     scramble = v.CheckWeightsRequest(header=header("b"), action=v.CHECK_ACTION_RESET_TENSORS)

@@ -18,7 +18,9 @@ from rlctl.gateway import dialects, identity
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
+from rlctl.gateway.generation import tokenizers
 from rlctl.gateway.generation.service import Generation
+from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.testing.fleet import InProcessFleet
 from rlctl.testing.waiting import eventually
 
@@ -386,3 +388,48 @@ async def test_one_that_takes_it_slowly_is_not(http: aiohttp.ClientSession) -> N
         for _ in range(16):
             await asyncio.sleep(0.05)
             await reader.readexactly(HUGE // 16)
+
+
+# Tokenizers.
+
+
+async def test_tokenizers_are_read_from_the_start_if_wanted(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(tokenizers, "Tokenizer", lambda path: read.append(path) or path)
+    for warm in (False, True):
+        server = GatewayServer(GatewayConfig(fleet.server.address, warm=warm))
+        try:
+            await server.start()
+            if warm:
+                await eventually(lambda: bool(read))
+                (known,) = (model.checkpoint for model in await server.fleet.models())
+                assert read == [known]
+                assert await server.generation.tokenizers.of("actor") == known
+                assert read == [known], "a request finds it"
+            else:
+                assert not read
+        finally:
+            await server.stop()
+
+
+async def test_a_tokenizer_that_cannot_be_read_from_the_start_ends_nothing(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: str) -> None:
+        raise RuntimeError(path)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", broken)
+    server = GatewayServer(GatewayConfig(fleet.server.address, warm=True))
+    try:
+        await server.start()
+        assert server._warming is not None
+        await asyncio.wait([server._warming])
+        async with (
+            aiohttp.ClientSession(f"http://{server.address}") as http,
+            http.post("/echo", json={"number": 1}) as r,
+        ):
+            assert r.status == 200
+    finally:
+        await server.stop()

@@ -108,9 +108,7 @@ async def init_transfer(call: Call, *, follow: bool) -> list[Message]:
     """Join a group of the trainer's. ``follow``: the offset is the first engine's, and an engine finds out its own."""
     fields = await call.fields()
     info = call.watch(fields.take_fields("init_info")) if "init_info" in fields.values else fields
-    if "master_addr" in info.values:
-        info = call.watch(Fields({**info.values, "master_address": info.values["master_addr"]}, "init_info."))
-        info.accept("master_addr")
+    info.rename("master_addr", "master_address")
     info.accept("model_dtype_str", "override_existing_receiver", "override_existing", "packed_num_buffers")
     if info.take("nccl_unique_id_b64", str, None):
         raise Reason.UNSUPPORTED.error(
@@ -176,13 +174,14 @@ async def update_weights(call: Call) -> list[Message]:
 
 async def _taken_in(call: Call, fields: Fields) -> list[Message]:
     """What ``update_info`` announces."""
-    given = fields.take("update_info", dict | list, fields.values)
-    infos = given if isinstance(given, list) else [given]
+    given = fields.take("update_info", dict | list, None)
+    infos: list[Any] = given if isinstance(given, list) else [given]
     if not infos:
         raise Reason.FIELD_REQUIRED.error("it is empty", field="update_info")
     request = UpdateWeightsFromDistributedRequest(options=UpdateOptions(), group_name=await _standing(call))
     for number_, value in enumerate(infos):
-        info = call.watch(Fields(value, f"update_info[{number_}]." if isinstance(given, list) else "update_info."))
+        where = f"update_info[{number_}]." if isinstance(given, list) else "update_info."
+        info = fields if given is None else call.watch(Fields(value, where))
         info.accept("packed_num_buffers", "sizes", "extras")
         for name in ("ipc_handles", "ipc_handles_pickled"):
             if info.take(name, object, None) is not None:

@@ -109,6 +109,12 @@ class Tokenizers:
                 self._found[model] = await asyncio.to_thread(Tokenizer, path)
         return self._found[model]
 
+    async def warm(self) -> None:
+        """Read those of the models that there are now, so that no request waits for it, nor for the import."""
+        for model in await self._fleet.models():
+            if await self.directory(model.name):
+                await self.maybe(model.name)
+
     async def directory(self, model: str) -> str:
         """Where a model's lies; "" where that is not known."""
         known = {each.name: each.checkpoint for each in await self._fleet.models()}

@@ -1,0 +1,68 @@
+"""Fields that the vllm dialect knows are not listed as unknown, and those that it does not know once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from rlctl.gateway.call import UNKNOWN_FIELDS, Call
+from rlctl.gateway.dialects import vllm_requests
+
+GROUP = {"master_port": 29500, "world_size": 3, "rank_offset": 1}
+BUCKET = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 2]]}
+
+
+class _Request:
+    method, headers, match_info, query = "POST", {}, {}, {}  # type: ignore[var-annotated]
+    rel_url = "/"
+
+
+def call(body: Any) -> Call:
+    fleet: Any = SimpleNamespace(on_behalf_of=lambda token: None)
+    made = Call(_Request(), fleet, fleet, dialect="vllm", changes=True, most=1 << 20)  # type: ignore[arg-type]
+    made.replace_body(orjson.dumps(body))
+    return made
+
+
+async def nothing(_: Call) -> str:
+    return "gloo"
+
+
+@pytest.fixture(autouse=True)
+def _no_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_requests, "backend", nothing)
+    monkeypatch.setattr(vllm_requests, "_standing", nothing)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**GROUP, "master_address": "h"},
+        {**GROUP, "master_addr": "h", "backend": "nccl"},
+        {"init_info": {**GROUP, "master_address": "h"}},
+        {"init_info": {**GROUP, "master_addr": "h"}},
+    ],
+)
+async def test_of_a_group(body: dict[str, Any]) -> None:
+    made = call(body)
+    [request] = await vllm_requests.init_transfer(made, follow=False)
+    assert request.master_address == "h"  # type: ignore[attr-defined]
+    assert UNKNOWN_FIELDS not in made.notes
+    made = call({**body, "colour": 1})
+    await vllm_requests.init_transfer(made, follow=False)
+    assert made.notes[UNKNOWN_FIELDS] == "colour"
+
+
+@pytest.mark.parametrize(
+    "body", [BUCKET, {"update_info": BUCKET}, {"update_info": [BUCKET, BUCKET]}, {**BUCKET, "weight_version": "1"}]
+)
+async def test_of_tensors(body: dict[str, Any]) -> None:
+    made = call(body)
+    await vllm_requests.update_weights(made)
+    assert UNKNOWN_FIELDS not in made.notes
+    made = call({**body, "colour": 1})
+    await vllm_requests.update_weights(made)
+    assert made.notes[UNKNOWN_FIELDS] == "colour"
