@@ -91,7 +91,7 @@ def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
     check_sampling(params, limits.vocab_size)
     if params.stop and not limits.tokenizer:
         raise Reason.UNSUPPORTED.error("the server has no tokenizer to find stop strings with", field="stop")
-    return {
+    known = {
         "top_p": params.top_p if params.HasField("top_p") else 1.0,
         "min_p": params.min_p,
         "ignore_eos": params.ignore_eos,
@@ -102,6 +102,9 @@ def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
     }
+    if params.HasField("spaces_between_special_tokens"):
+        known["spaces_between_special_tokens"] = params.spaces_between_special_tokens
+    return known
 
 
 def engine_fields(

@@ -24,7 +24,7 @@ _FIELDS = frozenset(
 _GRAMMARS = ("ebnf", "json_schema", "regex", "structural_tag")
 _SAMPLING_FIELDS = frozenset(
     # Not stop_regex: its search may take seconds, for every token, in which SGLang does nothing else.
-    {"custom_params", "spaces_between_special_tokens", *_GRAMMARS}
+    {"custom_params", *_GRAMMARS}
 )
 
 _GREEDY_BELOW = 1e-6

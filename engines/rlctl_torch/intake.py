@@ -127,5 +127,6 @@ class Intake:
             settings.stop,
             skip_special_tokens=settings.skip_special_tokens,
             keep_stop=settings.no_stop_trim,
+            spaces_between_special_tokens=settings.spaces_between_special_tokens,
             before=prompt,
         )

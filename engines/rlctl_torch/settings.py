@@ -32,6 +32,7 @@ class Settings:
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     no_stop_trim: bool
     n: int
     seed: int | None
@@ -87,6 +88,9 @@ def check(request: GenerateRequest, *, vocab_size: int, eos: frozenset[int], tok
         stop=tuple(params.stop),
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
         skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        spaces_between_special_tokens=(
+            params.spaces_between_special_tokens if params.HasField("spaces_between_special_tokens") else True
+        ),
         no_stop_trim=params.no_stop_trim,
         n=params.n or 1,
         seed=params.seed if params.HasField("seed") else None,

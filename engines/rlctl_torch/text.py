@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,17 @@ class Tokenizer:
             return list(self._fast.encode(text).ids)
         return list(self._tokenizer(text)["input_ids"])
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> str:
         """Text of these ids."""
-        decoder = self._fast or self._tokenizer
-        text: str = decoder.decode(ids, skip_special_tokens=skip_special_tokens)
+        if self._fast is not None:  # it never puts spaces there
+            return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
+        text: str = self._tokenizer.decode(
+            ids,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
         return text
 
 
@@ -81,11 +89,15 @@ class TextStream:
         *,
         skip_special_tokens: bool,
         keep_stop: bool,
+        spaces_between_special_tokens: bool = True,
         before: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decoded = functools.partial(
+            tokenizer.decode,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
         self._stops = stops
-        self._skip = skip_special_tokens
         self._keep_stop = keep_stop
         self._ids, self._context = self._end_of(before)
         self._read = len(self._ids)
@@ -121,7 +133,7 @@ class TextStream:
         """The last of these tokens, and their text; none of those that end or go wrong within a character."""
         for count in _BEFORE if before else ():
             ids = list(before[-count:])
-            text = self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+            text = self._decoded(ids)
             if text and _INCOMPLETE not in text:
                 return ids, text
         return [], ""
@@ -130,20 +142,20 @@ class TextStream:
         """Move what can be decoded into ``_held``. ``_context`` is the text of ``_ids[:_read]``."""
         if self._read == len(self._ids):
             return
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        text = self._decoded(self._ids)
         if text.endswith(_INCOMPLETE) and not final:
             if len(self._ids) - self._read <= _PATIENCE:
                 return
             # Bytes that make up no characters, or the very sign that stands for them, over and over.
-            rest = self._tokenizer.decode(self._ids[-_LONGEST:], skip_special_tokens=self._skip)
-            begun = self._tokenizer.decode(self._ids[:-_LONGEST], skip_special_tokens=self._skip)
+            rest = self._decoded(self._ids[-_LONGEST:])
+            begun = self._decoded(self._ids[:-_LONGEST])
             if begun + rest == text:
                 self._held += begun[len(self._context) :]
                 self._ids, self._read, self._context = self._ids[-_LONGEST:], 0, ""
             return
         self._held += text[len(self._context) :]
         # The tokens just decoded are context enough for the next ones, unless they have no text of their own.
-        context = self._tokenizer.decode(self._ids[self._read :], skip_special_tokens=self._skip)
+        context = self._decoded(self._ids[self._read :])
         if context:
             self._ids, text = self._ids[self._read :], context
         self._read, self._context = len(self._ids), text

@@ -5,7 +5,7 @@ vLLM ignores what it does not know, so nothing is passed on that is not known he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ PROCESSED = "processed_logprobs"
 """vLLM's mode in which log probabilities are those after temperature."""
 
 _FIELDS = frozenset({"cache_salt", "priority"})
-_SAMPLING_FIELDS = frozenset({"allowed_token_ids", "bad_words", "logit_bias", "structured_outputs"})
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""SGLang's names of what ``structured_outputs`` may hold, and vLLM's."""
+_SAMPLING_FIELDS = frozenset({"allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", *GRAMMARS})
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below it are 0 to vLLM (``_SAMPLING_EPS`` in ``vllm/sampling_params.py``)."""
@@ -66,7 +68,7 @@ def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], li
         body["stream_options"] = {"include_usage": True}
     fields, sampling = requests.engine_fields(request, _FIELDS, _SAMPLING_FIELDS)
     body |= fields
-    body["sampling_params"] |= sampling
+    body["sampling_params"] |= structured(sampling)
     made = []
     for index, rid in enumerate(rids):
         one = {**body, "request_id": rid}
@@ -74,6 +76,17 @@ def bodies(request: GenerateRequest, ids: Sequence[int], rids: Sequence[str], li
             one["sampling_params"] = {**body["sampling_params"], "seed": seed}
         made.append(one)
     return made
+
+
+def structured(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters with SGLang's grammars as vLLM's ``structured_outputs``. Raises FIELD_CONFLICT."""
+    shapes = {GRAMMARS[name]: value for name, value in sampling.items() if name in GRAMMARS}
+    if not shapes:
+        return dict(sampling)
+    if len(shapes) > 1 or "structured_outputs" in sampling:
+        raise Reason.FIELD_CONFLICT.error(f"{', '.join(shapes)} exclude each other", field="sampling_params")
+    others = {name: value for name, value in sampling.items() if name not in GRAMMARS}
+    return {**others, "structured_outputs": shapes}
 
 
 def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     no_stop_trim: bool
     n: int
     seed: int

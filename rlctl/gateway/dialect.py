@@ -104,6 +104,7 @@ class Dialect:
         admit: asked before every request that is not OPEN; raises what refuses the caller. For dialects with keys of
             their own; the caller's bearer token goes to the coordinator and the stages in any case.
         body_bytes: most of a body.
+        any_model: OpenAI's ``model`` is not checked by the original.
     """
 
     name: str
@@ -111,3 +112,4 @@ class Dialect:
     fail: Callable[[RlctlError], Reply] = plain_error
     admit: Callable[[Call], None] | None = None
     body_bytes: int = BODY_BYTES
+    any_model: bool = False

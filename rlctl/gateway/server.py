@@ -96,6 +96,7 @@ class GatewayServer:
         await self.fleet.status()  # whoever may not watch the fleet could serve nobody
         self.generation = Generation(self.fleet, config.generation)
         self.dialect = dialects.load(config.dialect, self.generation)
+        self.generation.any_model = self.dialect.any_model
         self._middlewares = [made(self.generation) for made in classes]
         self._runner = web.AppRunner(
             self._application(),
@@ -174,7 +175,7 @@ class GatewayServer:
                 return await self._stream(request, call, answer)
             return _response(answer, call.notes)
         except RlctlError as error:
-            answer = (route.fail or self.dialect.fail)(without_frames(error))
+            answer = (route.fail or self.dialect.fail)(_of_the_request(route, without_frames(error)))
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception as error:  # noqa: BLE001 it is logged
@@ -231,6 +232,13 @@ class GatewayServer:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.warning("tokenizers are read with the first request that needs one: %s", task.exception())
+
+
+def _of_the_request(route: Route, error: RlctlError) -> RlctlError:
+    """A field of a generation request that is not supported is 400, as with engines: OpenAI's client repeats a 501."""
+    if route.scope is Scope.ROLLOUT and error.reason is Reason.UNSUPPORTED and error.field:
+        error.http_status = 400
+    return error
 
 
 def _defect(request: web.Request, error: Exception) -> RlctlError:

@@ -133,8 +133,8 @@ async def test_it_goes_on_to_the_end_of_the_context_unless_it_is_told_how_far(ht
     ("body", "status", "field"),
     [
         ({"output_mode": "images"}, 400, "output_mode"),
-        ({"features": {"mm_hashes": {}}}, 501, "features"),
-        ({"kv_transfer_params": {}}, 501, "kv_transfer_params"),
+        ({"features": {"mm_hashes": {}}}, 400, "features"),
+        ({"kv_transfer_params": {}}, 400, "kv_transfer_params"),
         ({"stream": "yes"}, 400, "stream"),
         ({"stream_options": []}, 400, "stream_options"),
         ({"sampling_params": {"prompt_logprobs": -1}}, 400, "sampling_params.prompt_logprobs"),

@@ -91,18 +91,18 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/generate", {"text": "1", "sampling_params": {"temperature": -1}}, 400, "sampling_params.temperature"),
     ("/generate", {"text": "1", "sampling_params": {"regex": "a"}}, 400, "engine_fields"),
     ("/generate", {"input_ids": [99999]}, 400, "input_ids"),
-    ("/v1/completions", {"prompt": "1", "model": "gpt"}, 404, "model"),
+    ("/v1/completions", {"prompt": "1", "model": "actor:none"}, 404, "model"),
     ("/v1/completions", {"model": "actor"}, 400, "prompt"),
     ("/v1/completions", {"prompt": [[-1]]}, 400, "prompt"),
     ("/v1/completions", {"prompt": "1", "max_tokens": "x"}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "1", "temperature": "x"}, 400, "temperature"),
-    ("/v1/completions", {"prompt": "1", "echo": True}, 501, "echo"),
+    ("/v1/completions", {"prompt": "1", "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": "1", "n": 0}, 400, "n"),
     ("/v1/completions", {"prompt": "1", "logprobs": 50}, 400, "logprobs"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"content": "1"}]}, 400, "messages[0].role"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 501, "content"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "tools": [{}]}, 501, "tools"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "tools": [{}]}, 400, "tools"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 3}, 400, "logprobs"),
 ]
 
@@ -139,4 +139,4 @@ async def test_openais_own_client(http: aiohttp.ClientSession) -> None:
     assert completion["text"] == told["completions, streamed"]["text"]
     assert len(set(told["chat"]["contents"])) == 1, "greedy"
     assert told["chat, streamed"]["content"] == told["chat"]["contents"][0]
-    assert told["an error"]["status"] == 404
+    assert told["an error"]["status"] == 400

@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlctl.errors import Reason
 from rlctl.sglang_api import asking
-from rlctl.sglang_api.asking import Asked, Asking, Words
-
-_STRUCTURED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+from rlctl.sglang_api.asking import Asking, Words
+from rlctl_vllm.requests import GRAMMARS, structured
 
 WORDS = Words(
     "vLLM",
     fields=frozenset({"priority", "cache_salt"}),
-    sampling=frozenset({*_STRUCTURED, "spaces_between_special_tokens", "logit_bias"}),
+    sampling=frozenset({*GRAMMARS, "logit_bias"}),
     without={
         **dict.fromkeys(
             (
@@ -44,12 +42,5 @@ WORDS = Words(
 def read(body: Any) -> Asking:
     """A parsed body, its ``sampling`` and ``fields`` vLLM's. Raises as :func:`rlctl.sglang_api.asking.read`."""
     given = asking.read(body, WORDS)
-    return dataclasses.replace(given, prompts=[_in_its_words(asked) for asked in given.prompts])
-
-
-def _in_its_words(asked: Asked) -> Asked:
-    shapes = {ours: asked.sampling[name] for name, ours in _STRUCTURED.items() if name in asked.sampling}
-    if len(shapes) > 1:
-        raise Reason.FIELD_CONFLICT.error(f"{', '.join(shapes)} exclude each other", field="sampling_params")
-    extra = {name: value for name, value in asked.sampling.items() if name not in _STRUCTURED}
-    return dataclasses.replace(asked, sampling={**extra, "structured_outputs": shapes} if shapes else extra)
+    prompts = [dataclasses.replace(asked, sampling=structured(asked.sampling)) for asked in given.prompts]
+    return dataclasses.replace(given, prompts=prompts)

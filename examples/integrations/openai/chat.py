@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from openai import NotFoundError, OpenAI
+from openai import BadRequestError, OpenAI
 
 
 def main() -> None:
@@ -84,8 +84,8 @@ def main() -> None:
     )
     say("chat, streamed", content="".join(event.choices[0].delta.content or "" for event in events))
     try:
-        client.completions.create(model="another", prompt=arguments.prompt)
-    except NotFoundError as error:
+        client.completions.create(model=model, prompt=arguments.prompt, echo=True)
+    except BadRequestError as error:
         say("an error", status=error.status_code, message=error.message)
 
 

@@ -12,13 +12,14 @@ import functools
 import hmac
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from rlctl.errors import Conflict, InvalidRequest, Reason, RlctlError
 from rlctl.gateway import engines
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Dialect, Handler, Reply, Route, Scope
-from rlctl.gateway.dialects import omni_requests, omni_results
+from rlctl.gateway.dialects import omni_generation, omni_requests, omni_results
 from rlctl.gateway.dialects.omni_requests import Verb
 from rlctl.gateway.failures import headers_of
 from rlctl.gateway.generation.routes import routes
@@ -55,7 +56,11 @@ def dialect(generation: Generation) -> Dialect:
         Route("PUT", "/workers/{id:.+}", router.guarded(put_worker), doc='{"disabled": ...}: routed to or not.'),
     ]
     probes = [Route("GET", f"{at}/health", engines.health, Scope.OPEN) for at in ("", ENGINE)]
-    return Dialect("omni", [*rows, *own, *workers, *probes, *routes(), *routes(ENGINE)], fail=fail)
+    generating = [
+        replace(route, handler=omni_generation.generate, doc="") if route.path.endswith("/generate") else route
+        for route in (*routes(), *routes(ENGINE))
+    ]
+    return Dialect("omni", [*rows, *own, *workers, *probes, *generating], fail=fail)
 
 
 def fail(error: RlctlError) -> Reply:

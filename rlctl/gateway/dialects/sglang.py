@@ -19,4 +19,4 @@ def dialect(generation: Generation) -> Dialect:
     """SGLang's table."""
     del generation
     table = tuple(route for row in ROWS for route in row.routes(refused))
-    return Dialect("sglang", (served(ROWS, GENERATING), *GENERATING, *table))
+    return Dialect("sglang", (served(ROWS, GENERATING), *GENERATING, *table), any_model=True)

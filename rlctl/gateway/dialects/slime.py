@@ -43,6 +43,7 @@ def dialect(generation: Generation) -> Dialect:
         fail=rest.fail,
         admit=rest.admit,
         body_bytes=rest.body_bytes,
+        any_model=rest.any_model,
     )
 
 

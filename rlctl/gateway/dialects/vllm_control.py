@@ -36,6 +36,7 @@ class Control:
         steps: the operations that it takes, one after the other, unless one fails.
         told: the body of a server's answer that is well.
         several: it takes more than one operation: they go on when the caller leaves.
+        goes_on: generation continues once all memory is there again.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Control:
     told: Mapping[str, Any]
     doc: str
     several: bool = False
+    goes_on: bool = False
 
 
 _JOINED = {"message": "Weight transfer initialized"}
@@ -66,6 +68,7 @@ CONTROLS = (
         {"status": "awake"},
         "ResumeMemory; all of it there: generation too.",
         several=True,
+        goes_on=True,
     ),
     Control(
         "/reset_prefix_cache",
@@ -74,7 +77,13 @@ CONTROLS = (
         "FlushCache, of running requests too by a pause that retracts them.",
         several=True,
     ),
-    Control("/collective_rpc", vllm_requests.collective_rpc, {"results": []}, "One of the methods that are allowed."),
+    Control(
+        "/collective_rpc",
+        vllm_requests.collective_rpc,
+        {"results": []},
+        "One of the methods that are allowed.",
+        several=True,
+    ),
     Control(
         "/init_weight_transfer_engine",
         functools.partial(vllm_requests.init_transfer, follow=False),
@@ -131,7 +140,7 @@ async def control(row: Control, call: Call) -> Reply:
         if failed:
             continue
         operation = carried_out
-        if isinstance(step, ResumeMemoryRequest) and operation.stage_results:
+        if row.goes_on and isinstance(step, ResumeMemoryRequest) and operation.stage_results:
             operation = await _go_on(call, operation)
     if refusal is not None:
         raise refusal

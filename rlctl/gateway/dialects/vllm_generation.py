@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+
 from rlctl.errors import Reason
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
-from rlctl.gateway.dialects.vllm_tokens import generate
-from rlctl.gateway.generation import sessions
+from rlctl.gateway.dialects import vllm_tokens
+from rlctl.gateway.generation import openai, sessions
 from rlctl.gateway.generation.tokenizers import Tokenizer, beside
 
 
@@ -33,6 +35,38 @@ async def _tokenizer(call: Call, fields: Fields) -> Tokenizer:
     return await call.generation.tokenizers.of(model)
 
 
+async def render(call: Call) -> Reply:
+    """Token ids of a chat, by the model's template, and its sampling parameters, for /inference/v1/generate."""
+    fields = await call.fields()
+    name = fields.take("model", str, "")
+    model, _ = await call.generation.named(name)
+    fields.accept("stream", "stream_options", "cache_salt", "priority", *sessions.FIELDS)
+    return Reply(
+        {
+            "request_id": fields.take("request_id", str, "") or f"chatcmpl-{uuid.uuid4().hex}",
+            "token_ids": await openai.render(call, fields, model),
+            "features": None,
+            "sampling_params": vllm_tokens.sampling_of_chat(fields),
+            "model": name or model,
+            "stream": fields.take("stream", bool, False),
+            "stream_options": fields.values.get("stream_options"),
+            "cache_salt": fields.values.get("cache_salt"),
+            "priority": fields.take("priority", int, 0),
+            "kv_transfer_params": None,
+        }
+    )
+
+
+async def generate_routed(call: Call) -> Reply:
+    """SkyRL's generation that tells which experts each token was routed to: not supported."""
+    await call.fields()
+    raise Reason.UNSUPPORTED.error(
+        "no engine here tells which experts tokens were routed to",
+        field="routed_experts",
+        next_step="With enable_return_routed_experts off SkyRL's client uses /inference/v1/generate.",
+    )
+
+
 async def finish_session(call: Call) -> Reply:
     """The session sends nothing more."""
     session = call.query.get("session_id") or sessions.named(call, (await call.fields()).values)
@@ -43,7 +77,9 @@ async def finish_session(call: Call) -> Reply:
 
 
 ROUTES = (
-    Route("POST", "/inference/v1/generate", generate, Scope.ROLLOUT),
+    Route("POST", "/inference/v1/generate", vllm_tokens.generate, Scope.ROLLOUT),
+    Route("POST", "/skyrl/v1/generate", generate_routed, Scope.ROLLOUT),
+    Route("POST", "/v1/chat/completions/render", render, Scope.ROLLOUT),
     Route("POST", "/tokenize", tokenize, Scope.ROLLOUT),
     Route("POST", "/detokenize", detokenize, Scope.ROLLOUT),
     Route("POST", "/finish_session", finish_session, Scope.ROLLOUT),

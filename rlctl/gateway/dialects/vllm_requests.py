@@ -248,6 +248,19 @@ async def _skyrl_finish(call: Call, kwargs: Fields, args: Sequence[Any]) -> list
     return [CommitWeightUpdateRequest()]
 
 
+async def _skyrl_sleep(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    """SkyRL's sleep under a pause: what the pause froze is retracted, as its KV entries go, and computed anew later."""
+    del call, args
+    kwargs.accept("offload_kv")
+    return [PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), ReleaseMemoryRequest()]
+
+
+async def _skyrl_wake(call: Call, kwargs: Fields, args: Sequence[Any]) -> list[Message]:
+    """SkyRL's wake-up, which leaves generation paused."""
+    del args
+    return [ResumeMemoryRequest(tags=_tags(call, kwargs))]
+
+
 METHODS: Mapping[str, Callable[[Call, Fields, Sequence[Any]], Awaitable[list[Message]]]] = {
     "reload_weights": _reload,
     "update_weights_from_path": _reload,
@@ -256,6 +269,8 @@ METHODS: Mapping[str, Callable[[Call, Fields, Sequence[Any]], Awaitable[list[Mes
     "update_weights_nccl": _skyrl_update,
     "update_weights_ipc": _skyrl_update,
     "skyrl_finish_weight_update": _skyrl_finish,
+    "skyrl_sleep_for_weight_sync": _skyrl_sleep,
+    "skyrl_wake_for_weight_sync": _skyrl_wake,
 }
 """What /collective_rpc may call, SkyRL's worker extension's methods among it. Anything else would run by name inside of
 the engines."""

@@ -6,7 +6,6 @@ modes. Log probabilities are the fleet's: after temperature.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +17,7 @@ from rlctl.errors import Reason
 from rlctl.gateway.bodies import Fields
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Answer, Reply, Stream
-from rlctl.gateway.generation import running, sessions
+from rlctl.gateway.generation import logprobs, running, sessions
 from rlctl.gateway.generation.native import DONE, event, failed
 from rlctl.gateway.generation.openai import LONGEST
 from rlctl.gateway.generation.tokenizers import Tokenizer
@@ -37,6 +36,7 @@ _SAMPLING = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
     "include_stop_str_in_output": "no_stop_trim",
     "seed": "seed",
     "frequency_penalty": "frequency_penalty",
@@ -56,9 +56,6 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
 
 _BESIDE = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 """Fields likewise."""
-
-_WORST = -9999.0
-"""vLLM's log probability of what cannot be."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,9 @@ async def generate(call: Call) -> Answer:
         "model": asked.model or model,
         "output_mode": asked.mode,
         "choices": [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)],
-        "prompt_logprobs": _of_prompt(asked, ended[0]),
+        "prompt_logprobs": (
+            None if asked.prompt_tops is None else logprobs.of_prompt(ended[0].input_logprobs, asked.prompt_tops)
+        ),
         "prompt_token_ids": list(ended[0].prompt_ids) if asked.ids else None,
         "usage": _usage(len(ended[0].prompt_ids), made),
     }
@@ -194,8 +193,17 @@ def _sampling(request: GenerateRequest, given: Fields) -> int:
     if stop is not None:
         assign(params, "stop", [stop] if isinstance(stop, str) else stop, "sampling_params.stop")
     n = given.take("n", int, 1)
-    given.accept("detokenize", "output_kind", "spaces_between_special_tokens", "flat_logprobs", "extra_args")
+    given.accept("detokenize", "output_kind", "flat_logprobs", "extra_args")
     return n
+
+
+def sampling_of_chat(fields: Fields) -> dict[str, Any]:
+    """The sampling parameters of a chat, under the names that they have here."""
+    given = {name: fields.take(name, object, None) for name in (*_SAMPLING, "top_k", "stop", "n")}
+    given["max_tokens"] = fields.take("max_completion_tokens", object, fields.take("max_tokens", object, None))
+    if fields.take("logprobs", bool, False):
+        given["logprobs"] = fields.take("top_logprobs", int, 0)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
@@ -254,44 +262,18 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
 def _position(asked: _Asked, entry: TokenLogprob) -> dict[str, Any]:
     """What was generated at one position: the token itself stands first among the most likely ones, too."""
     tops = asked.tops or 0
-    told = [_token(asked, each, rank) for each, rank in _ranked(entry, tops)[: max(tops, 1)]]
+    told = [_token(asked, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
     return {**told[0], "top_logprobs": told}
 
 
-def _token(asked: _Asked, entry: TokenLogprob, rank: int | None) -> dict[str, Any]:
-    token, logprob = entry.token_id, _finite(entry.logprob)
+def _token(asked: _Asked, entry: TokenLogprob, rank: int) -> dict[str, Any]:
+    token, logprob = entry.token_id, logprobs.finite(entry.logprob)
     if not asked.text:
         return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "rank": rank}
     if asked.tokenizer is None:
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
     text = asked.tokenizer.text(token)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _of_prompt(asked: _Asked, sample: RolloutSample) -> list[dict[str, Any] | None] | None:
-    """For each token of the prompt but the first: it and the most likely ones, by their ids."""
-    if asked.prompt_tops is None:
-        return None
-    told: list[dict[str, Any] | None] = []
-    for entry in sample.input_logprobs:
-        ranked = _ranked(entry, asked.prompt_tops) if entry.HasField("logprob") else []
-        position = {
-            str(each.token_id): {"logprob": _finite(each.logprob), "rank": rank, "decoded_token": None}
-            for each, rank in ranked
-        }
-        told.append(position or None)
-    return told
-
-
-def _ranked(entry: TokenLogprob, tops: int) -> list[tuple[TokenLogprob, int | None]]:
-    """A token, then those of the most likely ones that are not it; its own rank is known if it is one of those."""
-    ranks = {top.token_id: rank for rank, top in enumerate(entry.top, 1)}
-    others = [top for top in entry.top[:tops] if top.token_id != entry.token_id]
-    return [(each, ranks.get(each.token_id)) for each in (entry, *others)]
-
-
-def _finite(logprob: float) -> float:
-    return _WORST if math.isnan(logprob) else max(logprob, _WORST)
 
 
 def _usage(prompt: int, made: int) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""Log probabilities in OpenAI's two forms. Pure, but for the tokenizer."""
+"""Log probabilities in OpenAI's two forms, and a prompt's in vLLM's. Pure, but for the tokenizer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,37 @@ def chat(entries: Sequence[TokenLogprob], texts: Tokenizer | None) -> dict[str, 
     """As /v1/chat/completions has them: one object a token."""
     content = [{**_token(entry, texts), "top_logprobs": [_token(top, texts) for top in entry.top]} for entry in entries]
     return {"content": content}
+
+
+_WORST = -9999.0
+"""vLLM's log probability of a token that cannot be."""
+
+
+def of_prompt(entries: Sequence[TokenLogprob], tops: int) -> list[dict[str, Any] | None]:
+    """As vLLM has a prompt's: for each token but the first an object by id, of it and the ``tops`` most likely."""
+    told: list[dict[str, Any] | None] = []
+    for entry in entries:
+        ordered = ranked(entry, tops) if entry.HasField("logprob") else []
+        position = {
+            str(each.token_id): {"logprob": finite(each.logprob), "rank": rank, "decoded_token": None}
+            for each, rank in ordered
+        }
+        told.append(position or None)
+    return told
+
+
+def ranked(entry: TokenLogprob, tops: int) -> list[tuple[TokenLogprob, int]]:
+    """A token, then the most likely ones besides it, with their ranks. A token that is not among the listed ones has
+    the rank after them: its own is not known, and clients sort by it.
+    """
+    ranks = {top.token_id: rank for rank, top in enumerate(entry.top, 1)}
+    others = [top for top in entry.top[:tops] if top.token_id != entry.token_id]
+    return [(each, ranks.get(each.token_id, len(entry.top) + 1)) for each in (entry, *others)]
+
+
+def finite(logprob: float) -> float:
+    """A log probability as JSON can have it."""
+    return _WORST if math.isnan(logprob) else max(logprob, _WORST)
 
 
 def _token(entry: TokenLogprob, texts: Tokenizer | None) -> dict[str, Any]:

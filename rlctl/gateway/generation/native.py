@@ -31,20 +31,29 @@ WORDS = Words(
         **dict.fromkeys(
             (
                 *("input_embeds", "image_data", "video_data", "audio_data", "modalities", "session_params"),
-                *("routed_dp_rank", "custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+                *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+                *("bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank", "encoder_urls"),
+                *("image_max_dynamic_patch", "images_config", "kv_hints", "lora_id", "max_dynamic_patch"),
+                *("max_thinking_tokens", "min_dynamic_patch", "mm_content_hashes", "mm_hashes", "mm_processor_kwargs"),
+                *("multi_item_delimiter_indices", "need_wait_for_mm_inputs", "num_items_assigned"),
+                *("positional_embed_overrides", "sampling_logprobs_mode", "token_ids_logprob_positions"),
+                *("token_indices_to_pool", "video_config", "video_max_dynamic_patch", "watermark"),
             ),
             (None,),
         ),
         **dict.fromkeys(
             (
                 *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_sampling_mask"),
-                "background",
+                *("background", "require_reasoning", "return_bytes", "return_flat_raw_output_top_logprobs"),
+                *("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_indexer_topk"),
+                "use_audio_in_video",
             ),
             (None, False),
         ),
+        **dict.fromkeys(("data_parallel_rank", "routed_dp_rank", "routed_experts_start_len"), (None, 0)),
         **dict.fromkeys(("no_logs", "log_metrics"), (None, False, True)),
     },
-    sampling_without={"stream_interval": (None,), "spaces_between_special_tokens": (None, True)},
+    sampling_without={"beam_width": (None, 1), "stream_interval": (None,), "watermark": (None,)},
 )
 """What of SGLang's is passed on. The engine refuses what it does not have, naming ``engine_fields``."""
 

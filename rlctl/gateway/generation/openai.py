@@ -36,7 +36,14 @@ _SAMPLING = {
         name: name
         for name in (
             *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-            *("no_stop_trim", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
+            *(
+                "spaces_between_special_tokens",
+                "no_stop_trim",
+                "frequency_penalty",
+                "presence_penalty",
+                "repetition_penalty",
+                "seed",
+            ),
         )
     },
     "min_tokens": "min_new_tokens",
@@ -44,15 +51,36 @@ _SAMPLING = {
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
+    # vLLM's and SGLang's own.
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 """What nobody here can do, and the values that ask for nothing."""
+
+_ENGINE = ("regex", "ebnf", "stop_regex", "structural_tag", "custom_params")
+"""Sampling parameters of SGLang's, which its OpenAI routes have too."""
+
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "structural_tag": "structural_tag"}
+"""What ``structured_outputs``, vLLM's, may hold, and its names in SGLang."""
 
 _NOTHING = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 
@@ -64,7 +92,9 @@ class _Asked:
     Attributes:
         rid: its name.
         n: samples of each prompt.
+        model: as the caller named it.
         ids: token ids are told, too; as vLLM's ``return_token_ids``.
+        prompt_tops: as vLLM's ``prompt_logprobs``: most likely tokens at each position of the prompt; None: none.
         texts: what names single tokens, where log probabilities are wanted.
     """
 
@@ -75,6 +105,7 @@ class _Asked:
     logprobs: bool
     usage: bool
     ids: bool
+    prompt_tops: int | None
     texts: Tokenizer | None
     created: int
 
@@ -82,13 +113,15 @@ class _Asked:
 async def completions(call: Call) -> Answer:
     """Complete texts; OpenAI's fields and reply."""
     fields = await call.fields()
-    model, adapter = await call.generation.named(fields.take("model", str, ""))
+    name = fields.take("model", str, "")
+    model, adapter = await call.generation.named(name)
     tops = fields.take("logprobs", int, None)
 
     def read() -> list[GenerateRequest]:
         requests: list[GenerateRequest] = []
         together = 0
         for prompt in _prompts(fields.take("prompt", str | list), call.generation.check_count):
+            refuse(fields, {"tools": ([],)})
             request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
             limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
             assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
@@ -103,13 +136,14 @@ async def completions(call: Call) -> Answer:
         return requests
 
     requests = await call.beside(read)
-    return await _answer(call, fields, requests, model, chat=False, with_logprobs=tops is not None)
+    return await _answer(call, fields, requests, name or model, chat=False, with_logprobs=tops is not None)
 
 
 async def chat(call: Call) -> Answer:
     """Go on with a conversation, by the chat template of the model's tokenizer; OpenAI's fields and reply."""
     fields = await call.fields()
-    model, adapter = await call.generation.named(fields.take("model", str, ""))
+    name = fields.take("model", str, "")
+    model, adapter = await call.generation.named(name)
     wanted = fields.take("logprobs", bool, False)
     tops = fields.take("top_logprobs", int, 0)
     if tops and not wanted:
@@ -117,6 +151,15 @@ async def chat(call: Call) -> Answer:
     request = _request(call, fields, model, adapter, wanted=wanted, tops=tops)
     limit = fields.take("max_completion_tokens", int, fields.take("max_tokens", int, LONGEST))
     assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
+    request.input_ids.CopyFrom(TokenIds(ids=await render(call, fields, model)))
+    return await _answer(call, fields, [request], name or model, chat=True, with_logprobs=wanted)
+
+
+async def render(call: Call, fields: Fields, model: str) -> list[int]:
+    """The token ids of ``messages``, by the chat template of the model's tokenizer.
+
+    Raises FIELD_REQUIRED, FIELD_INVALID, UNSUPPORTED, and as :meth:`Tokenizers.of`.
+    """
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(fields.take_list("messages", dict))]
     if not messages:
         raise Reason.FIELD_REQUIRED.error("there is none", field="messages")
@@ -125,14 +168,21 @@ async def chat(call: Call) -> Answer:
         value = fields.take(name, bool, None)
         if value is not None:
             settings[name] = value
+    tools = fields.take_list("tools", dict, ())
+    if tools and fields.take("tool_choice", object, "auto") != "none":
+        raise Reason.UNSUPPORTED.error(
+            "tool calls are not parsed",
+            field="tools",
+            next_step='With tool_choice "none" the tools are rendered into the prompt, and the text comes as it is.',
+        )
+    if tools:
+        settings["tools"] = tools
     tokenizer = await call.generation.tokenizers.of(model)
-    ids = await tokenizer.chat(messages, settings, len(await call.body()))
-    request.input_ids.CopyFrom(TokenIds(ids=ids))
-    return await _answer(call, fields, [request], model, chat=True, with_logprobs=wanted)
+    return await tokenizer.chat(messages, settings, len(await call.body()))
 
 
 async def _answer(
-    call: Call, fields: Fields, requests: Sequence[GenerateRequest], model: str, *, chat: bool, with_logprobs: bool
+    call: Call, fields: Fields, requests: Sequence[GenerateRequest], name: str, *, chat: bool, with_logprobs: bool
 ) -> Answer:
     n = fields.take("n", int, 1)
     call.generation.check_samples([n] * len(requests), "n", "prompt")
@@ -152,33 +202,52 @@ async def _answer(
             samples.append(sample)
     stream = fields.take("stream", bool, False)
     options = fields.take_fields("stream_options", {})
-    usage = options.take("include_usage", bool, False)
     fields.accept(*_NOTHING)
-    ids = fields.take("return_token_ids", bool, False)
     by_id = fields.take("return_tokens_as_token_ids", bool, False)
-    texts = await call.generation.tokenizers.maybe(model) if with_logprobs and not by_id else None
-    asked = _Asked(chat, rid, requests[0].adapter or model, n, with_logprobs, usage, ids, texts, int(time.time()))
+    with_texts = with_logprobs and not by_id
+    asked = _Asked(
+        chat=chat,
+        rid=rid,
+        model=name,
+        n=n,
+        logprobs=with_logprobs,
+        usage=options.take("include_usage", bool, False),
+        ids=fields.take("return_token_ids", bool, False),
+        prompt_tops=fields.take("prompt_logprobs", int, None),
+        texts=await call.generation.tokenizers.maybe(requests[0].model) if with_texts else None,
+        created=int(time.time()),
+    )
     if stream:
+        if asked.prompt_tops is not None:
+            raise Reason.FIELD_CONFLICT.error("a stream has no place for them", field="prompt_logprobs")
         return Stream(_events(call, asked, samples), failed)
     ended = await running.whole(call, samples)
-    choices = [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)]
-    return Reply({**_head(asked, ended, chunk=False), "choices": choices, "usage": _usage(ended)})
+    reply: dict[str, Any] = {
+        **_head(asked, ended, chunk=False),
+        "choices": [_choice(asked, index, sample.whole, sample) for index, sample in enumerate(ended)],
+        "usage": _usage(ended),
+    }
+    return Reply({**reply, **_of_prompt(asked, ended[0])} if chat else reply)
 
 
 def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bool, tops: int) -> GenerateRequest:
-    for name, nothing in _WITHOUT.items():
-        value = fields.take(name, object, None)
-        if value is not None and value not in nothing:
-            raise Reason.UNSUPPORTED.error(f"nobody here can do what {name} asks for", field=name)
+    refuse(fields, _WITHOUT)
     request = GenerateRequest(model=model, return_logprob=wanted, min_version_seq=sessions.min_version(call))
     if not 0 <= tops <= MOST_LOGPROBS:
         raise Reason.FIELD_INVALID.error(f"{tops} is not from 0 to {MOST_LOGPROBS}", field="logprobs")
     request.top_logprobs_num = tops
+    prompt_tops = fields.take("prompt_logprobs", int, None)
+    if prompt_tops is not None:
+        request.return_logprob, request.logprob_start_len = True, 0
+        assign(request, "top_logprobs_num", max(prompt_tops, tops) if prompt_tops >= 0 else prompt_tops,
+               "prompt_logprobs")  # fmt: skip
     request.adapter = fields.take("lora_path", str, "") or adapter
     if adapter not in ("", request.adapter):
         raise Reason.FIELD_CONFLICT.error(f"model means adapter {adapter}", field="lora_path")
     for name, ours in _SAMPLING.items():
         value = fields.take(name, object, None)
+        if name == "top_k" and value == 0:  # vLLM's word for all, which SGLang does not take
+            value = -1
         if value is not None:
             assign(request.sampling_params, ours, value, name)
     stop = fields.take("stop", str | list, None)
@@ -191,12 +260,28 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
     return request
 
 
+def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
+    """Raise UNSUPPORTED for a field that is here, and has none of the values that ask for nothing."""
+    for name, nothing in without.items():
+        value = fields.take(name, object, None)
+        if value is not None and value not in nothing:
+            raise Reason.UNSUPPORTED.error(f"this fleet cannot do what {name} asks for", field=name)
+
+
 def _engine_fields(fields: Fields) -> dict[str, Any]:
     """What only some engines have: the engine refuses what it does not."""
-    engine: dict[str, Any] = {}
+    given = {name: fields.take(name, object, None) for name in _ENGINE}
+    engine = {name: value for name, value in given.items() if value is not None}
     bias = fields.take("logit_bias", dict, None)
     if bias:
         engine["logit_bias"] = bias
+    for name, value in (fields.take("structured_outputs", dict, None) or {}).items():
+        if value is None:
+            continue
+        where = f"structured_outputs.{name}"
+        if name not in _STRUCTURED:
+            raise Reason.UNSUPPORTED.error(f"there are {', '.join(_STRUCTURED)}", field=where)
+        engine[_STRUCTURED[name]] = value if isinstance(value, str) else bodies.dump(value, where).decode()
     form = fields.take_fields("response_format", {})
     kind = form.take("type", str, "text")
     if kind == "json_object":
@@ -256,7 +341,7 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
             for index in unbegun:  # not before: what is wrong with the request is an answer of its own
                 delta = {"role": "assistant", "content": ""}
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield event({**head, "choices": [first]})
+                yield event({**head, **_of_prompt(asked, samples[index]), "choices": [first]})
             unbegun = range(0)
             if new.ended is not None:
                 ended.append(new.ended)
@@ -295,9 +380,19 @@ def _choice(
         choice["logprobs"] = logprobs.completion(part.output_logprobs, asked.texts, at)
     if asked.ids:
         choice["token_ids"] = list(part.output_ids)
-        if ended is not None:
-            choice["prompt_token_ids"] = list(ended.prompt_ids)
+    if ended is not None and not asked.chat:
+        choice |= _of_prompt(asked, ended)
     return choice
+
+
+def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
+    """What vLLM tells of a prompt: in each choice of a completion, beside the choices of a chat."""
+    told: dict[str, Any] = {}
+    if asked.ids:
+        told["prompt_token_ids"] = list(sample.prompt_ids)
+    if asked.prompt_tops is not None:
+        told["prompt_logprobs"] = logprobs.of_prompt(sample.input_logprobs, asked.prompt_tops)
+    return told
 
 
 def _usage(ended: Sequence[RolloutSample]) -> dict[str, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.client.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.generation.tokenizers import Tokenizers
 from rlctl.rollout.admission import Admission
 from rlctl.rollout.sample import RolloutSample
@@ -20,6 +21,10 @@ MOST_BYTES = 256 << 20
 """Of one call's samples together, as they are sent: of as many as may be under way, each with 10,000 tokens of prompt.
 Here they take some ten times as much.
 """
+
+
+DEFAULT = "default"
+"""The model's name in requests of clients that were given none: SkyRL's, Omni's, OpenAI's by convention."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Generation:
         settings: as given.
         tokenizers: of its models.
         inflight: samples under way.
+        any_model: OpenAI's ``model`` may be any text where it can mean one model only.
     """
 
     def __init__(self, fleet: AsyncFleet, settings: Settings | None = None) -> None:
@@ -65,22 +71,29 @@ class Generation:
         self.settings = settings or Settings()
         self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
         self.inflight = 0
+        self.any_model = False
         self._rollouts: dict[str, AsyncRollout] = {}
 
     def with_settings(self, settings: Settings) -> Generation:
         """Generates otherwise, with the same models and tokenizers."""
         other = Generation(self.fleet, settings)
-        other.tokenizers = self.tokenizers
+        other.tokenizers, other.any_model = self.tokenizers, self.any_model
         return other
 
     async def model(self, named: str = "") -> str:
-        """The model that a request is for. Raises MODEL_NOT_FOUND, FIELD_REQUIRED where several could be meant."""
+        """The model that a request is for. Beside its name a model has two others: the path of a checkpoint that its
+        engines were started with or hold, and :data:`DEFAULT`, where one model alone can be meant.
+
+        Raises MODEL_NOT_FOUND, FIELD_REQUIRED where several could be meant.
+        """
         name = named or self.settings.model
         known = [model.name for model in await self.fleet.models()]
         if name in known:
             return name
-        if name:
-            raise Reason.MODEL_NOT_FOUND.error(f"there is no model {name!r}, but {_listed(known)}", field="model")
+        if name and name != DEFAULT:
+            return await self._of_checkpoint(name, known)
+        if name and self.settings.model in known:
+            return self.settings.model
         if len(known) != 1:
             raise Reason.FIELD_REQUIRED.error(
                 f"name one of the models: {_listed(known)}",
@@ -88,6 +101,20 @@ class Generation:
                 next_step="Or start the gateway with --model.",
             )
         return known[0]
+
+    async def _of_checkpoint(self, path: str, known: Sequence[str]) -> str:
+        paths = {(model.name, model.checkpoint) for model in await self.fleet.models()}
+        for stage in await self.fleet.stages():
+            model, started = stage.registration.model, stage.registration.checkpoint
+            paths |= {(model, started), (model, stage.report.checkpoint)}
+        owners = {model for model, held in paths if model in known and _same_path(held, path)}
+        if self.settings.model in owners:
+            return self.settings.model
+        if len(owners) > 1:
+            raise Reason.FIELD_INVALID.error(f"{path!r} is the checkpoint of {_listed(sorted(owners))}", field="model")
+        if not owners:
+            raise Reason.MODEL_NOT_FOUND.error(f"there is no model {path!r}, but {_listed(known)}", field="model")
+        return owners.pop()
 
     async def named(self, name: str = "") -> tuple[str, str]:
         """The model and the adapter that an OpenAI client's ``model`` means: a model, an adapter of one, or
@@ -102,7 +129,17 @@ class Generation:
             return base, adapter
         if len(holders) > 1 and self.settings.model in holders:
             return self.settings.model, name
-        return (holders[0], name) if len(holders) == 1 else (await self.model(name), "")
+        if len(holders) == 1:
+            return holders[0], name
+        try:
+            return await self.model(name), ""
+        except RlctlError as error:
+            only = self.settings.model or next(iter(known), "")
+            # With adapters or several models a name that is not known may be a misspelled one of theirs.
+            ambiguous = adapter or known.get(only) or (len(known) > 1 and not self.settings.model)
+            if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or not self.any_model:
+                raise
+            return await self.model(), ""
 
     def check_samples(self, wanted: Sequence[int], n: str, prompts: str) -> None:
         """Raise FIELD_INVALID for a call with more samples of its prompts than can ever be under way together, before
@@ -184,6 +221,10 @@ class Generation:
         """The session sends nothing more."""
         for rollout in self._rollouts.values():
             await rollout.finish_session(session_id)
+
+
+def _same_path(one: str, other: str) -> bool:
+    return bool(one) and os.path.normpath(one) == os.path.normpath(other)
 
 
 def _listed(names: Sequence[str]) -> str:

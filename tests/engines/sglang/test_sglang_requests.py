@@ -261,3 +261,9 @@ async def test_what_keeps_entries_past_a_flush_takes_no_weights() -> None:
         found = await facts.ask(control, facts._ROUTES, Call("c", 0.0), launched=True)
         assert writes & found.unsupported.keys() == refused
         assert all("outlives a flush" in found.unsupported[verb] for verb in refused)
+
+
+def test_spaces_between_special_tokens_are_said_only_where_the_caller_does() -> None:
+    for params, said in ((SamplingParams(), None), (SamplingParams(spaces_between_special_tokens=False), False)):
+        (made,) = bodies(request([1], sampling_params=params), ["a"], LIMITS)
+        assert made["sampling_params"].get("spaces_between_special_tokens") is said

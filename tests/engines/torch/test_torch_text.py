@@ -125,3 +125,25 @@ def test_a_directory_without_a_tokenizer_has_none_and_a_broken_one_is_refused(tm
     with pytest.raises(RlctlError) as caught:
         find_tokenizer(str(tmp_path))
     assert caught.value.reason is Reason.CHECKPOINT_NOT_FOUND
+
+
+class Slow:
+    """A tokenizer without a Rust one: each token is a special one."""
+
+    backend_tokenizer = None
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return (" " if spaces_between_special_tokens else "").join(f"<{each}>" for each in ids)
+
+
+@pytest.mark.parametrize(("spaces", "text"), [(True, "<1> <2>"), (False, "<1><2>")])
+def test_a_slow_tokenizer_is_told_about_spaces_between_special_tokens(
+    monkeypatch: pytest.MonkeyPatch, spaces: bool, text: str
+) -> None:
+    monkeypatch.setattr("rlctl_torch.text.AutoTokenizer.from_pretrained", lambda *_, **__: Slow())
+    stream = TextStream(
+        Tokenizer("anywhere"), (), skip_special_tokens=False, keep_stop=False, spaces_between_special_tokens=spaces
+    )
+    given = [stream.add(token, may_stop=False)[0] for token in (1, 2)]
+    assert "".join([*given, stream.finish()]) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from google.protobuf.struct_pb2 import Struct
 from rlctl_vllm.requests import Limits, bodies
 
 from rlctl.errors import Reason, RlctlError
@@ -92,3 +93,19 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     made = body(limits=blind)
     assert (made["output_mode"], made["sampling_params"]["detokenize"]) == ("tokens", False)
     assert refused(limits=blind, sampling={"stop": ["a"]})[0] is Reason.UNSUPPORTED
+
+
+def test_spaces_between_special_tokens_are_said_only_where_the_caller_does() -> None:
+    assert "spaces_between_special_tokens" not in body()["sampling_params"]
+    said = body(sampling={"spaces_between_special_tokens": False})["sampling_params"]
+    assert said["spaces_between_special_tokens"] is False
+
+
+def test_sglangs_grammars_become_structured_outputs() -> None:
+    fields = Struct()
+    fields.update({"sampling_params": {"regex": "[0-9]+", "logit_bias": {"5": 1}}})
+    sampling = body(engine_fields=fields)["sampling_params"]
+    assert (sampling["structured_outputs"], sampling["logit_bias"]) == ({"regex": "[0-9]+"}, {"5": 1})
+    assert "regex" not in sampling
+    fields.update({"sampling_params": {"regex": "[0-9]+", "ebnf": "x"}})
+    assert refused(engine_fields=fields) == (Reason.FIELD_CONFLICT, "sampling_params")
