@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import orjson
 
 from rlctl.errors import Reason
+from rlctl.json_values import of_kind
 
 _MISSING: Any = object()
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class Fields:
     def take(self, name: str, kind: Any, default: Any = _MISSING) -> Any:
         """A field, or its default where it is absent or null; it is required without one.
 
-        A bool is no number, a whole number is a float. Raises FIELD_REQUIRED, FIELD_INVALID.
+        A number or a flag may come as text (:mod:`rlctl.json_values`); a flag is no number. Raises FIELD_REQUIRED,
+        FIELD_INVALID.
         """
         self._taken.add(name)
         value = self.values.get(name)
@@ -64,14 +66,17 @@ class Fields:
             if default is _MISSING:
                 raise Reason.FIELD_REQUIRED.error("it is missing", field=self._where + name)
             return default
+        given, value = value, of_kind(value, kind) if isinstance(kind, type) else value
         if not _fits(value, kind):
             shown = kind.__name__ if isinstance(kind, type) else str(kind)
-            raise Reason.FIELD_INVALID.error(f"{_short(value)} is no {shown}", field=self._where + name)
-        return float(value) if kind is float else value
+            raise Reason.FIELD_INVALID.error(f"{_short(given)} is no {shown}", field=self._where + name)
+        return value
 
     def take_list(self, name: str, kind: type[T], default: Sequence[T] | None = _MISSING) -> Any:
         """A list of one type; as :meth:`take`."""
         values = self.take(name, list, default)
+        if kind in (int, float, bool) and not all(type(value) is kind for value in values or ()):
+            values = [of_kind(value, kind) for value in values or ()]
         for index, value in enumerate(values or ()):
             if not _fits(value, kind):
                 raise Reason.FIELD_INVALID.error(

@@ -48,8 +48,9 @@ class Field:
         else:
             [inner] = self.kind
             value = fields.take_list(self.name, list if isinstance(inner, list) else inner, *default)
-            for index, part in enumerate(value or () if isinstance(inner, list) else ()):
-                Fields({str(index): part}, f"{self.name}.").take_list(str(index), inner[0])
+            if value is not None and isinstance(inner, list):
+                parts = [Fields({str(index): part}, f"{self.name}.") for index, part in enumerate(value)]
+                value = [part.take_list(str(index), inner[0]) for index, part in enumerate(parts)]
         if self.choices and value is not None and value not in self.choices:
             known = ", ".join(self.choices)
             raise Reason.FIELD_INVALID.error(f"{value!r} must be one of {known}", field=self.name)

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from rlctl.errors import Reason
+from rlctl.json_values import of_kind
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 
 _EACH = ("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
@@ -203,15 +206,31 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
         if name == "stop" and isinstance(value, str):
             value = [value]
         assign(params, ours, value, f"sampling_params.{name}")
-    if "n" in given and given["n"] is not None and given["n"] < 1:
+    if given.get("n") is not None and params.n < 1:
         raise Reason.FIELD_INVALID.error("n is 0; it must be 1 or more", field="sampling_params.n")
     return params
+
+
+_KINDS = {
+    **dict.fromkeys(
+        (
+            FieldDescriptor.CPPTYPE_INT32,
+            FieldDescriptor.CPPTYPE_INT64,
+            FieldDescriptor.CPPTYPE_UINT32,
+            FieldDescriptor.CPPTYPE_UINT64,
+        ),
+        int,
+    ),
+    **dict.fromkeys((FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE), float),
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+}
 
 
 def assign(message: Any, name: str, value: Any, field_: str) -> None:
     """Set a field, or raise FIELD_INVALID for ``field_``. A bool is no number, and no number is a bool."""
     descriptor = message.DESCRIPTOR.fields_by_name[name]
     flag = descriptor.cpp_type == descriptor.CPPTYPE_BOOL
+    given, value = value, of_kind(value, _KINDS.get(descriptor.cpp_type, str))
     if isinstance(value, bool) is flag:
         try:
             message.MergeFrom(type(message)(**{name: value}))
@@ -219,7 +238,7 @@ def assign(message: Any, name: str, value: Any, field_: str) -> None:
             pass
         else:
             return
-    raise Reason.FIELD_INVALID.error(f"{value!r} is no value for it", field=field_)
+    raise Reason.FIELD_INVALID.error(f"{given!r} is no value for it", field=field_)
 
 
 def _made(kind: Any, name: str, value: Any, field_: str) -> Any:
@@ -230,7 +249,7 @@ def _made(kind: Any, name: str, value: Any, field_: str) -> Any:
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name)
+    value = of_kind(given.get(name), bool)
     if value is not None and not isinstance(value, bool):
         raise Reason.FIELD_INVALID.error(f"{value!r} is neither true nor false", field=name)
     return bool(value)

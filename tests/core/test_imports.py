@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 _SHARED = [
     *("v1", "errors", "verbs", "checks", "merging", "outcomes", "sampling", "sglang_api", "times", "version"),
-    *("adapters", "addresses", "fingerprints", "memory", "vllm_transfer", "http_callers", "private"),
+    *("adapters", "addresses", "fingerprints", "memory", "vllm_transfer", "http_callers", "json_values", "private"),
 ]
 BASE = {f"rlctl.{name}" for name in _SHARED}
 PORTS = BASE | {"rlctl.calls", "rlctl.engine", "rlctl.ports"}

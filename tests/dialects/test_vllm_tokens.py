@@ -135,7 +135,7 @@ async def test_it_goes_on_to_the_end_of_the_context_unless_it_is_told_how_far(ht
         ({"output_mode": "images"}, 400, "output_mode"),
         ({"features": {"mm_hashes": {}}}, 400, "features"),
         ({"kv_transfer_params": {}}, 400, "kv_transfer_params"),
-        ({"stream": "yes"}, 400, "stream"),
+        ({"stream": "maybe"}, 400, "stream"),
         ({"stream_options": []}, 400, "stream_options"),
         ({"sampling_params": {"prompt_logprobs": -1}}, 400, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"prompt_logprobs": "all"}}, 400, "sampling_params.prompt_logprobs"),
