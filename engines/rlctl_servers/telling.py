@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,15 +29,25 @@ def server_info(
     name: str, version: str, node: str, pid: int, uptime_s: float, settings: Iterable[tuple[str, Any]]
 ) -> ServerInfo:
     """How a server was started, its keys and whatever is no plain value left out. ``uptime_s`` in seconds."""
-    return ServerInfo(
+    shown = {key: value for key, value in settings if not _secret(key)}
+    info = ServerInfo(
         engine=name,
         engine_version=version,
         rlctl_version=__version__,
         pid=pid,
         node=node,
-        settings={key: str(value) for key, value in settings if isinstance(value, _PLAIN) and not _secret(key)},
+        settings={key: str(value) for key, value in shown.items() if isinstance(value, _PLAIN)},
         uptime=Duration(seconds=int(uptime_s)),
     )
+    info.arguments.update({key: value for key, value in shown.items() if value is None or _is_plain(value)})
+    return info
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has the value, and no key can be hidden in it."""
+    if isinstance(value, list):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, _PLAIN) and (not isinstance(value, float) or math.isfinite(value))
 
 
 def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iterable[str]) -> dict[str, str]:

@@ -126,7 +126,7 @@ def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return ServerInfo(
+    info = ServerInfo(
         engine=name,
         engine_version=__version__,
         rlctl_version=__version__,
@@ -135,6 +135,8 @@ def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
         settings={key: str(value) for key, value in settings.items()},
         uptime=Duration(seconds=int(uptime), nanos=int(uptime % 1 * 1e9)),
     )
+    info.arguments.update({key: value for key, value in settings.items() if isinstance(value, str | int | float)})
+    return info
 
 
 def end_tokens(rank: Rank) -> frozenset[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
+from rlctl.addresses import split
 from rlctl.client.aio import AsyncFleet
 from rlctl.errors import Reason, RlctlError
 from rlctl.gateway.call import Call
@@ -71,6 +74,40 @@ def slot_in(url: str) -> str:
     """The slot that an engine's address names; "": it is none of a gateway's."""
     found = _ADDRESS.search(url)
     return unquote(found[1]) if found else ""
+
+
+async def is_own(call: Call, url: str) -> bool:
+    """Whether a URL without a path is this gateway's: its port, at an address that the caller's Host has, too."""
+    parsed = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        asked, asked_port = split(call.headers.get("Host", ""), "Host")
+        port = parsed.port or 80
+    except (RlctlError, ValueError):
+        return False
+    if not parsed.hostname or parsed.path not in ("", "/") or port != asked_port:
+        return False
+    if parsed.hostname == asked:
+        return True
+    of_url, of_call = await asyncio.gather(_addresses(parsed.hostname), _addresses(asked))
+    return bool(of_url & of_call)
+
+
+async def _addresses(host: str) -> set[str]:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {str(address[0]) for *_, address in found}
+
+
+def foreign(url: str) -> RlctlError:
+    """What is said of an address that is no engine's of the fleet."""
+    return Reason.UNSUPPORTED.error(
+        f"{url} is no engine of this fleet's: an engine comes into it by its stage server",
+        field="url",
+        next_step="Attach to a server that runs with `rlctl stage --engine sglang --option url=URL --slot NAME"
+        " --model-path DIR --coordinator ADDRESS`, or by `external: [HOST:PORT]` in the topology.",
+    )
 
 
 async def listed(call: Call) -> list[Stage]:

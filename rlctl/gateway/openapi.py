@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import orjson
 
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
-from rlctl.gateway.generation.running import SLOT
 from rlctl.gateway.table import ENGINE, REQUIRED, Field, Row
 from rlctl.version import __version__
 
 PATH = "/openapi.json"
+_RULE = re.compile(r":[^{}]*\}")
+"""Which segments a placeholder of a path takes, to the end of it."""
 
 _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 
@@ -50,7 +52,7 @@ def document(rows: Sequence[Row], routes: Sequence[Route] = ()) -> dict[str, Any
                 paths.setdefault(prefix + row.path, {})[method.lower()] = _of_row(row, prefix, method)
     for route in routes:
         for method in route.methods.split():
-            paths.setdefault(route.path, {})[method.lower()] = _of_route(route)
+            paths.setdefault(_RULE.sub("}", route.path), {})[method.lower()] = _of_route(route)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -66,7 +68,7 @@ def _of_row(row: Row, prefix: str, method: str) -> dict[str, Any]:
     answers = COMMON | {400: "what is wrong"} | dict(row.answers)
     said: dict[str, Any] = {
         "summary": row.about,
-        "parameters": [*_slot(prefix), *map(_parameter, row.query)],
+        "parameters": [*_of_path(prefix), *map(_parameter, row.query)],
         "responses": {str(status): {"description": about} for status, about in sorted(answers.items())},
     }
     if row.note or row.verbs:
@@ -86,15 +88,14 @@ def _of_route(route: Route) -> dict[str, Any]:
     answers = {200: "the answer", 400: "what is wrong"} | COMMON
     return {
         "summary": route.about,
-        "parameters": _slot(route.path),
+        "parameters": _of_path(route.path),
         "responses": {str(status): {"description": about} for status, about in sorted(answers.items())},
     }
 
 
-def _slot(path: str) -> list[dict[str, Any]]:
-    if f"{{{SLOT}}}" not in path:
-        return []
-    return [{"name": SLOT, "in": "path", "required": True, "schema": {"type": "string"}}]
+def _of_path(path: str) -> list[dict[str, Any]]:
+    names = re.findall(r"\{(\w+)", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
 def _parameter(each: Field) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rlctl.v1 import common_pb2 as _common_pb2
@@ -2053,6 +2054,7 @@ class ServerInfo(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     UPTIME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Engine's name, "torch" say."""
     engine_version: _builtins.str
@@ -2071,6 +2073,10 @@ class ServerInfo(_message.Message):
     def uptime(self) -> _duration_pb2.Duration:
         """Since when it has been running."""
 
+    @_builtins.property
+    def arguments(self) -> _struct_pb2.Struct:
+        """The settings that are JSON values, with their types."""
+
     def __init__(
         self,
         *,
@@ -2081,10 +2087,11 @@ class ServerInfo(_message.Message):
         node: _builtins.str = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         uptime: _duration_pb2.Duration | None = ...,
+        arguments: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["uptime", b"uptime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "engine_version", b"engine_version", "node", b"node", "pid", b"pid", "rlctl_version", b"rlctl_version", "settings", b"settings", "uptime", b"uptime"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "engine", b"engine", "engine_version", b"engine_version", "node", b"node", "pid", b"pid", "rlctl_version", b"rlctl_version", "settings", b"settings", "uptime", b"uptime"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

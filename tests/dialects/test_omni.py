@@ -37,6 +37,13 @@ ADMIN = [
     ("GET", "/weights_checker"),
     ("POST", "/weights_checker"),
 ]
+ROUTER = [
+    ("POST", "/workers"),
+    ("PUT", "/workers/actor-0"),
+    ("DELETE", "/workers/actor-0"),
+    ("POST", "/weight_update_journal/resolve"),
+]
+"""What a router has and a worker has not."""
 
 
 @pytest.fixture
@@ -81,8 +88,8 @@ async def test_with_a_key_admin_requests_need_it(
     monkeypatch.setenv(omni.KEY, "the key" if by == "environment" else "another")
     key = "the key" if by == "argument" else ""
     async with open_gateway(torch_fleet.address, "omni", admin_api_key=key) as http:
-        for method, path in ADMIN:
-            for prefix in ("", "/engines/actor-0"):
+        for method, path in [*ADMIN, *ROUTER]:
+            for prefix in ("", "/engines/actor-0") if (method, path) in ADMIN else ("",):
                 for headers in ({}, {"Authorization": "the key"}, {"Authorization": "Basic dGhl"}):
                     async with http.request(method, prefix + path, json={}, headers=headers) as response:
                         assert response.status == 401, path
@@ -355,3 +362,43 @@ async def test_an_update_from_shared_memory_works(
         assert (await ask(http, "/continue_generation", {}))[0] == 200
     assert (await ask(http, "/model_info"))[1]["weight_version"] == label
     await everywhere(http, digest_of(tensors))
+
+
+# The router's list of workers, and its probes.
+
+
+async def test_a_worker_is_removed_and_added_again(http: aiohttp.ClientSession, client: AsyncFleet) -> None:
+    url = (await ask(http, "/workers/actor-1", method="GET"))[1]["url"]
+    for _ in range(2):
+        assert await ask(http, "/workers/actor-1", method="DELETE") == (200, {"status": "ok", "worker_id": "actor-1"})
+        assert [enabled for enabled, _ in await states(client)] == [True, False]
+    for body in ({"url": url}, {"worker_url": url, "model": "actor", "capabilities": ["chat"]}):
+        status, told = await ask(http, "/workers", body)
+        assert (status, told["status"], told["worker"]["worker_id"]) == (200, "ok", "actor-1")
+        assert [enabled for enabled, _ in await states(client)] == [True, True]
+    assert (await ask(http, "/workers", {}))[0] == 422
+    assert (await ask(http, "/workers", {"url": "http://127.0.0.1:1"}))[0] == 501
+    assert (await ask(http, "/workers/nobody", method="DELETE"))[0] == 404
+
+
+async def test_a_workers_life_is_confirmed_and_not_set(http: aiohttp.ClientSession) -> None:
+    status, told = await ask(http, "/workers/actor-0", {"is_dead": False}, method="PUT")
+    assert (status, told["worker"]["worker_id"]) == (200, "actor-0")
+    status, told = await ask(http, "/workers/actor-0", {"is_dead": True}, method="PUT")
+    assert (status, told["error"]["param"]) == (501, "is_dead")
+    assert (await ask(http, "/workers/actor-0", {}, method="PUT"))[0] == 422
+
+
+async def test_the_routers_probes(http: aiohttp.ClientSession, client: AsyncFleet) -> None:
+    assert await ask(http, "/live", method="GET") == (200, {"status": "alive"})
+    status, told = await ask(http, "/ready", method="GET")
+    assert (status, told["status"], told["routable_workers"], "workers" in told) == (200, "ready", 2, False)
+    await client.set_enabled(["actor-0", "actor-1"], False)
+    status, told = await ask(http, "/ready", method="GET")
+    assert (status, told["status"], told["disabled_workers"]) == (503, "not_ready", 2)
+
+
+async def test_a_journal_that_blocks_nothing_is_resolved_by_name(http: aiohttp.ClientSession) -> None:
+    status, told = await ask(http, "/weight_update_journal/resolve", {"acknowledge": True})
+    assert (status, told["status"], told["resolved_worker_ids"]) == (200, "ok", [])
+    assert (await ask(http, "/weight_update_journal/resolve", {}))[0] == 422

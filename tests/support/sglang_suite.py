@@ -106,7 +106,7 @@ class Server:
         bodies = [
             {
                 "master_address": "127.0.0.1",
-                "master_port": port,
+                "master_port": str(port),  # SGLang's own tests send a text
                 "rank_offset": 1 + sum(self.ranks[:index]),
                 "world_size": world_size,
                 "group_name": name,
@@ -170,6 +170,10 @@ async def test_server_info_and_loads(server: Server) -> None:
         status, info = await server.ask("GET", path)
         assert status == 200
         assert {"version", "internal_states", "model_path", "tp_size", "max_total_num_tokens"} <= info.keys()
+        numbers = ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "node_rank", "port", "gpu_id_step")
+        assert {type(info[name]) for name in numbers} == {int}
+        assert {type(info[name]) for name in ("enable_memory_saver",)} == {bool}
+        assert {type(info[name]) for name in ("host", "load_format", "disaggregation_mode")} == {str}
     status, told = await server.ask("GET", "/v1/loads?include=core")
     assert status == 200
     assert {"timestamp", "version", "loads"} <= told.keys()

@@ -26,6 +26,7 @@ from rlctl.gateway.generation.routes import routes
 from rlctl.gateway.generation.running import SLOT
 from rlctl.gateway.generation.service import Generation
 from rlctl.gateway.table import ENGINE
+from rlctl.v1.fleet_pb2 import Fleet
 
 KEY = "SGLANG_OMNI_ADMIN_KEY"
 
@@ -54,8 +55,17 @@ def dialect(generation: Generation) -> Dialect:
         Route("GET", "/workers", list_workers, Scope.VIEWER, "The workers, disabled and dead ones too."),
         Route("GET", "/workers/{id:.+}", get_worker, Scope.VIEWER, "One worker, by its slot or address."),
         Route("PUT", "/workers/{id:.+}", router.guarded(put_worker), doc='{"disabled": ...}: routed to or not.'),
+        Route(
+            "POST", "/workers", router.guarded(post_worker), doc="Enable an engine of the fleet; others are refused."
+        ),
+        Route("DELETE", "/workers/{id:.+}", router.guarded(delete_worker), doc="Disable an engine."),
+        Route("POST", "/weight_update_journal/resolve", router.guarded(resolve_journal)),
     ]
-    probes = [Route("GET", f"{at}/health", engines.health, Scope.OPEN) for at in ("", ENGINE)]
+    probes = [
+        *(Route("GET", f"{at}/health", engines.health, Scope.OPEN) for at in ("", ENGINE)),
+        Route("GET", "/live", live, Scope.OPEN),
+        Route("GET", "/ready", ready, Scope.OPEN),
+    ]
     generating = [
         replace(route, handler=omni_generation.generate, doc="") if route.path.endswith("/generate") else route
         for route in (*routes(), *routes(ENGINE))
@@ -126,15 +136,72 @@ async def _ask(verb: Verb, call: Call) -> Reply:
 
 async def list_workers(call: Call) -> Reply:
     """The workers."""
-    stages = (await call.fleet.status(call.generation.settings.model)).stages
-    workers = [omni_results.worker(stage, engines.url_of(call, stage.registration.slot)) for stage in stages]
-    counts = {
+    return Reply({"status": "ok", **await _pool(call, await call.fleet.status(call.generation.settings.model))})
+
+
+async def _pool(call: Call, fleet: Fleet) -> dict[str, Any]:
+    workers = [omni_results.worker(stage, engines.url_of(call, stage.registration.slot)) for stage in fleet.stages]
+    return {
         "total_workers": len(workers),
         "routable_workers": sum(worker["routable"] for worker in workers),
         "disabled_workers": sum(worker["disabled"] for worker in workers),
         "dead_workers": sum(worker["is_dead"] for worker in workers),
+        "workers": workers,
     }
-    return Reply({"status": "ok", **counts, "workers": workers})
+
+
+async def live(call: Call) -> Reply:
+    """The gateway runs."""
+    del call
+    return Reply({"status": "alive"})
+
+
+async def ready(call: Call) -> Reply:
+    """Whether an engine may be routed to, and how many there are."""
+    pool = await _pool(call, await call.generation.fleet.status(call.generation.settings.model))
+    del pool["workers"]  # the caller need not be known
+    some = pool["routable_workers"] > 0
+    return Reply({"status": "ready" if some else "not_ready", **pool}, 200 if some else 503)
+
+
+async def resolve_journal(call: Call) -> Reply:
+    """Confirm that no journal of the gateway's blocks updates: an engine whose weights are uncertain is quarantined by
+    the coordinator, until it was healed or updated.
+    """
+    if (await call.fields()).values.get("acknowledge") is not True:
+        raise Reason.FIELD_INVALID.error(
+            "it must be true",
+            field="acknowledge",
+            next_step="`rlctl heal` restores the weights of an engine that is quarantined.",
+        )
+    return Reply({"status": "ok", "journal_readable": True, "resolved_worker_ids": []})
+
+
+async def post_worker(call: Call) -> Reply:
+    """Enable an engine of the fleet, by its address here. A repeat is harmless."""
+    fields = await call.fields()
+    fields.accept("capabilities", "model")  # of what the stage server says when it joins
+    given = fields.take("url", str, None) or fields.take("worker_url", str, None)
+    url = call.query.get("url") or call.query.get("worker_url") or given
+    if not url:
+        raise Reason.FIELD_REQUIRED.error("it is missing", field="url")
+    slot = engines.slot_in(url)
+    if not slot:
+        raise engines.foreign(url)
+    return Reply({"status": "ok", "worker": await _enable(call, slot, True)})
+
+
+async def delete_worker(call: Call) -> Reply:
+    """Disable an engine: nothing more is sent there. A repeat is harmless."""
+    slot = engines.slot_in(call.path["id"]) or call.path["id"]
+    await _enable(call, slot, False)
+    return Reply({"status": "ok", "worker_id": slot})
+
+
+async def _enable(call: Call, slot: str, enabled: bool) -> dict[str, Any]:
+    if (await engines.find(call, slot, "id")).enabled != enabled:
+        await call.fleet.set_enabled([slot], enabled)
+    return omni_results.worker(await engines.find(call, slot, "id"), engines.url_of(call, slot))
 
 
 async def get_worker(call: Call) -> Reply:
@@ -147,11 +214,18 @@ async def put_worker(call: Call) -> Reply:
     """Enable or disable a worker."""
     slot = engines.slot_in(call.path["id"]) or call.path["id"]
     fields = await call.fields()
-    disabled = fields.take("disabled", bool)
-    if fields.unknown:
+    dead = fields.take("is_dead", bool, None)
+    disabled = fields.take("disabled", bool, None)
+    if dead is None and disabled is None and not fields.unknown:
+        raise Reason.FIELD_REQUIRED.error("it is missing", field="disabled")
+    worker = omni_results.worker(await engines.find(call, slot, "id"), engines.url_of(call, slot))
+    unknown = fields.unknown or (["is_dead"] if dead not in (None, worker["is_dead"]) else [])
+    if unknown:
         raise Reason.UNSUPPORTED.error(
-            "whether a worker lives and what it can do its stage server says", field=fields.unknown[0]
+            "whether a worker lives and what it can do its stage server says",
+            field=unknown[0],
+            next_step='{"disabled": true} keeps requests away from it.',
         )
-    await engines.find(call, slot, "id")
-    await call.fleet.set_enabled([slot], not disabled)
-    return Reply({"status": "ok", **(await get_worker(call)).body})
+    if disabled is not None:
+        worker = await _enable(call, slot, not disabled)
+    return Reply({"status": "ok", **worker, "worker": worker})

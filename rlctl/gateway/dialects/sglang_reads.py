@@ -7,14 +7,33 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rlctl.errors import Reason
+from google.protobuf import json_format
+from google.protobuf.struct_pb2 import Struct
+
+from rlctl.addresses import split
+from rlctl.errors import Reason, RlctlError
+from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Scope
 from rlctl.gateway.table import Asked, Field, Row
 from rlctl.times import seconds
 from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.fleet_pb2 import Fleet, Stage
 from rlctl.v1.results_pb2 import Operation, StageResult
 from rlctl.version import __version__
+
+_ARGUMENTS: dict[str, Any] = {
+    "base_gpu_id": 0,
+    "enable_memory_saver": False,
+    "ep_size": 1,
+    "gpu_id_step": 1,
+    "load_format": "auto",
+    "nnodes": 1,
+    "node_rank": 0,
+}
+"""Arguments of SGLang's that trainers compare with theirs, for engines that have none of the name."""
+
+_MODES = {common_pb2.WORKER_TYPE_PREFILL: "prefill", common_pb2.WORKER_TYPE_DECODE: "decode"}
 
 
 async def model_info(asked: Asked) -> Reply:
@@ -61,18 +80,22 @@ async def server_info(asked: Asked) -> Reply:
     """How the engines were started, and what they do now."""
     started = await asked.tell(verbs_pb2.GetServerInfoRequest(), partly=True)
     loads = await asked.tell(verbs_pb2.GetLoadsRequest(), "loads", partly=True)
-    first = telling(started)[0]
-    stage = stage_of(await fleet_of(asked), first.slot)
+    results = telling(started)
+    first = results[0]
+    fleet = await fleet_of(asked)
+    stage = stage_of(fleet, first.slot)
+    layouts = [stage_of(fleet, result.slot).registration.layout.workers for result in results]
     info = first.rank_results[0].server_info
     states = _loads(loads)
     return Reply(
         {
-            **dict(info.settings),
+            **_ARGUMENTS,
+            **(_data(info.arguments) if info.HasField("arguments") else dict(info.settings)),
+            **_place(asked.call),
+            **_sizes(layouts),
+            "disaggregation_mode": _MODES.get(stage.registration.worker_type, "null"),
             "status": "ready" if stage.routable else "not ready",
             "model_path": stage.report.checkpoint or stage.registration.checkpoint,
-            "tp_size": 1 + max(worker.tp for worker in stage.registration.layout.workers),
-            "pp_size": 1 + max(worker.pp for worker in stage.registration.layout.workers),
-            "dp_size": 1,
             "max_total_num_tokens": states[0]["max_total_num_tokens"],
             "internal_states": states,
             "weight_version": stage.report.weight_version.label,
@@ -80,9 +103,43 @@ async def server_info(asked: Asked) -> Reply:
             "engine": info.engine,
             "frontend": f"rlctl {__version__}",
             "startup_time": seconds(info.uptime),
-            "engines": [result.slot for result in telling(started)],
+            "engines": [result.slot for result in results],
         }
     )
+
+
+def _sizes(layouts: Sequence[Sequence[WorkerCoordinates]]) -> dict[str, int]:
+    """Of the only engine, or of several as one server: trainers count its ranks as tp_size times pp_size."""
+    ranks = sum(map(len, layouts))
+    pp_size = 1 + max(worker.pp for worker in layouts[0])
+    if len(layouts) > 1:
+        return {"tp_size": ranks, "pp_size": 1, "dp_size": 1, "num_gpus": ranks}
+    return {
+        "tp_size": 1 + max(worker.tp for worker in layouts[0]),
+        "pp_size": pp_size,
+        "dp_size": 1,
+        "num_gpus": ranks,
+    }
+
+
+def _place(call: Call) -> dict[str, Any]:
+    """The host and port that the caller has asked: those of an engine's own server are not to be called beside it."""
+    try:
+        host, port = split(call.headers.get("Host", ""), "Host")
+    except RlctlError:
+        return {"host": call.headers.get("Host", ""), "port": 80}
+    return {"host": host, "port": port}
+
+
+def _data(arguments: Struct) -> dict[str, Any]:
+    """Their values as an engine's own JSON has them: of a Struct's numbers the whole ones are ints."""
+    return {name: _whole(value) for name, value in json_format.MessageToDict(arguments).items()}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 async def loads(asked: Asked) -> Reply:
@@ -190,7 +247,7 @@ ROWS = (
     Row("GET", "/get_weight_version", get_weight_version, "GetFleet", scope=Scope.VIEWER, answers=_READ,
         note="slime's"),
     Row("GET", "/server_info", server_info, "GetServerInfo, GetLoads", scope=Scope.VIEWER, answers=_READ,
-        note="arguments are strings; launch values are the engine's own"),
+        note="arguments have their types; launch values are the engine's own"),
     Row("GET", "/get_server_info", server_info, "GetServerInfo, GetLoads", scope=Scope.VIEWER, answers=_READ),
     Row(
         "GET",

@@ -8,6 +8,7 @@ docs/architecture.md says why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,27 +49,24 @@ def dialect(generation: Generation) -> Dialect:
 
 
 async def add_worker(call: Call) -> Reply:
-    """Enable an engine of the fleet. A repeat is harmless."""
+    """Enable an engine of the fleet; by the gateway's own address, all of them. A repeat is harmless."""
     url = await _url(call)
-    slot = engines.slot_in(url)
-    if not slot:
-        raise Reason.UNSUPPORTED.error(
-            f"{url} is no engine of this fleet's: an engine comes into it by its stage server",
-            field="url",
-            next_step="Attach to a server that runs with `rlctl stage --engine sglang --option url=URL --slot NAME"
-            " --model-path DIR --coordinator ADDRESS`, or by `external: [HOST:PORT]` in the topology.",
-        )
-    await _enable(call, slot, True)
-    slots = [stage.registration.slot for stage in await _enabled(call)]
-    urls = {engines.url_of(call, slot): call.generation.inflight_at(slot) for slot in slots}
+    slots = await _slots(call, url)
+    if not slots:
+        raise engines.foreign(url)
+    await _enable(call, slots, True)
+    enabled = [stage.registration.slot for stage in await _enabled(call)]
+    urls = {engines.url_of(call, slot): call.generation.inflight_at(slot) for slot in enabled}
     return Reply({"status": "success", "worker_urls": urls})
 
 
 async def remove_worker(call: Call) -> Reply:
-    """Disable an engine of the fleet. A repeat is harmless."""
-    slot = _slot(call.path["id"] if "id" in call.path else await _url(call))
-    await _enable(call, slot, False)
-    return Reply({"status": "success", "message": f"{slot} is disabled", "worker_id": slot})
+    """Disable an engine of the fleet; by the gateway's own address, all of them. A repeat is harmless."""
+    named = call.path["id"] if "id" in call.path else await _url(call)
+    slots = await _slots(call, named) or [_slot(named)]
+    await _enable(call, slots, False)
+    listed = ", ".join(slots)
+    return Reply({"status": "success", "message": f"disabled: {listed}", "worker_id": listed})
 
 
 async def list_workers(call: Call) -> Reply:
@@ -116,10 +114,20 @@ async def _enabled(call: Call) -> list[Stage]:
     return [stage for stage in await engines.living(call) if stage.enabled]
 
 
-async def _enable(call: Call, slot: str, enabled: bool) -> None:
-    stage = await engines.find(call, slot, "url")
-    if stage.enabled != enabled:
-        await call.fleet.set_enabled([slot], enabled)
+async def _slots(call: Call, url: str) -> list[str]:
+    """The slots that an address of the gateway's means; none: it is another server's."""
+    if slot := engines.slot_in(url):
+        return [slot]
+    if not await engines.is_own(call, url):
+        return []
+    return [stage.registration.slot for stage in await engines.living(call)]
+
+
+async def _enable(call: Call, slots: Sequence[str], enabled: bool) -> None:
+    stages = [await engines.find(call, slot, "url") for slot in slots]
+    changed = [stage.registration.slot for stage in stages if stage.enabled != enabled]
+    if changed:
+        await call.fleet.set_enabled(changed, enabled)
 
 
 def _described(call: Call, stage: Stage) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlctl.gateway.call import Call
 from rlctl.gateway.dialect import Reply, Route, Scope
 from rlctl.gateway.generation.native import generate
@@ -19,13 +21,30 @@ def routes(prefix: str = "") -> tuple[Route, ...]:
         Route("POST", f"{prefix}/v1/completions", completions, Scope.ROLLOUT),
         Route("POST", f"{prefix}/v1/chat/completions", chat, Scope.ROLLOUT),
         Route("GET", f"{prefix}/v1/models", models, Scope.VIEWER),
+        Route("GET", f"{prefix}/v1/models/{{id:.+}}", model, Scope.VIEWER),
     )
 
 
 async def models(call: Call) -> Reply:
     """The models that there are, as OpenAI lists them, with the version that is published, and their adapters."""
+    return Reply({"object": "list", "data": await _cards(call)})
+
+
+async def model(call: Call) -> Reply:
+    """One model or adapter, by any name that requests may use for it."""
+    name = call.path["id"]
+    base, adapter = await call.generation.named(name, checked=True)
+    [card] = [
+        card
+        for card in await _cards(call)
+        if (card["id"], card["parent"]) == (adapter or base, base if adapter else None)
+    ]
+    return Reply({**card, "id": name})
+
+
+async def _cards(call: Call) -> list[dict[str, Any]]:
     known = {"object": "model", "created": 0, "owned_by": "rlctl"}
-    cards = []
+    cards: list[dict[str, Any]] = []
     for model in (await call.fleet.status()).models:
         version = {"weight_version": model.latest.label, "weight_version_seq": model.latest.sequence}
         cards.append({"id": model.name, **known, "root": model.checkpoint or model.name, "parent": None, **version})
@@ -33,4 +52,4 @@ async def models(call: Call) -> Reply:
             {"id": adapter.name, **known, "root": adapter.path or adapter.name, "parent": model.name, **version}
             for adapter in model.adapters
         ]
-    return Reply({"object": "list", "data": cards})
+    return cards

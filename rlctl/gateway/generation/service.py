@@ -116,9 +116,9 @@ class Generation:
             raise Reason.MODEL_NOT_FOUND.error(f"there is no model {path!r}, but {_listed(known)}", field="model")
         return owners.pop()
 
-    async def named(self, name: str = "") -> tuple[str, str]:
+    async def named(self, name: str = "", *, checked: bool = False) -> tuple[str, str]:
         """The model and the adapter that an OpenAI client's ``model`` means: a model, an adapter of one, or
-        "MODEL:ADAPTER". Raises as :meth:`model`.
+        "MODEL:ADAPTER". ``checked``: also where :attr:`any_model` is true. Raises as :meth:`model`.
         """
         known = {model.name: {adapter.name for adapter in model.adapters} for model in await self.fleet.models()}
         base, _, adapter = name.partition(":")
@@ -137,7 +137,7 @@ class Generation:
             only = self.settings.model or next(iter(known), "")
             # With adapters or several models a name that is not known may be a misspelled one of theirs.
             ambiguous = adapter or known.get(only) or (len(known) > 1 and not self.settings.model)
-            if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or not self.any_model:
+            if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or checked or not self.any_model:
                 raise
             return await self.model(), ""
 
