@@ -304,7 +304,11 @@ class Reason(enum.Enum):
         "Weights that are to be published hold NaN or infinite values.",
         "Go back to the step before them; with finite=False they are published all the same.",
     )
-    WEIGHTS_INCOMPLETE = (PreconditionFailed, "A full update has not written every parameter.", "")
+    WEIGHTS_INCOMPLETE = (
+        PreconditionFailed,
+        "A full update has not written every parameter.",
+        "Send every tensor, or begin an update of some as a partial one (`update_kind` in SGLang's dialect).",
+    )
     DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
     BASE_MISMATCH = (
         PreconditionFailed,

@@ -55,6 +55,30 @@ async def test_skyrls_client(
     assert [(step["lengths"], step["stop_reasons"]) for step in steps] == [([60, 60], ["length"] * 2)] * 2
 
 
+async def test_trls_client_generates(
+    torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """TRL 1.16.0's client; its updates need a GPU."""
+    clients = fetched("trl==1.16.0")
+    shutil.copytree(tiny[1], tmp_path / "chats", ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = tmp_path / "chats" / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+    async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tmp_path / "chats")) as http:
+        told = await run(
+            *(sys.executable, str(ROOT / "tests" / "support" / "trl_client.py"), f"http://{http._base_url.authority}"),
+            clients=f"{clients}{os.pathsep}{ROOT}",
+        )
+    generated, chat, sequence, world = told
+    assert [len(ids) for ids in generated["completion_ids"]] == [4] * 4
+    assert [len(logprobs) for logprobs in generated["logprobs"]] == [4] * 4
+    assert generated["prompt_ids"][0] == generated["prompt_ids"][1]
+    assert (len(chat["prompt_ids"]), len(chat["completion_ids"])) == (1, 2)
+    assert [len(entries) for entries in sequence["logprobs"][0]] == [3] * len(sequence["logprobs"][0])
+    assert sequence["actual_token_ids"]
+    assert world["size"] == 3
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 async def test_vllms_example(
     torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], stateful: bool

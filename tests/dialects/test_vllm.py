@@ -8,16 +8,19 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import pytest
 from http_trainer import Source, announced, chunks_of, digest_of, weights_of
+from models import changed
 from vllm_server import SLOTS, ask, each
 
 from rlctl.client.aio import AsyncFleet
 from rlctl.demo.tiny import encode, save
 from rlctl.launch.fleet import LaunchedFleet
 from rlctl.v1.common_pb2 import STAGE_STATE_READY
+from rlctl.v1.verbs_pb2 import GetLoadsRequest
 from rlctl.vllm_transfer import group_name
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -398,3 +401,48 @@ async def test_skyrls_update_ends_in_equal_digests(
     steps = [json.loads(line) for line in output.decode().splitlines()]
     assert len({step["model_digest"] for step in steps}) == 2
     assert all(step["tokens"] for step in steps)
+
+
+async def test_skyrls_sleep_for_a_weight_sync_keeps_frozen_requests_and_the_pause(
+    http: aiohttp.ClientSession, client: AsyncFleet, tiny: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """SkyRL a9564572, worker_dispatch.py: pause, sleep, wake the weights, send them, wake the KV cache, resume."""
+
+    async def call(method: str, **kwargs: Any) -> None:
+        await mapped(http, "/collective_rpc", {"method": method, "kwargs": kwargs})
+
+    save(changed(tiny[0], seed=8, scale=0.3), tmp_path / "new")
+    running = asyncio.create_task(generated(http, 300))
+    await _running(client, 1)
+    await mapped(http, "/pause", params={"mode": "keep", "clear_cache": "false"})
+    frozen = not running.done()
+    await call("skyrl_sleep_for_weight_sync", offload_kv=True)
+    assert await mapped(http, "/is_sleeping", method="GET") == [{"is_sleeping": True}] * 2
+    await call("skyrl_wake_for_weight_sync", tags=["weights"])
+    await call("reload_weights", weights_path=str(tmp_path / "new"))
+    await call("skyrl_wake_for_weight_sync", tags=["kv_cache"])
+    assert await mapped(http, "/is_paused", method="GET") == [{"is_paused": True}] * 2
+    await mapped(http, "/resume")
+    told = await running
+    assert frozen, "the model is too fast for this test"
+    assert (len(told["choices"][0]["token_ids"]), told["choices"][0]["finish_reason"]) == (300, "length")
+    assert len({span["version"] for span in told["choices"][0]["weight_versions"]}) == 2
+
+
+async def _running(client: AsyncFleet, count: int) -> None:
+    """Until so many requests have come to the engines."""
+
+    def requests(operation: Any) -> int:
+        ranks = [rank.loads for stage in operation.stage_results for rank in stage.rank_results]
+        return sum(load.running + load.waiting for load in ranks)
+
+    while requests(await client.call(GetLoadsRequest())) < count:
+        pass
+
+
+async def test_one_model_is_retrieved_by_any_of_its_names(http: aiohttp.ClientSession, tiny: tuple[Any, Path]) -> None:
+    for name in ("actor", "default", str(tiny[1])):
+        status, card = await ask(http, f"/v1/models/{quote(name, safe='')}", method="GET")
+        assert (status, card["id"], card["object"], card["parent"]) == (200, name, "model", None)
+    status, told = await ask(http, "/v1/models/nobody", method="GET")
+    assert (status, told["error"]["code"], told["error"]["param"]) == (404, 404, "model")
