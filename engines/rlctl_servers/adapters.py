@@ -24,8 +24,11 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
     OUTCOME_REJECTED,
     OUTCOME_SKIPPED,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_UNSPECIFIED,
     TRANSPORT_DISK,
     TRANSPORT_SHARED_MEMORY,
+    PauseMode,
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
@@ -97,12 +100,14 @@ class OpenAdapter:
     """The adapter update that is open.
 
     Attributes:
+        pause: what the seal does to the requests with the adapter that is replaced.
         staged: what the server has loaded for it.
         sent: what a trainer sends.
     """
 
     update_id: str
     info: Adapter
+    pause: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
     staged: Held | None = None
     sent: SentAdapter | None = None
 
@@ -155,7 +160,7 @@ class Adapters(abc.ABC):
 
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
         """Open an update; the same one again starts anew. Refused while requests use the adapter that is replaced,
-        unless they are to be ended: servers go on with the old one for as long as they run.
+        unless the seal ends them or waits for them: servers go on with the old one for as long as they run.
         """
         if not call.update_id:
             raise Reason.FIELD_REQUIRED.error("PrepareUpdate opens an update", field="header.fence.update_id")
@@ -171,12 +176,13 @@ class Adapters(abc.ABC):
         if request.HasField("adapter_config"):
             self._refuse_config(request.adapter_config, "adapter_config")
             sent = SentAdapter(request.adapter_config, self._layers, call.update_id)
-        await self._free(request.adapter.name, call, abort=request.abort_all_requests)
+        if request.abort_all_requests or not request.pause:
+            await self._free(request.adapter.name, call, abort=request.abort_all_requests)
         self._let_go()
         self._drop_staged()
         info = Adapter()
         info.CopyFrom(request.adapter)
-        self._update = OpenAdapter(call.update_id, info, sent=sent)
+        self._update = OpenAdapter(call.update_id, info, request.pause, sent=sent)
         return WeightsReport()
 
     async def load(self, request: LoadAdapterRequest, call: Call) -> AdapterList:
@@ -250,6 +256,19 @@ class Adapters(abc.ABC):
         nbytes = sum(meta.nbytes for meta in stored.metas.values())
         update.staged = Held(name, update.info, len(stored.metas), nbytes)
         self._left.remove(name)
+
+    async def seal(self, call: Call) -> WeightsReport:
+        """Stop the requests with the adapter that is replaced: end them in mode abort, and wait for them in every other
+        mode, since a server cannot give another adapter to requests that run. The stage takes no new ones until the
+        update ends. Raises WEIGHTS_INCOMPLETE, ACTIVE_REQUESTS, DEADLINE_EXCEEDED.
+        """
+        update = opened(self._update, call)
+        if update.staged is None:
+            raise _unread(update)
+        if update.pause not in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT) and not self.stuck:
+            await self._until_free(update.info.name, call)
+        await self._free(update.info.name, call, abort=update.pause == PAUSE_MODE_ABORT)
+        return WeightsReport(tensors=update.staged.tensors, bytes_received=update.staged.nbytes)
 
     async def commit(self, call: Call) -> WeightsReport:
         """Let what is staged take the place of the adapter of its name. Raises WEIGHTS_INCOMPLETE."""
@@ -359,7 +378,11 @@ class Adapters(abc.ABC):
             return
         count = {"count": str(len(using))}
         if not abort:
-            raise Reason.ACTIVE_REQUESTS.error(f"{len(using)} requests run with adapter {name!r}", metadata=count)
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"{len(using)} requests run with adapter {name!r}",
+                metadata=count,
+                next_step="Name a pause mode: abort ends them, every other one waits for them.",
+            )
         if self.stuck:
             raise Reason.ACTIVE_REQUESTS.error(
                 f"{len(using)} requests with adapter {name!r} are held back by a pause",
@@ -367,6 +390,10 @@ class Adapters(abc.ABC):
                 next_step="Continue generation first.",
             )
         await self._requests.abort(using, all_of_them=False)
+        await self._until_free(name, call)
+
+    async def _until_free(self, name: str, call: Call) -> None:
+        """Wait until no request uses an adapter. Raises DEADLINE_EXCEEDED."""
         while self._requests.using(name):
             if asyncio.get_running_loop().time() > call.deadline:
                 raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")

@@ -222,6 +222,15 @@ class ServerEngine(Engine):
         call.accept()
         return await self._adapters.load(request, call)
 
+    @takes_turn
+    async def seal_update(self, request: verbs_pb2.SealUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
+        """Stop the requests with the adapter that the open update replaces. Of weights there is no shadow copy."""
+        self._check("SealUpdate")
+        if not self._adapters.open:
+            raise Reason.UPDATE_NOT_FOUND.error("no update of an adapter is open, and servers keep no shadow copy")
+        call.accept()
+        return await self._adapters.seal(call)
+
     async def unload_adapter(self, request: verbs_pb2.UnloadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:
         """Forget an adapter."""
         self._check("UnloadAdapter")

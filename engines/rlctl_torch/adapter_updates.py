@@ -1,8 +1,8 @@
 """Adapter updates at one rank: staged beside what is loaded, put in its place by the commit. And unloading.
 
 Nothing that is served changes before the commit, and all ranks commit at one step: an adapter update that fails leaves
-no mixture, so its failures are refusals, whenever they come. Requests that do not use the adapter wait while the
-update is open, and go on where they were.
+no mixture, so its failures are refusals, whenever they come. Tensors are taken in beside generation. Only the requests
+with the adapter are stopped, from the seal to the commit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from rlctl.weights.shards import ShardMap
 from rlctl.weights.tensors import parse_dtype
 from rlctl.weights.transfer import Receiver
 from rlctl_torch.adapters import LoraAdapter
+from rlctl_torch.beside import Later
 from rlctl_torch.commands import with_outcome
 from rlctl_torch.rank import OpenUpdate, Rank, Weights, refuse
+from rlctl_torch.ranks import Broken
 from rlctl_torch.updates import InUpdate, add_seconds
 
 
@@ -47,7 +49,9 @@ class PrepareAdapter:
         self._update_id = update_id
 
     def admit(self) -> bool:
-        """Refuse while the adapter's own requests are active, the base is not whole, or another update is open."""
+        """Refuse while the base is not whole, another update is open, or, unless they are stopped at the seal, requests
+        with the adapter are active.
+        """
         rank, name = self._rank, self._request.adapter.name
         if rank.update is not None and rank.update.update_id != self._update_id:
             rank.refuse_during_update()
@@ -55,7 +59,8 @@ class PrepareAdapter:
             raise Reason.MEMORY_RELEASED.error("the weights are released; an adapter adds to nothing")
         if rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
-        if not self._request.abort_all_requests and not rank.paused and rank.scheduler is not None:
+        stopped = self._request.pause or self._request.abort_all_requests or rank.paused
+        if not stopped and rank.scheduler is not None:
             refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
         return True
 
@@ -63,7 +68,7 @@ class PrepareAdapter:
         """Nothing to undo."""
 
     def run(self) -> WeightsReport:
-        """Stage memory for the tensors, unless they come from disk; from now on no request runs."""
+        """Stage memory for the tensors, unless they come from disk."""
         rank, request = self._rank, self._request
         staged: list[LoraAdapter] = []
 
@@ -77,10 +82,18 @@ class PrepareAdapter:
         rank.ranks.agree(stage)
         if request.abort_all_requests and rank.scheduler is not None:
             rank.scheduler.abort(rank.scheduler.using(request.adapter.name))
+        if rank.scheduler is not None:
+            rank.scheduler.release_adapter()  # the same update may have been sealed before it starts anew
         loading = Loading(LoadHooks(), Load(self._update_id, full=True))
         nothing = ShardMap({})
         update = OpenUpdate(
-            self._update_id, loading, Receiver(nothing), nothing, rank.ranks, stages_adapter=request.adapter
+            self._update_id,
+            loading,
+            Receiver(nothing),
+            nothing,
+            rank.ranks.aside,
+            stages_adapter=request.adapter,
+            pause=request.pause,
         )
         if staged:
             take(update, staged[0])
@@ -103,19 +116,25 @@ class LoadAdapter(InUpdate):
         super().__init__(rank, update_id)
         self._request = request
 
-    def run(self) -> AdapterList:
-        """Check the files on all ranks, then read them."""
-        rank, update = self._rank, self._open()
+    def run(self) -> Later:
+        """Check the files on all ranks, then read them, beside generation."""
+        update = self._open()
+        return Later(lambda: self._load(update))
+
+    def _load(self, update: OpenUpdate) -> AdapterList:
+        rank = self._rank
         opened: list[Checkpoint] = []
         started = time.perf_counter()
         try:
-            rank.ranks.agree(lambda: opened.append(self._stage(update)))
+            update.council.agree(lambda: opened.append(self._stage(update)))
             assert update.adapter is not None
             shards = update.adapter.shards
-            rank.ranks.agree(lambda: update.receiver.wrote(shards.load(opened[0])))
+            update.council.agree(lambda: update.receiver.wrote(shards.load(opened[0])))
             rank.synchronise()
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_REJECTED) from error
+        except Broken as broken:
+            raise with_outcome(broken.error, OUTCOME_REJECTED) from broken
         finally:
             for stored in opened:
                 stored.close()

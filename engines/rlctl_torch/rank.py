@@ -78,6 +78,7 @@ class OpenUpdate:
         receiver: puts tensors into place.
         adapter: an adapter update: what it stages, once that is known. Nothing of it is used before the commit.
         stages_adapter: it is an adapter update, of this name and version.
+        pause: of an adapter update: what the seal does to the requests with the adapter.
     """
 
     update_id: str
@@ -92,6 +93,12 @@ class OpenUpdate:
     report: verbs_pb2.WeightsReport = field(default_factory=verbs_pb2.WeightsReport)
     stages_adapter: verbs_pb2.Adapter | None = None
     adapter: LoraAdapter | None = None
+    pause: PauseMode.ValueType = common_pb2.PAUSE_MODE_UNSPECIFIED
+
+    @property
+    def aside(self) -> bool:
+        """Whether it leaves alone what serves until its commit, so that it is filled beside generation."""
+        return self.shadow is not None or self.stages_adapter is not None
 
     def check_complete(self) -> None:
         """Raise WEIGHTS_INCOMPLETE, or GROUP_FAILED, when what came is not all that it must be."""
@@ -211,8 +218,8 @@ class Rank:
 
     @property
     def in_place(self) -> bool:
-        """Whether an update is open that no request runs beside: one that is not staged."""
-        return self.update is not None and self.update.shadow is None
+        """Whether an update is open that no request runs beside: one that writes into the weights themselves."""
+        return self.update is not None and not self.update.aside
 
     @property
     def at_rest(self) -> bool:

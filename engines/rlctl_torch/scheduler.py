@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.common_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PauseMode, WeightVersion
 from rlctl.v1.verbs_pb2 import Loads, TensorSegment
 from rlctl_torch import sampling
 from rlctl_torch.adapters import WITHOUT, Adapters, LoraAdapter
@@ -59,6 +59,7 @@ class Scheduler:
         self._failure: RlctlError | None = None
         self._version = WeightVersion()
         self._generated = 0
+        self._draining = self._held = ""  # adapters that no sample starts with, and that no sample runs with
         self.work = threading.Event()
         """Set when there may be something to do; the engine thread waits on it."""
 
@@ -210,6 +211,34 @@ class Scheduler:
             self._adapters.drop(name)
         wake(streams)
 
+    def runs_with(self, adapter: str) -> bool:
+        """Whether a running sample uses an adapter."""
+        with self._lock:
+            return any(sample.adapter == adapter for sample in self._running)
+
+    def drain_adapter(self, name: str) -> None:
+        """Start nothing more with an adapter; running samples go on. :meth:`release_adapter` ends it."""
+        with self._lock:
+            self._draining = name
+
+    def hold_adapter(self, name: str, mode: PauseMode.ValueType) -> None:
+        """Compute nothing with an adapter until :meth:`release_adapter`. In mode abort its requests end; in
+        mode retract its running samples go back to waiting.
+        """
+        with self._lock:
+            self._draining = self._held = name
+            streams = self._abort(self._using(name)) if mode == PAUSE_MODE_ABORT else []
+            if mode == PAUSE_MODE_RETRACT:
+                for sample in reversed([s for s in self._running if s.adapter == name]):
+                    self._retract(sample)
+        wake(streams)
+
+    def release_adapter(self) -> None:
+        """Samples of every adapter start and run."""
+        with self._lock:
+            self._draining = self._held = ""
+        self.work.set()
+
     @property
     def idle(self) -> bool:
         """Whether no request waits or runs."""
@@ -251,6 +280,8 @@ class Scheduler:
             if admit:
                 self._admit()
             for sample in list(self._running):
+                if self._is_held(sample):
+                    continue
                 if sample.gives is not None and not sample.pending and len(self._lent) < MOST:
                     self._moving = sample
                     self._lent.add(sample.gives.number)
@@ -316,21 +347,28 @@ class Scheduler:
 
     def _admit(self) -> None:
         claimed = sum(sample.pending for sample in self._running)
-        while self._waiting and len(self._running) < self._max_running and self._slots.free_rows:
-            sample = self._waiting[0]
+        for sample in list(self._waiting):
+            if len(self._running) >= self._max_running or not self._slots.free_rows:
+                return
+            if self._draining and sample.adapter == self._draining:
+                continue
             # Besides its own tokens, one for the next step of everybody.
             if self._running and claimed + sample.pending + len(self._running) + 1 > self._slots.free:
                 return
             claimed += sample.pending
             sample.row = self._slots.take_row()
-            self._running.append(self._waiting.popleft())
+            self._waiting.remove(sample)
+            self._running.append(sample)
+
+    def _is_held(self, sample: Sample) -> bool:
+        return bool(self._held) and sample.adapter == self._held
 
     def _share(self) -> list[tuple[Sample, int]]:
         """The running samples that take part in the next step, and how many tokens of each."""
         budget = PREFILL_TOKENS
         parts = []
         for sample in self._running:
-            count = sample.pending if sample.comes is None else 0
+            count = 0 if sample.comes is not None or self._is_held(sample) else sample.pending
             if count > 1:
                 count = min(count, budget)
                 budget -= count

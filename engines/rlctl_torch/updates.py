@@ -15,6 +15,7 @@ from typing import Literal
 from google.protobuf.duration_pb2 import Duration
 
 from rlctl.errors import Reason, RlctlError
+from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
     ADAPTER_POLICY_DROP,
@@ -39,7 +40,7 @@ from rlctl.weights.transfer import Receiver, ReceiveStats
 from rlctl_torch import sabotage
 from rlctl_torch.beside import Later
 from rlctl_torch.commands import with_outcome
-from rlctl_torch.rank import OpenUpdate, Rank, Weights
+from rlctl_torch.rank import OpenUpdate, Rank, Weights, refuse
 from rlctl_torch.ranks import Broken
 from rlctl_torch.shadow import Shadow
 
@@ -159,11 +160,11 @@ class InUpdate:
         return update
 
     def _fill(self, work: Callable[[OpenUpdate], WeightsReport]) -> WeightsReport | Later:
-        """Do what fills the weights. For a staged update it is done beside generation, and whatever fails then has
-        touched nothing that is served.
+        """Do what fills the weights. Where what serves is left alone, a shadow copy or an adapter is filled beside
+        generation, and whatever fails then has touched nothing that is served.
         """
         update = self._open()
-        if update.shadow is None:
+        if not update.aside:
             return work(update)
 
         def staged() -> WeightsReport:
@@ -249,7 +250,7 @@ class FromTensor(InUpdate):
         # From here on another rank may have written, whatever becomes of this one.
         update.touched = True
         try:
-            gently = update.shadow is not None
+            gently = update.aside
             stats = update.take_in(lambda: rank.segments.read(checked[0], update.receiver, gently=gently))
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY if update.stages_adapter is None else OUTCOME_REJECTED) from error
@@ -257,17 +258,48 @@ class FromTensor(InUpdate):
 
 
 class Seal(InUpdate):
-    """SealUpdate: the shadow copy is complete, nothing more is written into it."""
+    """SealUpdate: the shadow copy is complete, nothing more is written into it. Or an adapter is complete, and the
+    requests with the one that it replaces are stopped until the commit or the abort.
+    """
 
     def admit(self) -> bool:
-        """Refuse unless there is a shadow copy."""
-        if self._open().shadow is None:
+        """Refuse unless there is a shadow copy or an adapter; a drain waits for the requests with the adapter."""
+        rank, update = self._rank, self._open()
+        if not update.aside:
             raise Reason.UPDATE_NOT_FOUND.error(f"update {self._update_id} is not staged: there is no shadow copy")
+        if update.stages_adapter is None or rank.paused or rank.scheduler is None:
+            return True
+        name = update.stages_adapter.name
+        match update.pause:
+            case common_pb2.PAUSE_MODE_UNSPECIFIED:
+                refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
+            case common_pb2.PAUSE_MODE_DRAIN:
+                rank.scheduler.drain_adapter(name)
+                return not rank.scheduler.runs_with(name)
         return True
 
+    def give_up(self) -> None:
+        """Start waiting requests with the adapter again."""
+        if self._rank.scheduler is not None:
+            self._rank.scheduler.release_adapter()
+
     def run(self) -> WeightsReport | Later:
-        """Check on all ranks that everything was written, and finalise the load."""
+        """Check on all ranks that everything was written, and finalise the load, or stop the adapter's requests."""
+        update = self._open()
+        if update.stages_adapter is not None:
+            return self._seal_adapter(update, update.stages_adapter.name)
         return self._fill(self._seal)
+
+    def _seal_adapter(self, update: OpenUpdate, name: str) -> WeightsReport:
+        rank = self._rank
+        try:
+            rank.ranks.agree(update.check_complete)
+        except RlctlError:
+            self.give_up()
+            raise
+        if rank.scheduler is not None:
+            rank.scheduler.hold_adapter(name, update.pause)
+        return update.report
 
     def _seal(self, update: OpenUpdate) -> WeightsReport:
         assert update.shadow is not None
@@ -343,9 +375,11 @@ class Commit(InUpdate):
         """Every rank at this step, once all have all of it; until then nothing has changed."""
         rank = self._rank
         rank.ranks.agree(update.check_complete)
+        rank.synchronise()  # it was filled on a stream of its own
         assert update.adapter is not None
         update.receiver.finish()
         rank.put_adapter(update.adapter)
+        _let_go_on(rank)
         rank.update = None
         return update.report
 
@@ -368,7 +402,14 @@ class Abort(InUpdate):
                 rank.weights = Weights.MIXED
                 rank.read_from(None)
             rank.update.receiver.finish()
+            _let_go_on(rank)
         rank.update = None
+
+
+def _let_go_on(rank: Rank) -> None:
+    """Requests that were stopped for an adapter go on."""
+    if rank.scheduler is not None:
+        rank.scheduler.release_adapter()
 
 
 def _abandon(rank: Rank, update: OpenUpdate) -> None:

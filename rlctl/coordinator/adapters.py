@@ -1,7 +1,8 @@
 """Adapters as objects of a model: the end of an update that loads one, and unloading.
 
-The adapter lies staged at every target and is verified there before anything is replaced anywhere. Then its version
-goes on record, and from then on no stage serves another one (grants name the versions that may be served); only after
+The adapter lies staged at every target and is verified there before anything is replaced anywhere. Generation goes on
+until then. The targets are sealed, which stops the requests with the adapter and no others. Then its version goes on
+record, and from then on no stage serves another one (grants name the versions that may be served); only after
 that the targets are told to put it in its place. One that fails to is without the adapter, not with the old one.
 """
 
@@ -63,6 +64,9 @@ class FinishAdapter(Finish):
         results = await session.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
         wrong = verification.judge_digests(results, levels, expected) | failed
+        if len(slots) - len(wrong) >= session.quorum:
+            sealed = await session.seal_adapter([slot for slot in slots if slot.name not in wrong])
+            wrong |= {result.slot: blame(result) for result in sealed if result.outcome != OUTCOME_APPLIED}
         for slot in slots:
             if slot.name in wrong:
                 run.add(_refused(slot, wrong[slot.name]))

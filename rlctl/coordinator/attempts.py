@@ -168,7 +168,7 @@ class Attempts:
                 raise
             try:
                 targets = session.reached_by(request)
-                await self._together(targets, run, group_names).run(request, timeout_s, aside=session.staged)
+                await self._together(targets, run, group_names).run(request, timeout_s, aside=session.aside)
             finally:
                 results = run.operation.stage_results
                 # A client that names no update may mean another one's: it harms none that has begun.

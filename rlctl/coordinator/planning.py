@@ -205,13 +205,20 @@ class Planner:
         if request.kind == UPDATE_KIND_DELTA:
             _refuse_base(request.base, model.record.latest)
         staged, options = request.apply == APPLY_MODE_STAGED, request.options
-        if request.kind == UPDATE_KIND_ADAPTER and (staged or request.rollout.max_unavailable):
+        adapter = request.kind == UPDATE_KIND_ADAPTER  # which is staged in any case
+        if adapter and request.rollout.max_unavailable:
             raise Reason.FIELD_CONFLICT.error(
                 "an adapter comes beside the one that it replaces, and takes its place everywhere at once",
-                field="apply" if staged else "rollout.max_unavailable",
+                field="rollout.max_unavailable",
                 next_step="Leave it out.",
             )
-        if staged and not options.pause and not options.abort_all_requests:
+        if adapter and options.after == AFTER_UPDATE_STAY_PAUSED:
+            raise Reason.FIELD_CONFLICT.error(
+                "the update of an adapter pauses the requests with that adapter only, until its commit",
+                field="options.after",
+                next_step="Leave it out; PauseGeneration pauses the stages.",
+            )
+        if staged and not adapter and not options.pause and not options.abort_all_requests:
             raise Reason.FIELD_REQUIRED.error(
                 "requests run until a staged update is swapped; say what becomes of them then",
                 field="options.pause",
@@ -228,7 +235,8 @@ class Planner:
             return Reason.NOT_COLOCATED.error(
                 f"{slot.name}: not all of its ranks share memory with every source", field="path"
             )
-        if request.apply == APPLY_MODE_STAGED and not slot.capabilities.staged_apply:
+        staged = request.apply == APPLY_MODE_STAGED and request.kind != UPDATE_KIND_ADAPTER
+        if staged and not slot.capabilities.staged_apply:
             engine = slot.record.registration.engine
             return Reason.UNSUPPORTED.error(f"{slot.name}: engine {engine!r} keeps no shadow copy", field="apply")
         mode, paused = pause_mode(request), slot.report is not None and slot.report.paused
@@ -244,7 +252,9 @@ class Planner:
             )
         transport = _transport(request, slot)
         writes = _WRITES.get(transport, "UpdateWeightsFromDistributed")
-        missing = unsupported(slot, "LoadAdapter") if request.kind == UPDATE_KIND_ADAPTER else None
+        missing = None
+        if request.kind == UPDATE_KIND_ADAPTER:
+            missing = unsupported(slot, "LoadAdapter") or unsupported(slot, "SealUpdate")
         if missing is None and (request.kind != UPDATE_KIND_ADAPTER or request.path != DATA_PATH_DISK):
             missing = unsupported(slot, writes)
         if missing is not None:
@@ -343,7 +353,8 @@ def _by_group(request: BeginWeightUpdateRequest, slot: Slot) -> Transport.ValueT
 def _waits_for_its_own_ranks(request: BeginWeightUpdateRequest, slot: Slot, transport: Transport.ValueType) -> bool:
     """Whether the update's NCCL collectives would go on beside those of the target's own steps."""
     alone = len(slot.workers) == 1
-    return request.apply == APPLY_MODE_STAGED and not alone and transport == TRANSPORT_TORCH_NCCL
+    aside = request.apply == APPLY_MODE_STAGED or request.kind == UPDATE_KIND_ADAPTER
+    return aside and not alone and transport == TRANSPORT_TORCH_NCCL
 
 
 def _beyond_vllm(request: BeginWeightUpdateRequest) -> tuple[str, str] | None:

@@ -49,6 +49,7 @@ from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
+    APPLY_MODE_UNSPECIFIED,
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
@@ -60,6 +61,7 @@ from rlctl.v1.verbs_pb2 import (
     InitWeightsUpdateGroupRequest,
     PauseGenerationRequest,
     PrepareUpdateRequest,
+    SealUpdateRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
@@ -152,7 +154,12 @@ class Session:
     @property
     def staged(self) -> bool:
         """Whether it lands in shadow copies while generation goes on."""
-        return self.record.request.apply == APPLY_MODE_STAGED
+        return self.record.request.apply == APPLY_MODE_STAGED and self.adapter is None
+
+    @property
+    def aside(self) -> bool:
+        """Whether generation goes on until the commit: a staged update, and an adapter's."""
+        return self.staged or self.adapter is not None
 
     @property
     def rolls_in_place(self) -> bool:
@@ -301,18 +308,13 @@ class Session:
         if not self.published:
             await self.advance(UPDATE_PHASE_WRITING)
         self._told = True
-        if self.staged:
+        if self.aside:
             self._all_applied(_flat(await self.in_order(*self._prepares())))
             return
         async with self._roster.leaving(self.targets):
             await self._prepare_in_place()
 
     async def _prepare_in_place(self) -> None:
-        if self.adapter is not None and self._pause_mode == PAUSE_MODE_UNSPECIFIED:
-            # Requests with other adapters, or none, wait while the update is open and go on where they were.
-            self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
-            self._all_applied(_flat(await self.in_order(*self._prepares())))
-            return
         running = self._generating(self.targets)
         if self._pause_mode != PAUSE_MODE_UNSPECIFIED:
             # Each stage carries them out in this order. Where the pause is refused nothing is lost by the other one: it
@@ -369,7 +371,8 @@ class Session:
             adapter_config=begin.adapter_config if begin.HasField("adapter_config") else None,
             version=self.record.plan.version,
             kind=self.record.request.kind,
-            apply=self.record.request.apply,
+            apply=begin.apply if self.adapter is None else APPLY_MODE_UNSPECIFIED,
+            pause=begin.options.pause if self.adapter is not None else PAUSE_MODE_UNSPECIFIED,
             abort_all_requests=self.record.request.options.abort_all_requests and not self.staged,
             num_sources=max(1, self.record.request.num_sources),
             selector=self.record.request.options.selector,
@@ -393,7 +396,7 @@ class Session:
                 operation_id=self.update_id,
                 step=step,
                 deadline=min(now + CLEANUP_S if cleanup else self.deadline, now + verb.deadline_s),
-                aside=self.staged and verb.in_update and not isinstance(request, _ENDING),
+                aside=self.aside and verb.in_update and not isinstance(request, _ENDING),
                 lenient=self._ended,
             )
         except asyncio.CancelledError:
@@ -481,6 +484,11 @@ class Session:
             f"{count} of {len(self.frozen)} targets are left, {self.quorum} must confirm; {cause}"
         )
 
+    async def seal_adapter(self, slots: Sequence[Slot]) -> list[StageResult]:
+        """Complete what the targets have staged. Requests with the adapter stop until the commit or the abort."""
+        self.paused_at = self._clock.now() if self.paused_at is None else self.paused_at
+        return await self.step(SealUpdateRequest(), slots)
+
     # Abort.
 
     async def abort(self, run: Run, error: RlctlError) -> None:
@@ -514,7 +522,7 @@ class Session:
     def file(self, run: Run, result: StageResult, error: RlctlError) -> None:
         """What the abort left at a target: DIRTY, or as it was (REJECTED); UNKNOWN when it did not answer."""
         # Once a shadow copy is known to be dropped, what became of a step before that no longer matters.
-        dropped = self.staged and result.outcome == OUTCOME_APPLIED
+        dropped = self.aside and result.outcome == OUTCOME_APPLIED
         if result.outcome == OUTCOME_APPLIED:
             dirty = result.state == common_pb2.STAGE_STATE_DIRTY
             result.outcome = OUTCOME_DIRTY if dirty else common_pb2.OUTCOME_REJECTED

@@ -230,4 +230,6 @@ def _lacks(stage: Stage, wanted: Wanted) -> str:
         return f"at version {sequence} of {wanted.floor}"
     if wanted.serves and wanted.adapter not in [adapter.name for adapter in stage.report.adapters]:
         return f"without adapter {wanted.adapter!r}"
+    if wanted.adapter and wanted.adapter == stage.report.closed_adapter:
+        return f"replacing adapter {wanted.adapter!r}"
     return ""

@@ -113,7 +113,7 @@ class Curious(Caller):
             begin(v.UpdateOptions(quorum=99)),
             begin(kind=v.UPDATE_KIND_DELTA),
             begin(kind=v.UPDATE_KIND_DELTA, base=WeightVersion(label="another")),
-            begin(retract, kind=v.UPDATE_KIND_ADAPTER, adapter="math", apply=staged),
+            begin(stay, kind=v.UPDATE_KIND_ADAPTER, adapter="math"),
             begin(retract, kind=v.UPDATE_KIND_ADAPTER, adapter="math", rollout=rolling),
             begin(apply=staged),
             begin(stay, rollout=rolling),

@@ -93,6 +93,8 @@ class SimEngine(Engine):
         self._idle = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._released: frozenset[int] = frozenset()
+        self._pause_adapter = 0
+        self._released_adapter = asyncio.Event()
         self._kept: dict[str, str] | None = None
         self._entries: set[tuple[str, ...]] = set()
         """What entries of the KV cache were computed with."""
@@ -311,10 +313,13 @@ class SimEngine(Engine):
         await self._begin("PrepareUpdate", call)
         staged = request.apply == verbs.APPLY_MODE_STAGED
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
-            self._end_users(request.adapter.name, end=request.abort_all_requests)
+            if request.abort_all_requests or not request.pause:
+                self._end_users(request.adapter.name, end=request.abort_all_requests)
         elif not staged:
             self._refuse_active(abort=request.abort_all_requests)
         self.holding.prepare(request, call.update_id)
+        self._pause_adapter = request.pause
+        self._let_go_on()
         return verbs.WeightsReport()
 
     def _refuse_active(self, *, abort: bool = False) -> None:
@@ -381,10 +386,13 @@ class SimEngine(Engine):
                 await self._sim.fabric.send(self.node, request.group_name, tensors, left)
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Complete the shadow copy."""
+        """Complete the shadow copy, or an adapter, whose requests are stopped."""
         del request
         self.holding.refuse_other(call.update_id)
         await self._begin("SealUpdate", call)
+        if self.holding.adapter is not None:
+            await self._stop_users(self.holding.adapter.name)
+            self.holding.refuse_other(call.update_id)
         return self.holding.report(self.holding.seal())
 
     async def commit_update(self, request: verbs.CommitUpdateRequest, call: Call) -> verbs.WeightsReport:
@@ -393,13 +401,16 @@ class SimEngine(Engine):
         await self._begin("CommitUpdate", call)
         if self.holding.shadow is not None and self.holding.adapter is None:
             self._refuse_active()
-        return self.holding.report(self.holding.commit(request))
+        tensors = self.holding.commit(request)
+        self._let_go_on()
+        return self.holding.report(tensors)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
         """Drop an update."""
         del request
         await self._begin("AbortUpdate", call)
         self.holding.abort()
+        self._let_go_on()
 
     # Adapters.
 
@@ -427,8 +438,27 @@ class SimEngine(Engine):
         del request, call
         return self.holding.listed()
 
+    async def _stop_users(self, name: str) -> None:
+        """What a seal does to the requests with an adapter, beside holding them."""
+        mode = self._pause_adapter
+        if mode in (0, PAUSE_MODE_ABORT):
+            self._end_users(name, end=mode == PAUSE_MODE_ABORT)
+        while mode == PAUSE_MODE_DRAIN and self._users(name) and self.machine.engines[0]._paused is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    def _is_held(self, adapter: str) -> bool:
+        """Whether a rank of the engine has sealed the update of an adapter."""
+        return bool(adapter) and any(engine.holding.sealed_adapter == adapter for engine in self.machine.engines)
+
+    def _let_go_on(self) -> None:
+        for engine in self.machine.engines:
+            engine._released_adapter.set()
+
+    def _users(self, name: str) -> list[_Request]:
+        return [r for engine in self.machine.engines for r in engine._requests.values() if r.adapter == name]
+
     def _end_users(self, name: str, *, end: bool) -> None:
-        users = [r for engine in self.machine.engines for r in engine._requests.values() if r.adapter == name]
+        users = self._users(name)
         if users and not end:
             raise Reason.ACTIVE_REQUESTS.error(f"{len(users)} requests run with adapter {name!r}")
         for request in users:
@@ -499,8 +529,10 @@ class SimEngine(Engine):
         wanted = request.sampling_params.max_new_tokens
         try:
             for count in range(wanted + 1):
-                while self._paused is not None and not mine.ended.is_set():
-                    await _first(self._going, mine.ended)
+                while (self._paused is not None or self._is_held(mine.adapter)) and not mine.ended.is_set():
+                    if self._paused is None:
+                        self._released_adapter.clear()
+                    await _first(self._going if self._paused is not None else self._released_adapter, mine.ended)
                 if request.adapter and request.adapter not in self.holding.adapters:
                     mine.ended.set()
                 kind = rollout.FINISH_TYPE_UNSPECIFIED

@@ -118,12 +118,17 @@ class Holding:
             outcome = OUTCOME_DIRTY if self.written else OUTCOME_REJECTED
             raise Reason.WEIGHTS_INCOMPLETE.error(f"not written: {', '.join(missing)}", outcome=outcome)
 
+    @property
+    def sealed_adapter(self) -> str:
+        """Name of the adapter that nothing is generated with until the update ends, or ""."""
+        return self.adapter.name if self.adapter is not None and self._sealed else ""
+
     def seal(self) -> int:
-        """The shadow copy is complete; number of tensors written."""
-        if self.shadow is None or self.adapter is not None:
+        """The shadow copy, or the adapter, is complete; number of tensors written."""
+        if self.shadow is None:
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open")
         self._refuse_incomplete()
-        if self.full and "completeness" in self.off:
+        if self.full and self.adapter is None and "completeness" in self.off:
             self.shadow = {**self.weights, **self.shadow}
         self._sealed = True
         return len(self._written)
@@ -146,7 +151,7 @@ class Holding:
 
     def abort(self) -> None:
         """Forget the update. What was written in place stays written."""
-        self.update_id, self.shadow, self.adapter = "", None, None
+        self.update_id, self.shadow, self.adapter, self._sealed = "", None, None, False
 
     def asked_for(self, request: verbs.CheckWeightsRequest) -> Tensors:
         """What a check is about."""

@@ -25,7 +25,7 @@ LEVELS: dict[str, tuple[VerificationLevel.ValueType, ...]] = {
 one lacks what updates can do without.
 """
 
-MODEST = ("ReleaseMemory", "ResumeMemory", "SendWeights", "SealUpdate", "UpdateWeightsFromTensor")
+MODEST = ("ReleaseMemory", "ResumeMemory", "SendWeights", "UpdateWeightsFromTensor")
 """Verbs that a modest engine does not have."""
 
 

@@ -71,16 +71,18 @@ class Trainer(Caller):
         options = begin.options
         options.pause = chance.choice((PAUSE_MODE_UNSPECIFIED, *MODES))
         options.abort_all_requests = chance.random() < 0.3
-        if chance.random() < 0.1:
+        if chance.random() < 0.15:
             begin.kind, begin.adapter = verbs_pb2.UPDATE_KIND_ADAPTER, "math"
             begin.ClearField("base")
+            begin.apply = chance.choice((verbs_pb2.APPLY_MODE_UNSPECIFIED, verbs_pb2.APPLY_MODE_STAGED))
         elif chance.random() < 0.3:
             begin.apply = verbs_pb2.APPLY_MODE_STAGED
             options.pause = options.pause or PAUSE_MODE_RETRACT
             begin.rollout.max_unavailable = chance.choice((0, 0, 1, 2))
         elif chance.random() < 0.3:
             begin.rollout.max_unavailable = chance.choice((1, 2))
-        if chance.random() < 0.2 and not begin.rollout.max_unavailable:
+        stays = chance.random() < 0.2 and not begin.rollout.max_unavailable
+        if stays and begin.kind != verbs_pb2.UPDATE_KIND_ADAPTER:
             options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
         if chance.random() < 0.3:
             options.quorum = chance.randint(1, max(1, len(self.fleet.models[self.model]) - 1))

@@ -81,7 +81,7 @@ class Stage:
         self._confirmed_grant = 0
         self._obstacle: RlctlError | None = None
         self._engine_failure: EngineFailure | None = None
-        self._spoiling = ""
+        self._spoiling = self._closing = ""
         self._writing = self._written = 0
         """Commands that write weights, a shadow copy's among them: how many are under way, and how many have ended."""
         self._revision = 0
@@ -245,8 +245,15 @@ class Stage:
             update_staged=facts.update is not None and facts.update.aside,
             update_prepared=facts.update is not None and facts.update.prepared,
             adapters=[adapter for _, adapter in sorted(facts.adapters.items())],
+            closed_adapter=self._closed_adapter,
             engine_failure=self._engine_failure,
         )
+
+    @property
+    def _closed_adapter(self) -> str:
+        """The adapter that no new request is taken for, or ""."""
+        update = self.facts.update
+        return self._closing or (update.closed_adapter if update is not None else "")
 
     def _serving(self) -> Serving:
         return Serving(
@@ -262,6 +269,8 @@ class Stage:
             frozenset(self.facts.adapters),
             frozenset(self.facts.admitted_adapters),
             self._spoiling,
+            self._closed_adapter,
+            self.facts.update is not None and self.facts.update.prepared,
         )
 
     def _changed(self, *, tell: bool = True, granted: bool = False) -> None:
@@ -329,6 +338,13 @@ class Stage:
         aside, spoiling = self.facts.is_aside(verb, request), spoils(request)
         if spoiling:  # a rank may have done it long before the last one answers
             self._spoiling = verb.name
+        # A request that is taken while the ranks carry it out would be one more that they have to stop.
+        closing = self.facts.closes(request)
+        if closing:
+            self._closing = closing
+        if closing:
+            self._changed()
+        if spoiling:
             self.serving = self._serving()
         written = self._written
         writes = verb.writes_weights or spoiling
@@ -338,6 +354,8 @@ class Stage:
         finally:
             self._writing -= writes
             self._written += writes
+            if closing:
+                self._closing = ""
             if spoiling:
                 self._spoiling = ""  # seen once it is settled what has become of it
         outcome = outcomes.of_ranks(verb, results, mutates=verb.mutates(request) and not aside)
@@ -349,7 +367,7 @@ class Stage:
         changed = self.facts.settle(verb, request, outcome, results, steady=steady)
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and outcome == OUTCOME_APPLIED:
             self._engine.set_version(self.facts.version)
-        if changed or spoiling:
+        if changed or spoiling or closing:
             self._changed()
         return self._result(outcome, results, outcomes.explain(outcome, results))
 

@@ -57,9 +57,10 @@ class OpenUpdate:
         full: it writes everything.
         spoilt: what it leaves as it was, or what it had written, is not what it was: its end makes nothing whole.
         staged: it fills a shadow copy.
-        prepared: that copy is complete.
+        prepared: that copy, or the adapter, is complete and sealed.
         digest: model digest of that copy, hex, once somebody has computed it.
         adapter: what an adapter update leads to: nothing that is served changes before its commit. None: no such.
+        pauses: an adapter update that stops the requests with the adapter only when it is sealed.
     """
 
     update_id: str
@@ -74,11 +75,18 @@ class OpenUpdate:
     adapter: Adapter | None = None
     full: bool = True
     spoilt: bool = False
+    pauses: bool = False
 
     @property
     def aside(self) -> bool:
         """Whether it has left alone what serves: the stage is what it would be without this update."""
-        return self.staged and not (self.touched or self.committed)
+        return (self.staged or self.adapter is not None) and not (self.touched or self.committed)
+
+    @property
+    def closed_adapter(self) -> str:
+        """Name of the adapter that no new request is taken for until the update ends, or ""."""
+        closed = self.adapter is not None and (self.prepared or not self.pauses)
+        return self.adapter.name if closed and self.adapter is not None else ""
 
 
 @dataclass
@@ -173,8 +181,8 @@ class Facts:
         staging = self.update is not None and self.update.aside
         if staging or _of_staged(request):
             self._refuse_staged(request)
-        # The steps of a staged update leave the stage in whatever state it is.
-        a_step = staging and (verb.in_update or _of_staged(request))
+        # The steps of an update that leaves alone what serves are carried out in whatever state the stage is.
+        a_step = staging and (verb.in_update or _of_staged(request) or self._checks_update(request))
         if not a_step and not verb.allows(self.state):
             state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
             raise Reason.ILLEGAL_STATE.error(
@@ -201,9 +209,10 @@ class Facts:
             )
 
     def _refuse_staged(self, request: Message) -> None:
-        """What only a staged update has, only in one, and in its order: written, sealed, then committed."""
+        """What only such an update has, only in one, and in its order: written, sealed, then committed."""
         update = self.update
-        if update is None or not update.aside:
+        shadow = isinstance(request, verbs_pb2.CheckWeightsRequest)  # an adapter is checked by its name
+        if update is None or not update.aside or (shadow and _of_staged(request) and not update.staged):
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open: there is no shadow copy")
         if isinstance(request, verbs_pb2.CheckWeightsRequest) and request.shadow:
             fence = request.header.fence
@@ -214,9 +223,16 @@ class Facts:
             if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
                 raise Reason.FIELD_CONFLICT.error("a shadow copy can only be digested", field="action")
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and not update.prepared:
-            raise Reason.ILLEGAL_STATE.error("the shadow copy is not sealed: there is nothing complete to swap")
-        if isinstance(request, _WRITES) and update.prepared:
-            raise Reason.ILLEGAL_STATE.error("the shadow copy is sealed: nothing more is written into it")
+            raise Reason.ILLEGAL_STATE.error("the update is not sealed: there is nothing complete to swap")
+        if isinstance(request, (*_WRITES, verbs_pb2.LoadAdapterRequest)) and update.prepared:
+            raise Reason.ILLEGAL_STATE.error("the update is sealed: nothing more is written in it")
+
+    def _checks_update(self, request: Message) -> bool:
+        """Whether a request digests the adapter that the open update has staged."""
+        update = self.update
+        if not isinstance(request, verbs_pb2.CheckWeightsRequest) or update is None or update.adapter is None:
+            return False
+        return request.adapter == update.adapter.name and request.header.fence.update_id == update.update_id
 
     def _refuse_update(self, request: verbs_pb2.PrepareUpdateRequest) -> None:
         if self.update is not None and self.update.staged != (request.apply == verbs_pb2.APPLY_MODE_STAGED):
@@ -299,6 +315,7 @@ class Facts:
                 if request.kind == verbs_pb2.UPDATE_KIND_ADAPTER:
                     self.update.adapter = Adapter(lora_rank=request.adapter_config.lora_rank)
                     self.update.adapter.MergeFrom(request.adapter)
+                    self.update.pauses = bool(request.pause)
             case verbs_pb2.PrepareUpdateRequest() if possible and self.update is not None:
                 self.update.prepared, self.update.digest, self.update.checkpoint = False, "", ""
             case verbs_pb2.SealUpdateRequest() if applied and self.update is not None:
@@ -349,10 +366,17 @@ class Facts:
             changed = True
         return changed
 
+    def closes(self, request: Message) -> str:
+        """Name of the adapter whose requests a step of its update is about to stop, or ""."""
+        if isinstance(request, verbs_pb2.PrepareUpdateRequest):
+            return "" if request.pause else request.adapter.name
+        sealing = isinstance(request, verbs_pb2.SealUpdateRequest) and self.update is not None
+        return self.update.adapter.name if sealing and self.update and self.update.adapter is not None else ""
+
     def is_aside(self, verb: Verb, request: Message) -> bool:
         """Whether a verb, a step of a staged update, leaves alone what serves, whatever becomes of it."""
         if isinstance(request, verbs_pb2.PrepareUpdateRequest):
-            return request.apply == verbs_pb2.APPLY_MODE_STAGED
+            return request.apply == verbs_pb2.APPLY_MODE_STAGED or request.kind == verbs_pb2.UPDATE_KIND_ADAPTER
         staging = self.update is not None and self.update.aside
         return staging and verb.in_update and not _ends_update(request)
 

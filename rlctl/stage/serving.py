@@ -32,6 +32,8 @@ class Serving(NamedTuple):
         held: names of the adapters that the ranks hold.
         awaited: names of the adapters that the fleet serves, here or elsewhere.
         spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
+        closed_adapter: adapter that an update is about to replace: no new request is taken for it. "": none.
+        sealed: the engine generates nothing with that adapter until the update ends.
     """
 
     slot: str
@@ -46,6 +48,8 @@ class Serving(NamedTuple):
     held: frozenset[str]
     awaited: frozenset[str]
     spoiling: str
+    closed_adapter: str = ""
+    sealed: bool = False
 
     def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise why nothing is generated now, or return."""
@@ -64,6 +68,8 @@ class Serving(NamedTuple):
                 f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
                 field="min_version_seq",
             )
+        if adapter and adapter == self.closed_adapter:
+            raise Reason.STAGE_NOT_SERVING.error(f"{self.slot}: an update is replacing adapter {adapter!r}")
         if adapter and adapter not in self.adapters:
             self._refuse_adapter(adapter)
 
@@ -86,7 +92,9 @@ class Serving(NamedTuple):
         if self.state in _OUT_OF_SERVICE or not self.vouched:
             name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
-        if adapter and adapter not in self.adapters and self.state != STAGE_STATE_UPDATING:
+        # Between the publication of its next version and the commit here, the engine generates nothing with an adapter.
+        replaced = self.sealed and adapter == self.closed_adapter and adapter in self.held
+        if adapter and adapter not in self.adapters and not replaced and self.state != STAGE_STATE_UPDATING:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")
         self._refuse_without_lease(now)
 

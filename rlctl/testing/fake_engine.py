@@ -135,6 +135,9 @@ class FakeEngine(Engine):
         self.adapters: dict[str, verbs.Adapter] = {}
         self.adapter_weights: dict[str, str] = {}
         self._staged: tuple[verbs.Adapter, str] | None = None
+        self._pause = 0
+        self._held = ""
+        self._released_adapter = asyncio.Event()
         self._with_adapter: dict[str, str] = {}
 
     def setup(self) -> dict[str, str]:
@@ -292,9 +295,10 @@ class FakeEngine(Engine):
         """Open an update."""
         await self._begin("prepare_update", call)
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
-            if request.abort_all_requests or self._paused is None:
+            if request.abort_all_requests or not (self._paused or request.pause):
                 self._end_users(request.adapter.name, end=request.abort_all_requests)
-            self._update, self._staged = call.update_id, (request.adapter, "")
+            self._update, self._staged, self._pause = call.update_id, (request.adapter, ""), request.pause
+            self._let_go_on()
             return verbs.WeightsReport()
         staged = request.apply == verbs.APPLY_MODE_STAGED
         if not staged and not request.abort_all_requests:
@@ -383,6 +387,7 @@ class FakeEngine(Engine):
             if not text:
                 raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
             self.adapters[adapter.name], self.adapter_weights[adapter.name] = adapter, text
+            self._let_go_on()
             self._update, self._staged = "", None
             return verbs.WeightsReport(tensors=1)
         if not self._written and self._full:
@@ -406,15 +411,33 @@ class FakeEngine(Engine):
         return report
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Complete the shadow copy."""
+        """Complete the shadow copy, or an adapter, whose requests are stopped."""
         del request
         await self._begin("seal_update", call)
+        if self._staged is not None:
+            return await self._seal_adapter(*self._staged)
         if self._shadow is None:
             raise Reason.UPDATE_NOT_FOUND.error("no staged update is open")
         if not self._written and self._full:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         self._sealed = True
         return self._completed()
+
+    async def _seal_adapter(self, adapter: verbs.Adapter, text: str) -> verbs.WeightsReport:
+        if not text:
+            raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
+        if self._paused is None and self._pause in (0, PAUSE_MODE_ABORT):
+            self._end_users(adapter.name, end=self._pause == PAUSE_MODE_ABORT)
+        drains = self._pause == PAUSE_MODE_DRAIN and self._paused is None
+        while drains and adapter.name in self._with_adapter.values():  # noqa: ASYNC110
+            await asyncio.sleep(self._pace)
+        self._held = adapter.name
+        self._released_adapter.clear()
+        return verbs.WeightsReport(tensors=1)
+
+    def _let_go_on(self) -> None:
+        self._held = ""
+        self._released_adapter.set()
 
     def _completed(self) -> verbs.WeightsReport:
         taken = "" if self.taken is None else _digest(",".join(self.taken))
@@ -425,6 +448,7 @@ class FakeEngine(Engine):
         del request
         await self._begin("abort_update", call)
         self._update, self._shadow, self._staged = "", None, None
+        self._let_go_on()
 
     async def load_adapter(self, request: verbs.LoadAdapterRequest, call: Call) -> verbs.AdapterList:
         """Read an adapter, a text like the weights."""
@@ -505,8 +529,8 @@ class FakeEngine(Engine):
         wanted = params.max_new_tokens if params.HasField("max_new_tokens") else 128
         try:
             for count in range(wanted + 1):
-                if self._paused is not None and not ended.is_set():
-                    await _first(self._going, ended)
+                while (waits := self._waits(request.adapter)) is not None and not ended.is_set():
+                    await _first(waits, ended)
                 kind = rollout.FINISH_TYPE_UNSPECIFIED
                 if ended.is_set():
                     kind = rollout.FINISH_TYPE_ABORT
@@ -531,6 +555,12 @@ class FakeEngine(Engine):
             self._with_adapter.pop(rid, None)
             if not self._running:
                 self._idle.set()
+
+    def _waits(self, adapter: str) -> asyncio.Event | None:
+        """What a request waits for, or None."""
+        if self._paused is not None:
+            return self._going
+        return self._released_adapter if adapter and adapter == self._held else None
 
     def _part(
         self, rid: str, count: int, kind: rollout.FinishType.ValueType, adapter: str, token: int

@@ -345,6 +345,7 @@ class StageReport(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     UPDATE_STAGED_FIELD_NUMBER: _builtins.int
     UPDATE_PREPARED_FIELD_NUMBER: _builtins.int
+    CLOSED_ADAPTER_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which incarnation reports."""
     state: _common_pb2.StageState.ValueType
@@ -374,9 +375,13 @@ class StageReport(_message.Message):
     cache_in_doubt: _builtins.bool
     """A release of its KV cache failed half-way: it counts as released, and may hold entries."""
     update_staged: _builtins.bool
-    """The open update fills a shadow copy and has not touched what is served: the state is what it would be without it."""
+    """The open update fills a shadow copy or is of an adapter, and has not touched what is served: the state is what it would be
+    without it.
+    """
     update_prepared: _builtins.bool
-    """That shadow copy is complete: a commit only swaps."""
+    """That shadow copy, or the adapter, is complete: a commit only swaps."""
+    closed_adapter: _builtins.str
+    """Name of the adapter that the open update replaces, while no new requests with it are taken. Empty: none."""
     @_builtins.property
     def weight_version(self) -> _common_pb2.WeightVersion:
         """Version that the weights are at; sequence 0: a checkpoint that no version was published for."""
@@ -426,10 +431,11 @@ class StageReport(_message.Message):
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         update_staged: _builtins.bool = ...,
         update_prepared: _builtins.bool = ...,
+        closed_adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_failure", b"engine_failure", "quarantine", b"quarantine", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "engine_failure", b"engine_failure", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_in_doubt", b"cache_in_doubt", "checkpoint", b"checkpoint", "closed_adapter", b"closed_adapter", "engine_failure", b"engine_failure", "fleet_epoch", b"fleet_epoch", "grant_number", b"grant_number", "incarnation", b"incarnation", "lease_held", b"lease_held", "model_digest", b"model_digest", "pause_mode", b"pause_mode", "paused", b"paused", "paused_by_update", b"paused_by_update", "quarantine", b"quarantine", "ranks", b"ranks", "released", b"released", "revision", b"revision", "state", b"state", "update_committed", b"update_committed", "update_id", b"update_id", "update_prepared", b"update_prepared", "update_staged", b"update_staged", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

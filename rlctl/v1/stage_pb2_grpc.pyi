@@ -281,12 +281,13 @@ class StageServiceStub:
     Deadline: 300 s.
     """
     SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.StageResult]
-    """Completes the shadow copy of a staged update.
+    """Completes the shadow copy of a staged update, or an adapter.
 
     Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change.
+    written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+    stopped until the commit or the abort.
     Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -554,12 +555,13 @@ class StageServiceAsyncStub(StageServiceStub):
     Deadline: 300 s.
     """
     SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.StageResult]  # type: ignore[assignment]
-    """Completes the shadow copy of a staged update.
+    """Completes the shadow copy of a staged update, or an adapter.
 
     Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change.
+    written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+    stopped until the commit or the abort.
     Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
     Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -974,12 +976,13 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.SealUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.StageResult, _abc.Awaitable[_results_pb2.StageResult]]:
-        """Completes the shadow copy of a staged update.
+        """Completes the shadow copy of a staged update, or an adapter.
 
         Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change.
+        written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+        stopped until the commit or the abort.
         Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.

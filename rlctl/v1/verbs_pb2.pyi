@@ -2165,7 +2165,9 @@ Global___Loads: _TypeAlias = Loads  # noqa: Y015
 
 @_typing.final
 class PrepareUpdateRequest(_message.Message):
-    """Opens an update at a participant: opens the weights for writing and lets the engine prepare its load. Until the update ends, no request runs."""
+    """Opens an update at a participant: opens the weights for writing and lets the engine prepare its load. Until the update ends, no request
+    runs, unless the update is staged or of an adapter.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2179,6 +2181,7 @@ class PrepareUpdateRequest(_message.Message):
     DIGEST_RECEIVED_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     kind: Global___UpdateKind.ValueType
     """Full, partial, delta or adapter."""
     apply: Global___ApplyMode.ValueType
@@ -2191,6 +2194,10 @@ class PrepareUpdateRequest(_message.Message):
     """Which of the engine's models the update is meant for. DRAFT is refused where there is none."""
     digest_received: _builtins.bool
     """Digest what comes, before it is put into place; CommitUpdate answers with the digest."""
+    pause: _common_pb2.PauseMode.ValueType
+    """Adapter updates: what happens to the requests with the adapter at SealUpdate; requests of other adapters and of the base go on.
+    UNSPECIFIED: refused while there are any, and no new ones are taken until the update ends.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -2220,10 +2227,11 @@ class PrepareUpdateRequest(_message.Message):
         digest_received: _builtins.bool = ...,
         adapter: Global___Adapter | None = ...,
         adapter_config: Global___AdapterConfig | None = ...,
+        pause: _common_pb2.PauseMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "header", b"header", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "selector", b"selector", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_all_requests", b"abort_all_requests", "adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "digest_received", b"digest_received", "header", b"header", "kind", b"kind", "num_sources", b"num_sources", "pause", b"pause", "selector", b"selector", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2231,7 +2239,7 @@ Global___PrepareUpdateRequest: _TypeAlias = PrepareUpdateRequest  # noqa: Y015
 
 @_typing.final
 class SealUpdateRequest(_message.Message):
-    """Completes the shadow copy of a staged update: the engine finalises its load, every parameter must have been written."""
+    """Completes the shadow copy of a staged update, or an adapter: the engine finalises its load, every parameter must have been written."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -279,12 +279,13 @@ class WorkerServiceStub:
     Deadline: 300 s.
     """
     SealUpdate: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]
-    """Completes the shadow copy of a staged update.
+    """Completes the shadow copy of a staged update, or an adapter.
 
     Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change.
+    written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+    stopped until the commit or the abort.
     Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -550,12 +551,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Deadline: 300 s.
     """
     SealUpdate: _aio.UnaryUnaryMultiCallable[_verbs_pb2.SealUpdateRequest, _results_pb2.RankResult]  # type: ignore[assignment]
-    """Completes the shadow copy of a staged update.
+    """Completes the shadow copy of a staged update, or an adapter.
 
     Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change.
+    written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+    stopped until the commit or the abort.
     Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -968,12 +970,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verbs_pb2.SealUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_results_pb2.RankResult, _abc.Awaitable[_results_pb2.RankResult]]:
-        """Completes the shadow copy of a staged update.
+        """Completes the shadow copy of a staged update, or an adapter.
 
         Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change.
+        written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+        stopped until the commit or the abort.
         Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open and staged.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.

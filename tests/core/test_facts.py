@@ -166,7 +166,7 @@ def test_a_stage_that_was_left_out_tells_nothing_while_it_takes_part_in_another_
     ready.admit([version(2)], adopt=None)
     assert (state(ready), ready.vouched) == ("STALE", False)
     stage_adapter(ready, "1")
-    assert (state(ready), ready.vouched) == ("UPDATING", False)
+    assert (state(ready), ready.vouched) == ("STALE", False)
     apply(ready, v.AbortUpdateRequest(), update_id="u")
     update(ready, 3)
     assert (state(ready), ready.vouched) == ("UPDATING", False), "nor once that is committed"
@@ -259,17 +259,66 @@ def test_a_check_that_finds_other_weights_than_were_confirmed_leaves_the_stage_d
     assert (state(ready), ready.model_digest) == ("DIRTY", "")
 
 
+def write_adapter(facts: Facts, label: str, pause: int = common.PAUSE_MODE_UNSPECIFIED) -> None:
+    """An adapter update up to its seal."""
+    told = v.Adapter(name="math", version=label, load_id=f"by {label}")
+    apply(facts, v.PrepareUpdateRequest(kind=v.UPDATE_KIND_ADAPTER, adapter=told, pause=pause), update_id="u")
+    apply(facts, v.LoadAdapterRequest(name="math", path="p", version=label), update_id="u")
+
+
 def stage_adapter(facts: Facts, label: str) -> None:
     """An adapter update up to its commit."""
-    told = v.Adapter(name="math", version=label, load_id=f"by {label}")
-    apply(facts, v.PrepareUpdateRequest(kind=v.UPDATE_KIND_ADAPTER, adapter=told), update_id="u")
-    apply(facts, v.LoadAdapterRequest(name="math", path="p", version=label), update_id="u")
+    write_adapter(facts, label)
+    apply(facts, v.SealUpdateRequest(), update_id="u")
+
+
+def closed(facts: Facts) -> str:
+    return facts.update.closed_adapter if facts.update is not None else ""
+
+
+@pytest.mark.parametrize(
+    ("pause", "while_it_comes"), [(common.PAUSE_MODE_UNSPECIFIED, "math"), (common.PAUSE_MODE_RETRACT, "")]
+)
+def test_an_adapter_update_leaves_the_stage_as_it_is_and_closes_its_adapter_only(
+    ready: Facts, pause: int, while_it_comes: str
+) -> None:
+    write_adapter(ready, "a-1", pause)
+    assert (state(ready), closed(ready)) == ("READY", while_it_comes)
+    apply(ready, v.SealUpdateRequest(), update_id="u")
+    assert (state(ready), closed(ready)) == ("READY", "math")
+    for late in (v.LoadAdapterRequest(name="math", path="p"), v.UpdateWeightsFromTensorRequest()):
+        assert refused(ready, late, "u") == "ILLEGAL_STATE", "what was verified is what is committed"
+    apply(ready, v.PauseGenerationRequest())
+    assert state(ready) == "PAUSED", "a pause of the whole stage is one beside it"
+    apply(ready, v.CommitUpdateRequest(), update_id="u")
+    assert (state(ready), closed(ready)) == ("PAUSED", "")
+
+
+def test_an_adapter_that_is_not_sealed_is_not_committed(ready: Facts) -> None:
+    write_adapter(ready, "a-1", common.PAUSE_MODE_RETRACT)
+    assert refused(ready, v.CommitUpdateRequest(), "u") == "ILLEGAL_STATE"
+    apply(ready, v.SealUpdateRequest(), OUTCOME_UNKNOWN, update_id="u")
+    assert refused(ready, v.CommitUpdateRequest(), "u") == "ILLEGAL_STATE", "a rank may still generate with the old one"
+    apply(ready, v.AbortUpdateRequest(), update_id="u")
+    assert (state(ready), closed(ready)) == ("READY", "")
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_what_an_adapter_update_has_staged_is_checked_in_any_state(ready: Facts, asleep: bool) -> None:
+    if asleep:
+        apply(ready, v.ReleaseMemoryRequest(tags=[MEMORY_TAG_KV_CACHE]), released=(MEMORY_TAG_KV_CACHE,))
+    write_adapter(ready, "a-1")
+    assert state(ready) == ("ASLEEP" if asleep else "READY")
+    apply(ready, v.CheckWeightsRequest(adapter="math"), update_id="u")
+    assert refused(ready, v.CheckWeightsRequest(shadow=True), "u") == "UPDATE_NOT_FOUND", "there is no shadow copy"
+    apply(ready, v.SealUpdateRequest(), update_id="u")
+    apply(ready, v.CommitUpdateRequest(), update_id="u")
+    assert set(ready.adapters) == {"math"}
 
 
 @pytest.mark.parametrize("outcome", [OUTCOME_DIRTY, OUTCOME_UNKNOWN])
 def test_an_adapter_is_served_at_the_version_that_is_admitted(ready: Facts, outcome: int) -> None:
     stage_adapter(ready, "a-1")
-    assert state(ready) == "UPDATING"
     apply(ready, v.CommitUpdateRequest(), update_id="u")
     assert (state(ready), ready.version) == ("READY", version(1)), "the weights are what they were"
     assert ready.servable_adapters == {}
@@ -278,7 +327,7 @@ def test_an_adapter_is_served_at_the_version_that_is_admitted(ready: Facts, outc
     ready.admit([version(1)], None, [v.Adapter(name="math", version="a-1", load_id="by another update")])
     assert ready.servable_adapters == {}, "a label may come twice"
     ready.admit([version(1)], None, [v.Adapter(name="math", version="a-1", load_id="by a-1")])
-    stage_adapter(ready, "a-2")
+    write_adapter(ready, "a-2")
     apply(ready, v.UpdateWeightsFromDistributedRequest(group_name="g"), outcome, update_id="u")
     apply(ready, v.AbortUpdateRequest(), update_id="u")
     assert (state(ready), ready.servable_adapters) == ("READY", {"math": "a-1"}), "it was staged beside"

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from test_adversity import full_disk
-from updating import commit, digest, join, refusal, unreachable, version_of, write
+from updating import Held, commit, digest, join, refusal, unreachable, version_of, write
 
 from rlctl.client import aio
 from rlctl.control import commander
@@ -330,6 +330,71 @@ async def test_tensors_take_the_way_of_every_update(fleet: InProcessFleet, check
     assert all(fleet.stage(slot).routable for slot in "ab"), "never DIRTY"
 
 
+@pytest.mark.parametrize("apply", [v.APPLY_MODE_UNSPECIFIED, v.APPLY_MODE_STAGED])
+async def test_its_update_stops_the_requests_that_use_it_and_no_others(
+    make_fleet: Callable, checkpoint: Checkpoint, apply: int
+) -> None:
+    async with make_fleet(a=1) as fleet:
+        await load(fleet, checkpoint("lora"))
+        other = v.LoadAdapterRequest(name="physics", path=checkpoint("other"), version="p-1")
+        assert (await fleet.stub.LoadAdapter(other)).state == OPERATION_STATE_OK
+        using = asyncio.create_task(generate(fleet, "a", tokens=3000))
+        beside = [asyncio.create_task(generate(fleet, "a", name, tokens=300)) for name in ("", "physics")]
+        engine = engines(fleet)[0]
+        await eventually(lambda: len(engine._running) == 3)
+        gate = Held(fleet, "update_weights_from_distributed")
+        plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT), apply=apply)
+        await join(fleet, plan)
+        writing = asyncio.create_task(write(fleet, plan, "w1"))
+        await gate.begun.wait()
+        assert fleet.stage("a").routable
+        for name in ("", "physics", "math"):  # while its tensors are on their way
+            await generate(fleet, "a", name)
+        gate.may_end.set()
+        await writing
+        gate = Held(fleet, "commit_update")
+        committing = asyncio.create_task(commit(fleet, plan, digest("w1")))
+        await gate.begun.wait()
+        for name in ("", "physics"):  # while it is replaced
+            await generate(fleet, "a", name)
+        assert await not_generated(fleet, "a") is Reason.STAGE_NOT_SERVING
+        assert not using.done()
+        gate.may_end.set()
+        assert (await committing).state == OPERATION_STATE_OK
+        assert {span.adapter_version for span in (await using).versions} == {"a-1", "a-7"}
+        assert {each.finish_reason.type for each in await asyncio.gather(*beside)} == {rollout.FINISH_TYPE_LENGTH}
+        assert {span.adapter_version for span in (await generate(fleet, "a")).versions} == {"a-7"}
+
+
+async def test_without_a_pause_no_request_with_it_is_taken_until_its_update_ends(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await load(fleet, checkpoint("lora"))
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    for slot in "ab":
+        assert await not_generated(fleet, slot) is Reason.STAGE_NOT_SERVING
+        await generate(fleet, slot, "")
+    await fleet.stub.AbortWeightUpdate(
+        u.AbortWeightUpdateRequest(update_id=plan.update_id, fencing_token=plan.fencing_token, reason="test")
+    )
+    for slot in "ab":
+        assert {span.adapter_version for span in (await generated_soon(fleet, slot)).versions} == {"a-1"}
+
+
+async def test_a_target_that_cannot_be_sealed_keeps_the_old_one_and_so_do_all(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await load(fleet, checkpoint("lora"))
+    failing(fleet, "seal_update", OUTCOME_REJECTED)
+    operation = await load(fleet, checkpoint("new"), "a-2")
+    assert operation.state == OPERATION_STATE_FAILED
+    assert held(fleet) == [{"math": ("a-1", "lora")}] * 3
+    for slot in "ab":
+        assert {span.adapter_version for span in (await generated_soon(fleet, slot)).versions} == {"a-1"}
+
+
 async def test_requests_that_use_it_are_not_pulled_away_from_under(
     make_fleet: Callable, checkpoint: Checkpoint
 ) -> None:
@@ -456,7 +521,7 @@ async def test_bad_requests_are_refused_by_field(fleet: InProcessFleet, checkpoi
         ({"adapter": ""}, "adapter"),
         ({"adapter_config": None}, "adapter_config"),
         ({"kind": v.UPDATE_KIND_FULL}, "kind"),
-        ({"apply": v.APPLY_MODE_STAGED}, "apply"),
+        ({"options": v.UpdateOptions(after=v.AFTER_UPDATE_STAY_PAUSED)}, "options.after"),
         ({"rollout": u.RolloutStrategy(max_unavailable=1)}, "rollout.max_unavailable"),
     ):
         assert (await refusal(begin(fleet, **fields))).field == field

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ from torch_source import Source, load, prepare
 from torch_stage import Follower, Stage, until
 
 from rlctl.errors import Reason, RlctlError
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED, PAUSE_MODE_IN_PLACE
+from rlctl.v1.common_pb2 import (
+    OUTCOME_REJECTED,
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+)
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT
 from rlctl.v1.verbs_pb2 import (
     ADAPTER_POLICY_DROP,
@@ -36,6 +43,9 @@ from rlctl.v1.verbs_pb2 import (
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
 )
+from rlctl.weights.digest import ModelDigest
+from rlctl.weights.source import as_source
+from rlctl.weights.transfer import send
 
 PROMPT = prompt_of(9)
 COUNT = 10
@@ -177,6 +187,92 @@ async def test_what_is_replaced_under_requests_is_computed_anew(stage: Stage, ma
     assert tokens[:kept] == greedy(math[1], PROMPT, kept)
     assert tokens[kept : kept + COUNT] == greedy(other[1], PROMPT + tokens[:kept], COUNT), "no KV entry of the old one"
     assert (await beside)[:COUNT] == greedy(stage.config.model_path, PROMPT, COUNT)
+
+
+async def test_tensors_that_are_on_their_way_stop_no_request(stage: Stage, math: Made, other: Made) -> None:
+    await load_adapter(stage, "math", math[0], version="old")
+    await load_adapter(stage, "other", other[0])
+    tensors = load_file(Path(other[0]) / "adapter_model.safetensors")
+    targets = ["q_proj", "down_proj"]
+    config = AdapterConfig(lora_rank=2, lora_alpha=8, rslora=True, target_modules=targets, dtype="torch.float32")
+    base = stage.config.model_path
+    async with Source(stage) as source:
+        await stage(opening("math", "new", adapter_config=config, pause=PAUSE_MODE_RETRACT), update="u4")
+        buckets = source.buckets(tensors)
+        receiving = asyncio.create_task(stage(source.request(buckets), update="u4"))
+        # The source has sent nothing yet: every rank waits for it.
+        for name, path in {"": base, "math": math[1], "other": other[1]}.items():
+            assert await stage.tokens(PROMPT, COUNT, adapter=name) == greedy(path, PROMPT, COUNT), name
+        assert not receiving.done()
+        assert source.group is not None
+        await asyncio.to_thread(send, as_source(tensors.items()), buckets, source.group, ModelDigest())
+        await receiving
+        await stage(SealUpdateRequest(), update="u4")
+        waiting = asyncio.create_task(stage.tokens(PROMPT, COUNT, adapter="math"))
+        for name, path in {"": base, "other": other[1]}.items():
+            assert await stage.tokens(PROMPT, COUNT, adapter=name) == greedy(path, PROMPT, COUNT), name
+        assert not waiting.done()
+        await stage(CommitUpdateRequest(), update="u4")
+    assert await waiting == greedy(other[1], PROMPT, COUNT)
+
+
+@pytest.mark.parametrize("ends", [CommitUpdateRequest, AbortUpdateRequest])
+@pytest.mark.parametrize("mode", [PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE])
+async def test_requests_that_a_seal_has_stopped_go_on_with_what_is_there_then(
+    stage: Stage, math: Made, other: Made, mode: int, ends: type
+) -> None:
+    await load_adapter(stage, "math", math[0])
+    stream = stage.stream(PROMPT, adapter="math", temperature=0, ignore_eos=True, max_new_tokens=LONG)
+    parts = [await anext(stream)]
+    await stage(opening("math", "two", pause=mode), update="u5")
+    await stage(LoadAdapterRequest(name="math", path=other[0], version="two"), update="u5")
+    await stage(SealUpdateRequest(), update="u5")
+    assert await stage.tokens(PROMPT, COUNT) == greedy(stage.config.model_path, PROMPT, COUNT)
+    await stage(ends(), update="u5")
+    parts += [part async for part in stream]
+    spans = [span for part in parts for sample in part.samples for span in sample.versions]
+    tokens = [token for part in parts for sample in part.samples for token in sample.output_ids]
+    kept = max(span.end for span in spans if span.adapter_version == "one")
+    assert tokens[: min(kept, COUNT)] == greedy(math[1], PROMPT, min(kept, COUNT))
+    assert len(tokens) == LONG
+    if ends is CommitUpdateRequest:
+        assert 0 < kept < LONG
+        after = tokens[kept : kept + COUNT]
+        assert after == greedy(other[1], PROMPT + tokens[:kept], len(after)), "no KV entry of the old one"
+    else:
+        assert kept == LONG
+
+
+async def test_a_seal_ends_the_requests_with_its_adapter_or_waits_for_them(
+    stage: Stage, math: Made, other: Made
+) -> None:
+    await load_adapter(stage, "math", math[0])
+    for number, mode in enumerate((PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)):
+        update, length = f"u6-{number}", 60
+        stream = stage.stream(PROMPT, adapter="math", temperature=0, ignore_eos=True, max_new_tokens=length)
+        parts = [await anext(stream)]
+        beside = asyncio.create_task(stage.tokens(PROMPT, length))
+        await stage(opening("math", "two", pause=mode), update=update)
+        await stage(LoadAdapterRequest(name="math", path=other[0], version="two"), update=update)
+        _, rest = await asyncio.gather(stage(SealUpdateRequest(), update=update), _all_of(stream))
+        samples = [part.samples[0] for part in parts + rest]
+        assert {span.adapter_version for sample in samples for span in sample.versions} == {"one"}
+        drained = mode == PAUSE_MODE_DRAIN
+        assert (samples[-1].finish_reason.type == FINISH_TYPE_ABORT) is not drained
+        await stage(AbortUpdateRequest(), update=update)
+        assert await beside == greedy(stage.config.model_path, PROMPT, length)
+        assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
+
+
+async def _all_of(stream: AsyncIterator[Any]) -> list[Any]:
+    return [part async for part in stream]
+
+
+async def test_a_seal_of_an_adapter_that_is_not_whole_stops_no_request(stage: Stage, math: Made) -> None:
+    await load_adapter(stage, "math", math[0])
+    await stage(opening("math", "two", pause=PAUSE_MODE_RETRACT), update="u7")
+    assert (await all_refuse(stage, SealUpdateRequest(), update="u7")).reason is Reason.WEIGHTS_INCOMPLETE
+    assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
 
 
 async def test_an_update_in_between_holds_others_and_spoils_nothing(stage: Stage, math: Made) -> None:
