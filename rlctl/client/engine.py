@@ -16,6 +16,7 @@ from rlctl.client.enums import number
 from rlctl.client.generation import GENERATE_S, Generator, build_request
 from rlctl.client.published import UpdateResult
 from rlctl.errors import Reason
+from rlctl.ports import new_uuid7
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import Operation, RankResult
 from rlctl.v1.rollout_pb2 import GenerateResponse
@@ -146,12 +147,12 @@ class AsyncEngine:
         load_format: str | None = None,
         flush_cache: bool = True,
         *,
-        weight_version: str,
+        weight_version: str = "",
         abort_all_requests: bool = False,
     ) -> UpdateResult:
         """Full tensors under checkpoint names, out of memory that the engines share with this process.
 
-        Raises UNSUPPORTED for a load format.
+        ``weight_version``: "" for a label that is made of the time. Raises UNSUPPORTED for a load format.
         """
         return await self._update("ipc", named_tensors, load_format, flush_cache, weight_version, abort_all_requests)
 
@@ -161,12 +162,13 @@ class AsyncEngine:
         load_format: str | None = None,
         flush_cache: bool = True,
         *,
-        weight_version: str,
+        weight_version: str = "",
         abort_all_requests: bool = False,
     ) -> UpdateResult:
         """Full tensors under checkpoint names, broadcast over a process group that is formed for it.
 
-        Raises UNSUPPORTED for a load format.
+        SGLang's own takes names, dtypes and shapes, and its caller broadcasts; here the pairs are given. Otherwise as
+        :meth:`update_weights_from_tensor`. Raises FIELD_INVALID for names, dtypes and shapes.
         """
         return await self._update(
             "broadcast", named_tensors, load_format, flush_cache, weight_version, abort_all_requests
@@ -233,6 +235,12 @@ class AsyncEngine:
         weight_version: str,
         abort_all_requests: bool,
     ) -> UpdateResult:
+        if isinstance(named_tensors, Sequence) and any(isinstance(named, str) for named in named_tensors):
+            raise Reason.FIELD_INVALID.error(
+                "pairs of name and tensor are given here, not names with their dtypes and shapes",
+                field="named_tensors",
+                next_step="Give the tensors too: rlctl forms the group, announces and broadcasts them.",
+            )
         if load_format:
             raise Reason.UNSUPPORTED.error(
                 "how tensors travel is rlctl's choice; full tensors are given", field="load_format"
@@ -243,7 +251,7 @@ class AsyncEngine:
         try:
             return await publisher.update(
                 named_tensors,
-                version=weight_version,
+                version=weight_version or f"tensors-{new_uuid7()[-12:]}",
                 pause="abort" if abort_all_requests else PAUSE,
                 abort_all_requests=abort_all_requests,
                 flush=flush_cache,

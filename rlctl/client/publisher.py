@@ -50,7 +50,7 @@ from rlctl.vllm_transfer import BACKEND
 from rlctl.weights import lora
 from rlctl.weights.checkpoint import open_checkpoint
 from rlctl.weights.digest import ModelDigest
-from rlctl.weights.interfaces import address_on
+from rlctl.weights.interfaces import address_on, own_address
 from rlctl.weights.ordering import trainer_stream
 from rlctl.weights.source import Weights, WeightSource, as_offer, only, spares_of
 from rlctl.weights.tensors import TensorMeta, dtype_name
@@ -134,7 +134,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         self._path = _PATHS[path]
         # gloo alone is what every engine is asked for that says nothing of groups.
         self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[each] for each in dict.fromkeys(backends)]
-        self._host = address_on(network, field="network") if network else host or "127.0.0.1"
+        self._host = address_on(network, field="network") if network else own_address(host or "127.0.0.1")
         self._trainer = Trainer(name=trainer or f"{socket.gethostname()}:{os.getpid()}", incarnation=incarnation)
         self._trainer_group = trainer_group
         self._size = 1 if trainer_group is None else dist.get_world_size(trainer_group)

@@ -91,6 +91,25 @@ def interface_of(host: str) -> str:
     return next((name for name, found in _ipv4_addresses().items() if found == str(address)), "")
 
 
+def own_address(host: str, field: str = "host") -> str:
+    """An address or a name of this machine, without the brackets that an IPv6 address has before a port.
+
+    Raises FIELD_INVALID for what this machine cannot bind.
+    """
+    plain = host.removeprefix("[").removesuffix("]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(plain, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise Reason.FIELD_INVALID.error(
+            f"{host!r} is no address or name of this machine: {error}",
+            field=field,
+            next_step="Give an address of this machine without a port, or the network that it is in.",
+        ) from error
+    return plain
+
+
 def address_on(interface: str, *, field: str = "interface") -> str:
     """This machine's address on an interface ("eth0") or in a network ("10.0.0.0/8"); Linux.
 

@@ -25,7 +25,7 @@ from rlctl.launch.logs import keep_short
 from rlctl.launch.processes import Process
 from rlctl.launch.spec import GatewaySpec
 from rlctl.transport.auth import load_token
-from rlctl.weights.interfaces import address_on
+from rlctl.weights.interfaces import address_on, own_address
 
 PROGRAM = """
 import json, os, sys
@@ -273,6 +273,12 @@ time.sleep(60)
 def test_an_interface_or_a_network_is_an_address_of_this_machine() -> None:
     assert address_on("lo") == "127.0.0.1"
     assert address_on("127.0.0.0/8") == "127.0.0.1"
+    assert own_address("localhost") == "localhost"
+    assert own_address("127.0.0.1") == own_address("[127.0.0.1]") == "127.0.0.1"
+    for host in ("203.0.113.7", "[::1]:80", "127.0.0.1:80", "no such host", ""):
+        with pytest.raises(RlctlError) as caught:
+            own_address(host)
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "host"), host
     for nowhere in ("no0", "203.0.113.0/24"):
         with pytest.raises(InvalidRequest, match=rf"no address on {nowhere}; there are: .*lo 127\.0\.0\.1"):
             address_on(nowhere)

@@ -85,6 +85,19 @@ def test_weights_reach_every_engine_of_the_model(fleet: Fleet, tiny: tuple[Any, 
     assert engine.get_model_info().weight_version.label == "update_weights_from_distributed"
 
 
+def test_weights_are_given_as_to_sglang_without_a_label(fleet: Fleet) -> None:
+    engine, model = fleet.engine("actor-1"), demo_tiny.make(seed=4)
+    labels = set()
+    for update in (engine.update_weights_from_tensor, engine.update_weights_from_distributed):
+        result = update(list(model.named_parameters()), None, True)
+        assert result.model_digest == rlctl.model_digest(model)
+        labels.add(result.version.label)
+    assert len(labels) == 2
+    with pytest.raises(RlctlError) as refused:
+        engine.update_weights_from_distributed(["model.norm.weight"], ["float32"], [[16]])
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "named_tensors")
+
+
 def test_a_group_without_anybody_in_it_is_refused(fleet: Fleet) -> None:
     engine = fleet.engine("actor-1")
     with socket.socket() as nobody:

@@ -127,7 +127,8 @@ def test_ipv6_loopback(tmp_path: Path, tiny: tuple[Any, Path]) -> None:
     with serving((), *coordinator, log=tmp_path / "coordinator.log") as found:
         address = found["address"]
         with serving((), *stage, *bound, "--coordinator", address, log=tmp_path / "engine.log"):
-            wrong, right = trained((), address, "127.0.0.1", "::1")
+            wrong, right, in_brackets = trained((), address, "127.0.0.1", "::1", "[::1]")
     check_unreachable(wrong, "::1", "lo", "127.0.0.1", by="lo")
     assert right["latest"] == "from ::1"
+    assert in_brackets["latest"] == "from [::1]"
     assert right["routable"] == [True]
