@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rlctl.engine import Call
-from rlctl_servers.stamps import WRITING
+from rlctl_servers.stamps import TRYING, WRITING
 
 
 class Name(Protocol):
@@ -38,6 +38,14 @@ class Marking:
         await self._name(WRITING, call)
         self._marked = True
         return True
+
+    async def begin_trial(self, call: Call) -> None:
+        """Before the load of a trial (:mod:`rlctl_servers.repeating`). Until it has passed the weights are of no
+        version, and the server's loads are not proven.
+        """
+        if self._label is not None:
+            await self._name(TRYING, call)
+            self._marked = True
 
     async def spoil(self, call: Call) -> None:
         """Before weights are spoilt by something else than an update."""

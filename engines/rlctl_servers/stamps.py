@@ -14,6 +14,12 @@ WRITING = "being written@0"
 must not take its weights for those that it was started with.
 """
 
+TRYING = "being tried@0"
+"""The label of such a server while the trial at the attach runs, and after one that failed
+(:mod:`rlctl_servers.repeating`). Every other label of the form of :meth:`Stamps.of` says that the trial has passed: no
+update begins before it.
+"""
+
 
 class Stamps:
     """Which version the server's own labels stand for. From any thread."""

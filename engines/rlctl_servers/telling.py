@@ -21,6 +21,9 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.verbs_pb2 import ServerInfo
 from rlctl.version import __version__
 
+WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
+"""Verbs that write base weights; the last one carries adapters too."""
+
 _SECRET = ("key", "password", "token", "secret")
 _PLAIN = (str, int, float, bool)
 
@@ -57,13 +60,19 @@ def without_code(product: str, needed: Mapping[str, Sequence[str]], routes: Iter
     return {verb: f"{product} has no {', '.join(paths)}" for verb, paths in absent.items() if paths}
 
 
-def without_levels(levels: Collection[VerificationLevel.ValueType], *, answers_for_ranks: bool) -> dict[str, str]:
-    """Why a server's updates cannot be verified at the levels that are not among these."""
+def without_levels(
+    levels: Collection[VerificationLevel.ValueType], *, answers_for_ranks: bool, unproven: str = ""
+) -> dict[str, str]:
+    """Why a server's updates cannot be verified at the levels that are not among these.
+
+    ``unproven``: why it is not known that its loads repeat (:mod:`rlctl_servers.repeating`).
+    """
     reasons = {
         VERIFICATION_LEVEL_NONE: "its ranks' digests or a probe must prove an update"
         + (": the server gives one answer for all ranks, which proves nothing of each" if answers_for_ranks else ""),
         VERIFICATION_LEVEL_PROBE: "this server computes no log probabilities for rlctl",
-        VERIFICATION_LEVEL_RECEIVED: "nothing of rlctl's runs where this server takes weights in",
+        VERIFICATION_LEVEL_RECEIVED: (f"bytes that arrive prove no load: {unproven}" if unproven else "")
+        or "nothing of rlctl's runs where this server takes weights in",
         VERIFICATION_LEVEL_REPLICA: "what this server holds cannot be read",
         VERIFICATION_LEVEL_EXPECTED: "what this server holds cannot be read",
     }

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
+from rlctl_servers import repeating
 from rlctl_servers.control import Control
 from rlctl_servers.engine import ServerEngine, takes_turn
 from rlctl_servers.generation import Requests
@@ -30,14 +33,16 @@ from rlctl_sglang.generation import Native
 from rlctl_sglang.groups import Groups
 from rlctl_sglang.nodes import FirstNode
 from rlctl_sglang.options import parse_options, refuse_workers
-from rlctl_sglang.probing import Prober
+from rlctl_sglang.probing import Prober, compute
 from rlctl_sglang.process import PRODUCT
-from rlctl_sglang.readback import readback_of
-from rlctl_sglang.requests import has_grammar
+from rlctl_sglang.readback import Readback, readback_of
+from rlctl_sglang.requests import Limits, has_grammar
 from rlctl_sglang.server import Server
 from rlctl_sglang.source import Source
 from rlctl_sglang.state import MODES, State
 from rlctl_sglang.updates import Updates
+
+log = logging.getLogger(__name__)
 
 START_CALL_S = 60.0
 PAUSE_S = 1.0
@@ -54,54 +59,40 @@ class SGLangEngine(ServerEngine):
     _server: Server
     _facts: facts_.Facts
     _updates: Updates
+    _limits: Limits
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
         self._options = parse_options(config.options)
         super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
         self._first: FirstNode | None = FirstNode(self._config) if self._several_nodes() else None
-        meeting = self._first.meeting if self._first is not None else None
-        self._server = Server(self._config, self._options, self._failed, meeting)
-        self._control = Control(self._server.http, self._wedged)
-        self._state = State()
+        self._make_server()
         self._pausing = False
         self._source: Source | None = None
 
     # The life of the engine.
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Launch the server, or attach to it, and find out what it is and can do."""
-        await self._server.start()
-        call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
-        self._facts = facts = await facts_.ask(
-            self._control, self.verbs(), call, launched=self._server.launched, nodes=self._config.nodes
-        )
-        refuse_workers(facts.info)  # also of a server that somebody else has started
-        self._state.paired = facts.mode != "null"
-        loaded = await self._control.ask("/model_info", call=call, admin=False)
-        self._stamps = Stamps(str(loaded.get("weight_version", "")))
-        checkpoint, updated = self._config.model_path, facts.invents
-        if not self._server.launched:
-            updated |= Stamps.ours(self._stamps.label)
-            checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
-        readback, digest, other = await readback_of(
-            self._control,
-            checkpoint,
-            self._checkpoints.reference,
-            ranks=facts.ranks,
-            exports=facts.exports,
-            call=Call("start", asyncio.get_running_loop().time() + self._options.start_s),
-        )
+        """Launch the server, or attach to it, and find out what it is and can do.
+
+        Raises ENGINE_FAILED for a server that was attached to and does not pass the trial of its loads: its weights are
+        of no version then.
+        """
+        readback, digest, checkpoint, updated = await self._launch()
+        refuted = None if digest or updated else await self._tried(checkpoint)
+        if refuted is not None and refuted.loaded:
+            if not self._server.launched:
+                raise repeating.spoilt(refuted, PRODUCT, self._server.http.url)
+            log.warning("SGLang is started again and takes no updates: %s", refuted.why)
+            await self._server.stop()
+            self._make_server()
+            readback, digest, checkpoint, updated = await self._launch()
+            self._facts = self._facts.unwritable(refuted.why)
+        facts, limits = self._facts, self._limits
         self._readback = readback
-        if other and not self._server.launched:
-            updated |= self._checkpoints.dtype == facts.info.get("dtype")  # otherwise it may have been rounded
         if readback is not None:
             self._source = Source(self._config.node, readback, self._checkpoints.reference)
-        label = None if self._server.launched else lambda: self._stamps.label
-        self._updates = Updates(self._control, self._state, self._checkpoints, facts, label)
-        self._updates.checkpoint = checkpoint
         self._groups = Groups(self._control, self._state, ranks=facts.ranks)
-        limits = facts.limits(self._checkpoints.config)
         table = LoraTable()
         native = Native(
             self._server.http,
@@ -120,7 +111,6 @@ class SGLangEngine(ServerEngine):
         layout = facts.layout(self._config, self._source.store if self._source is not None else ("", 0))
         self._workers = layout.workers
         self._checker = Checker(self._control, readback, prober, layout.workers, self._updates.marking)
-        self._loaded = loaded
         self._ready = True
         return EngineInfo(
             layout=layout,
@@ -130,6 +120,75 @@ class SGLangEngine(ServerEngine):
             fenced=self._server.fenced and not facts.info.get("grpc_port"),  # which asks for no key
             bootstrap=facts.bootstrap(self._server.http.url),
         )
+
+    async def _launch(self) -> tuple[Readback | None, str, str, bool]:
+        """Have the server run, and find out how weights get into it and are read back.
+
+        Returns how it is read, the digest of what it holds, its checkpoint, and whether it may hold something else.
+        """
+        await self._server.start()
+        call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
+        self._facts = facts = await facts_.ask(
+            self._control, self.verbs(), call, launched=self._server.launched, nodes=self._config.nodes
+        )
+        refuse_workers(facts.info)  # also of a server that somebody else has started
+        self._state.paired = facts.mode != "null"
+        loaded = await self._control.ask("/model_info", call=call, admin=False)
+        self._stamps = Stamps(str(loaded.get("weight_version", "")))
+        checkpoint, updated = self._config.model_path, facts.invents
+        if not self._server.launched:
+            repeating.refuse_tried(self._stamps.label, PRODUCT, self._server.http.url)
+            updated |= Stamps.ours(self._stamps.label)
+            checkpoint = self._checkpoints.attached(str(loaded.get("model_path", "")), updated=updated)
+        readback, digest, other = await readback_of(
+            self._control,
+            checkpoint,
+            self._checkpoints.reference,
+            ranks=facts.ranks,
+            exports=facts.exports,
+            call=self._start_call(),
+        )
+        if other and not self._server.launched:
+            updated |= self._checkpoints.dtype == facts.info.get("dtype")  # otherwise it may have been rounded
+        label = None if self._server.launched else lambda: self._stamps.label
+        self._updates = Updates(self._control, self._state, self._checkpoints, facts, label)
+        self._updates.checkpoint = checkpoint
+        self._limits = facts.limits(self._checkpoints.config)
+        return readback, digest, checkpoint, updated
+
+    async def _tried(self, checkpoint: str) -> repeating.Refuted | None:
+        """Why loads are not proven to repeat, where nothing reads back what they have come to.
+
+        A server that may hold something else than its checkpoint has nothing to compare with: made-up weights, or those
+        of an earlier stage server, which has passed the trial.
+        """
+        if self._facts.ranks > 1 or self._state.paired:
+            return None  # of several ranks every update needs a probe; one of a pair computes nothing alone
+        if "UpdateWeightsFromDisk" in self._facts.unsupported:
+            return None
+        call = self._start_call()
+
+        async def load() -> None:
+            await memory.hold(self._control, self._state, call)  # SGLang would wait for others' requests to end
+            try:
+                await self._updates.load_again(checkpoint, call)
+            finally:
+                await memory.let_go(self._control, self._state, call)
+
+        refuted = await repeating.trial(self._limits, partial(compute, self._control, call), load)
+        if refuted is None:
+            await self._updates.name(self._stamps.label, call)
+        return refuted
+
+    def _start_call(self) -> Call:
+        """A call that may take as long as a start."""
+        return Call("start", asyncio.get_running_loop().time() + self._options.start_s, "start")
+
+    def _make_server(self) -> None:
+        meeting = self._first.meeting if self._first is not None else None
+        self._server = Server(self._config, self._options, self._failed, meeting)
+        self._control = Control(self._server.http, self._wedged)
+        self._state = State()
 
     def setup(self) -> dict[str, str]:
         """Where the other nodes of the server meet it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
-from rlctl_servers.telling import server_info, without_code, without_levels
+from rlctl_servers.telling import WRITES, server_info, without_code, without_levels
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason
@@ -180,6 +180,10 @@ class Facts:
                 for rank in range(self.ranks)
             ],
         )
+
+    def unwritable(self, why: str) -> Facts:
+        """The same server, which takes no weights in."""
+        return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
 
     def capabilities(self, *, readable: bool, actions: Sequence[CheckAction.ValueType]) -> fleet_pb2.Capabilities:
         """What it can do. ``readable``: its model digest can be had; ``actions``: the checker's."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlctl_servers import probing
 from rlctl_servers.control import Control
 from rlctl_servers.generation import Requests
+from rlctl_servers.repeating import Computed
 
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
@@ -40,11 +43,18 @@ class Prober(probing.Prober):
 
     async def logprobs(self, tokens: list[int], call: Call) -> list[float]:
         """The log probability of every token but the first."""
-        body = {
-            "input_ids": tokens,
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        told = await self._control.ask("/generate", body, call=call, admin=False)
-        return [entry[0] for entry in told["meta_info"]["input_token_logprobs"][1:]]
+        return list((await compute(self._control, call, tokens, 1)).logprobs)[:-1]
+
+
+async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:
+    """So many greedy tokens after a prompt, of which SGLang takes no cached prefix: it scores all of it."""
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    told = (await control.ask("/generate", body, call=call, admin=False))["meta_info"]
+    output = told["output_token_logprobs"]
+    scored = [entry[0] for entry in (*told["input_token_logprobs"][1:], *output)]
+    return Computed([entry[1] for entry in output], scored)

@@ -20,6 +20,7 @@ from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, time_left, touched
 from rlctl_servers.marking import Marking
 from rlctl_servers.opened import opened
+from rlctl_servers.stamps import TRYING
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -91,7 +92,7 @@ class Updates:
     ) -> None:
         """``label``: as :class:`Marking` takes it."""
         self._control = control
-        self.marking = Marking(self._name, label)
+        self.marking = Marking(self.name, label)
         self._state = state
         self._checkpoints = checkpoints
         self._facts = facts
@@ -243,10 +244,21 @@ class Updates:
         if not update.dirty and not update.written and update.kind != UPDATE_KIND_DELTA:
             raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
         await self._end(call)
-        await self._name(label, call, outcome=OUTCOME_DIRTY)
+        await self.name(label, call, outcome=OUTCOME_DIRTY)
         self.marking.committed()
         self._update = None
         return update.report
+
+    async def load_again(self, checkpoint: str, call: Call) -> None:
+        """The load of the trial at the start: an update from disk that leaves the server's label to its outcome."""
+        await self.marking.begin_trial(call)
+        self.prepare(PrepareUpdateRequest(), call)
+        try:
+            await self.from_disk(UpdateWeightsFromDiskRequest(model_path=checkpoint), call)
+        except RlctlError:
+            await self.abort(call)
+            raise
+        await self.commit(TRYING, call)
 
     async def abort(self, call: Call) -> None:
         """Close the update; what it wrote stays. Confirms when none is open."""
@@ -343,7 +355,8 @@ class Updates:
             update.report.tensors += 1
             update.report.bytes_received += meta.nbytes
 
-    async def _name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+    async def name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+        """Give the server a label."""
         body = {"new_version": label, "abort_all_requests": False}
         await self._control.must("/update_weight_version", body, call=call, outcome=outcome)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
+from rlctl_servers import repeating
 from rlctl_servers.checkpoints import digest_of
 from rlctl_servers.control import LEAVING_S, Control
 from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
@@ -42,11 +44,14 @@ from rlctl_vllm.adapters import Adapters
 from rlctl_vllm.generation import TokensInOut
 from rlctl_vllm.native import Native
 from rlctl_vllm.options import PRODUCT, parse_options
-from rlctl_vllm.probing import Prober
+from rlctl_vllm.probing import Prober, compute
+from rlctl_vllm.requests import Limits
 from rlctl_vllm.server import Server
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.updates import Updates
 from rlctl_vllm.workers import Workers
+
+log = logging.getLogger(__name__)
 
 START_CALL_S = 120.0
 INTERRUPT_S = 10.0
@@ -62,32 +67,72 @@ class VLLMEngine(ServerEngine):
     _adapters: Adapters
     _updates: Updates
     _workers: Workers | Native | None
+    _limits: Limits
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[RlctlError], None]) -> None:
         """Check the settings. Raises FIELD_INVALID or FIELD_CONFLICT naming the one that is wrong."""
-        options = parse_options(config.options)
-        super().__init__(config, on_failure, PRODUCT, options.allowed_roots)
-        self._server = Server(self._config, options, self._failed)
+        self._options = parse_options(config.options)
+        super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
+        self._server = Server(self._config, self._options, self._failed)
         self._control = Control(self._server.http, self._wedged)
         self._state = State()
 
     # The life of the engine.
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Launch the server, or attach to it, and find out what it is and can do."""
+        """Launch the server, or attach to it, and find out what it is and can do.
+
+        Raises ENGINE_FAILED for a server that was attached to and does not pass the trial of its loads: its weights are
+        of no version then.
+        """
+        await self._launch()
+        facts = self._facts
+        digest = await asyncio.to_thread(self._proven, facts.digest)
+        refuted = None if digest else await self._tried()
+        if refuted is not None and refuted.loaded:
+            if not self._server.launched:
+                raise repeating.spoilt(refuted, PRODUCT, self._server.http.url)
+            log.warning("vLLM is started again and takes no updates: %s", refuted.why)
+            await self._launch_again()
+            self._facts = facts = self._facts.unwritable(refuted.why)
+        table = LoraTable()
+        self._requests = self._ending = Requests(TokensInOut(self._server.http, self._limits, self._stamps, table))
+        self._adapters = Adapters(
+            self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
+        )
+        self._readable = bool(digest)
+        # Others' requests would be answered while a probe makes the server go on.
+        self._prober = (
+            Prober(self._control, self._state, self._requests, self._limits, self.turn)
+            if self._server.launched
+            else None
+        )
+        self._ready = True
+        # Weights of another origin, or that a trainer has sent, are the checkpoint's only where the digest says so.
+        known = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
+        capabilities = facts.capabilities(
+            readable=self._readable, probes=self._prober is not None, unproven=refuted.why if refuted else ""
+        )
+        return EngineInfo(
+            layout=facts.layout(self._config),
+            capabilities=capabilities,
+            checkpoint=self._config.model_path if known else "",
+            model_digest=digest,
+            fenced=self._server.launched,
+        )
+
+    async def _launch(self) -> None:
+        """Have the server run, and find out how weights get into it."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
         workers, reference, host = Workers(self._control), self._checkpoints.reference, address_of(self._config.node)
         attach = partial(workers.attach, reference, host, call)
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call)
         if not self._server.launched:
+            repeating.refuse_tried(facts.label, PRODUCT, self._server.http.url)
             models = await self._control.ask("/v1/models", call=call, admin=False)
             self._checkpoints.attached(str(models["data"][0].get("root", "")))
-        digest = await asyncio.to_thread(self._proven, facts.digest)
-        # Weights of another origin, or that a trainer has sent, are the checkpoint's only where the digest says so.
-        known = digest or (facts.reads and (self._server.launched or not Stamps.ours(facts.label)))
-        layout = facts.layout(self._config)
-        self._layout: Sequence[WorkerCoordinates] = layout.workers
+        self._layout: Sequence[WorkerCoordinates] = facts.layout(self._config).workers
         self._workers = workers if facts.ranks else None
         if facts.native:
             interrupted = facts.label == WRITING
@@ -97,25 +142,30 @@ class VLLMEngine(ServerEngine):
         self._stamps = Stamps(facts.label)
         label = None if self._server.launched else lambda: self._stamps.label
         self._updates = Updates(self._control, self._state, self._checkpoints, self._workers, self._layout, label)
-        limits = facts.limits(self._checkpoints.config)
-        table = LoraTable()
-        self._requests = self._ending = Requests(TokensInOut(self._server.http, limits, self._stamps, table))
-        self._adapters = Adapters(
-            self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
-        )
-        self._readable = bool(digest)
-        # Others' requests would be answered while a probe makes the server go on.
-        self._prober = (
-            Prober(self._control, self._state, self._requests, limits, self.turn) if self._server.launched else None
-        )
-        self._ready = True
-        return EngineInfo(
-            layout=layout,
-            capabilities=facts.capabilities(readable=self._readable, probes=self._prober is not None),
-            checkpoint=self._config.model_path if known else "",
-            model_digest=digest,
-            fenced=self._server.launched,
-        )
+        self._limits = facts.limits(self._checkpoints.config)
+
+    async def _launch_again(self) -> None:
+        """Put a new server in the place of one that was launched."""
+        await self._server.stop()
+        self._server = Server(self._config, self._options, self._failed)
+        self._control = Control(self._server.http, self._wedged)
+        self._state = State()
+        await self._launch()
+
+    async def _tried(self) -> repeating.Refuted | None:
+        """Why loads are not proven to repeat, where nothing reads back what they have come to."""
+        if not self._facts.reads:
+            return repeating.Refuted(repeating.INVENTED, loaded=False)
+        if not self._server.launched and Stamps.ours(self._stamps.label):
+            return None  # its label is the proof
+        if not self._facts.writable:
+            return None  # there will be no second load
+        call = Call("start", asyncio.get_running_loop().time() + self._options.start_s, "start")
+        load = partial(self._updates.load_again, self._config.model_path, call)
+        refuted = await repeating.trial(self._limits, partial(compute, self._control, call), load)
+        if refuted is None:
+            await self._updates.name(self._stamps.label, call)
+        return refuted
 
     async def stop(self) -> None:
         """End the server if it was launched, and whatever waits for it."""

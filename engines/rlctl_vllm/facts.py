@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
-from rlctl_servers.telling import server_info, without_code, without_levels
+from rlctl_servers.telling import WRITES, server_info, without_code, without_levels
 
 from rlctl.engine import Call, EngineConfig
 from rlctl.v1 import common_pb2, fleet_pb2
@@ -119,6 +119,16 @@ class Facts:
         return product
 
     @property
+    def writable(self) -> bool:
+        """Whether it can be updated from disk: of several ranks each must answer for itself."""
+        answers = bool(self.ranks) or self.native or self.world_size == 1
+        return answers and "UpdateWeightsFromDisk" not in self.unsupported
+
+    def unwritable(self, why: str) -> Facts:
+        """The same server, which takes no weights in."""
+        return replace(self, unsupported={**self.unsupported, **dict.fromkeys(WRITES, why)})
+
+    @property
     def fronts(self) -> int:
         """Number of its API servers, each of which may be the one that is asked."""
         return int(self._of("parallel_config", "_api_process_count") or 1)
@@ -171,8 +181,11 @@ class Facts:
             ],
         )
 
-    def capabilities(self, *, readable: bool, probes: bool) -> fleet_pb2.Capabilities:
-        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed."""
+    def capabilities(self, *, readable: bool, probes: bool, unproven: str = "") -> fleet_pb2.Capabilities:
+        """What it can do. ``readable``: its model digest can be had; ``probes``: it can be probed.
+
+        ``unproven``: why it is not known that its loads repeat. Then bytes that arrived prove no update.
+        """
         transports = [common_pb2.TRANSPORT_DISK]
         verification = []
         if self.ranks:
@@ -181,7 +194,9 @@ class Facts:
                 transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
             if not self.cpu:
                 transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
-            verification = [common_pb2.VERIFICATION_LEVEL_NONE, common_pb2.VERIFICATION_LEVEL_RECEIVED]
+            verification = [common_pb2.VERIFICATION_LEVEL_NONE]
+            if not unproven:
+                verification.append(common_pb2.VERIFICATION_LEVEL_RECEIVED)
         elif self.world_size == 1:
             verification = [common_pb2.VERIFICATION_LEVEL_NONE]
         if readable:
@@ -194,13 +209,17 @@ class Facts:
             verification.append(common_pb2.VERIFICATION_LEVEL_PROBE)
             actions.append(CHECK_ACTION_PROBE)
             unsupported.pop("CheckWeights", None)
-        unsupported |= without_levels(verification, answers_for_ranks=self.world_size > 1 and not self.ranks)
+        answers_for_ranks = self.world_size > 1 and not self.ranks
+        unsupported |= without_levels(verification, answers_for_ranks=answers_for_ranks, unproven=unproven)
         return fleet_pb2.Capabilities(
             pause_modes=list(MODES),
             transports=transports,
             # The stage server reads segments in the host's memory, not in a GPU's.
             adapter_transports=[
-                each for each in transports if each in ADAPTERS_BY and (self.cpu or each == common_pb2.TRANSPORT_DISK)
+                each
+                for each in transports
+                if each in ADAPTERS_BY
+                and (each == common_pb2.TRANSPORT_DISK or (self.cpu and "UpdateWeightsFromTensor" not in unsupported))
             ],
             verification=verification,
             load_dtypes=["torch.float32", "torch.bfloat16", "torch.float16"],
@@ -213,7 +232,7 @@ class Facts:
             ],
             unsupported=unsupported,
             keeps_weights=bool(self.memory_tags),
-            answers_for_ranks=self.world_size > 1 and not self.ranks,
+            answers_for_ranks=answers_for_ranks,
         )
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:

@@ -19,6 +19,7 @@ from rlctl.weights.loading import Load, LoadHooks
 from rlctl.weights.shards import ShardMap
 from rlctl.weights.tensors import TensorMeta
 from rlctl_vllm.held import part_of
+from rlctl_vllm.repacking import repack_on_reload
 
 
 class VLLMModel(LoadHooks):
@@ -36,6 +37,7 @@ class VLLMModel(LoadHooks):
         self.rank = int(worker.rank)
         self.size = int(worker.vllm_config.parallel_config.world_size)
         self.device = torch.device(worker.device)
+        repack_on_reload(self._module, self.device)
 
     @property
     def _module(self) -> Any:

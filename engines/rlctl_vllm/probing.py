@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlctl_servers import probing
 from rlctl_servers.control import Control
 from rlctl_servers.generation import Requests
+from rlctl_servers.repeating import Computed
 
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
@@ -43,10 +46,18 @@ class Prober(probing.Prober):
 
     async def logprobs(self, tokens: list[int], call: Call) -> list[float]:
         """The log probability of every token but the first: vLLM's of a prompt are those before temperature."""
-        body = {
-            "token_ids": tokens,
-            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
-        }
-        told = await self._control.ask(GENERATE, body, call=call, admin=False)
-        pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))
-        return [entry[str(token)]["logprob"] for token, entry in pairs[1:]]
+        return list((await compute(self._control, call, tokens, 1)).logprobs)[:-1]
+
+
+async def compute(control: Control, call: Call, tokens: Sequence[int], count: int) -> Computed:
+    """So many greedy tokens after a prompt. vLLM reads no cached prefix of a prompt whose log probabilities are asked
+    for.
+    """
+    sampling = {"max_tokens": count, "min_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": list(tokens), "sampling_params": {**sampling, "prompt_logprobs": 0, "logprobs": 0}}
+    told = await control.ask(GENERATE, body, call=call, admin=False)
+    (choice,) = told["choices"]
+    pairs = list(zip(tokens, told.get("prompt_logprobs") or (), strict=False))
+    scored = [entry[str(token)]["logprob"] for token, entry in pairs[1:]]
+    output = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return Computed(choice["token_ids"], [*scored, *output])

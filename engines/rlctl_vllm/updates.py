@@ -18,6 +18,7 @@ from rlctl_servers.checkpoints import Checkpoints, digest_of
 from rlctl_servers.control import Control, time_left, touched
 from rlctl_servers.marking import Marking
 from rlctl_servers.opened import opened
+from rlctl_servers.stamps import TRYING
 
 from rlctl.engine import Call
 from rlctl.errors import Reason, RlctlError
@@ -86,7 +87,7 @@ class Updates:
         label: Callable[[], str] | None = None,
     ) -> None:
         """``workers``: None where the server takes no tensors in. ``label``: as :class:`Marking` takes it."""
-        self._marking = Marking(self._name, label)
+        self._marking = Marking(self.name, label)
         self._control = control
         self._state = state
         self._checkpoints = checkpoints
@@ -189,11 +190,22 @@ class Updates:
             if not update.loaded:
                 raise Reason.WEIGHTS_INCOMPLETE.error("nothing was written")
             await self._close(call)
-        await self._name(label, call, outcome=OUTCOME_DIRTY)
+        await self.name(label, call, outcome=OUTCOME_DIRTY)
         self._marking.committed()
         self._update = None
         await let_go(self._control, self._state, call)
         return update.report if reports is None else self._each(reports)
+
+    async def load_again(self, checkpoint: str, call: Call) -> None:
+        """The load of the trial at the start: an update from disk that leaves the server's label to its outcome."""
+        await self._marking.begin_trial(call)
+        await self.prepare(PrepareUpdateRequest(), call)
+        try:
+            await self.from_disk(UpdateWeightsFromDiskRequest(model_path=checkpoint), call)
+        except RlctlError:
+            await self.abort(call)
+            raise
+        await self.commit(CommitUpdateRequest(), TRYING, call)
 
     async def abort(self, call: Call) -> None:
         """Close the update; what it wrote stays. Confirms when none is open."""
@@ -222,7 +234,8 @@ class Updates:
         update.dirty = True
         return self._each(reports)
 
-    async def _name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+    async def name(self, label: str, call: Call, *, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> None:
+        """Give the server a label."""
         await self._control.must("/update_weight_version", {"new_version": label}, call=call, outcome=outcome)
 
     async def _close(self, call: Call) -> None:

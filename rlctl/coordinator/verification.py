@@ -82,7 +82,8 @@ def reached(
     obstacles: dict[Level, str] = dict.fromkeys(_OF_BYTES, "")
     for level in obstacles:
         if level not in (VERIFICATION_LEVEL_NONE, *slot.capabilities.verification):
-            obstacles[level] = "its engine has no code for it"
+            why = slot.capabilities.unsupported.get(f"verify={_name(level)}")
+            obstacles[level] = why or "its engine has no code for it"
     if len(together) == 1:
         alone = "no other stage is brought to the version together with it: it has no replica to agree with"
         obstacles[VERIFICATION_LEVEL_REPLICA] = alone

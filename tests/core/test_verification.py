@@ -130,6 +130,15 @@ def test_a_level_that_one_target_cannot_reach_is_refused_and_names_it() -> None:
     assert refused(PROBE, able, probe=True) is None
 
 
+def test_a_level_that_an_engine_has_a_reason_against_is_refused_with_that_reason() -> None:
+    target = slot(can=())
+    target.capabilities.unsupported["verify=received"] = "bytes that arrive prove no load"
+    with pytest.raises(RlctlError) as refused:
+        verification.refuse_unreachable(options(RECEIVED), [target], {"a": TRANSPORT_TORCH_GLOO}, [target])
+    assert refused.value.reason is Reason.VERIFICATION_UNREACHABLE
+    assert "bytes that arrive prove no load" in refused.value.message
+
+
 def test_who_reaches_no_level_at_all_is_refused_and_told_what_would_do() -> None:
     for can, step in (((PROBE,), "Pass a probe"), ((), "")):
         error = refused(0, slot(), slot("b", can=can, opaque=True))

@@ -48,8 +48,9 @@ class Driver:
         config = EngineConfig(str(model_path), tp_size=tp_size, options=options or {})
         self.engine: Any = engine(config, self.failures.append)
 
-    def start(self) -> EngineInfo:
-        self.info = self.admin.submit(self.engine.start({})).result(START_S)
+    def start(self, starts: int = 1) -> EngineInfo:
+        """``starts``: how often the server is started until it is ready."""
+        self.info = self.admin.submit(self.engine.start({})).result(START_S * starts)
         return self.info
 
     def stop(self) -> None:

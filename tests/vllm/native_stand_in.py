@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plain_server import Plain
 from rlctl_vllm import native
-from test_vllm_attached import Plain
 from torch._C._distributed_c10d import TCPStore
 
 from rlctl.client import part

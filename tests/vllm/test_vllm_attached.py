@@ -6,61 +6,32 @@ import asyncio
 import json
 import os
 import signal
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import changed, greedy
+from plain_server import plain_server
 from rlctl_servers.http import Http
 from rlctl_vllm.engine import VLLMEngine
-from rlctl_vllm.options import Options
-from rlctl_vllm.process import VLLMProcess
 from server_stage import Driver, prompt, refusal
 from up_helpers import known, own_state, rlctl_command, when
 
 import rlctl
 from rlctl.client.fleet import connect
 from rlctl.demo.tiny import encode
-from rlctl.engine import EngineConfig
 from rlctl.errors import Reason, RlctlError
-from rlctl.loops import LoopThread
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
 pytestmark = pytest.mark.timeout(400)
 
 
-class Plain(VLLMProcess):
-    """A server on a port, and without the extension."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, Options())
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self.http = Http("vLLM", f"http://127.0.0.1:{self._port}")
-
-    def command(self) -> Sequence[str]:
-        """Its command line, with a port in place of the socket."""
-        words = list(super().command())
-        for name in ("--uds", "--worker-extension-cls"):
-            at = words.index(name)
-            del words[at : at + 2]
-        return [*words, "--port", str(self._port), "--host", "127.0.0.1"]
-
-
 @pytest.fixture(scope="module")
 def url(vllm: str, tiny: tuple[Any, Path]) -> Iterator[str]:
-    loop = LoopThread("plain")
-    process = Plain(EngineConfig(str(tiny[1]), dtype="float32"))
-    try:
-        loop.submit(process.start(lambda error: None)).result(300)
-        yield process.http.url
-    finally:
-        loop.submit(process.stop()).result(60)
-        loop.stop()
+    with plain_server(tiny[1]) as url:
+        yield url
 
 
 def call(url: str, path: str, body: dict[str, Any] | None = None) -> None:
@@ -145,11 +116,31 @@ def test_attaching(url: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     call(url, "/resume")  # it was not ours to end
 
 
+def as_started(url: str, checkpoint: Path) -> None:
+    """The weights and the label of its start."""
+    call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}})
+    call(url, "/update_weight_version", {"new_version": "default"})
+
+
+def test_weights_that_somebody_else_has_put_under_the_first_label_are_not_taken_for_the_checkpoints(
+    url: str, tiny: tuple[Any, Path]
+) -> None:
+    """The update of the test before is what the server holds."""
+    call(url, "/update_weight_version", {"new_version": "default"})
+    driver = Driver(VLLMEngine, tiny[1], options={"url": url})
+    with pytest.raises(RlctlError) as refused:
+        driver.start()
+    driver.stop()
+    assert (refused.value.reason, refused.value.field) == (Reason.ENGINE_FAILED, "options.url")
+    assert "it held other weights than its checkpoint's" in refused.value.message
+    as_started(url, tiny[1])
+
+
 def test_weights_that_an_update_has_left_are_not_taken_for_those_of_the_start(
     url: str, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     """The stage server ends before its update does; vLLM, which it was attached to, does not."""
-    call(url, "/update_weight_version", {"new_version": "default"})  # as it was started
+    as_started(url, tiny[1])
     options = {"url": url, "allowed_roots": f"{tmp_path}:{tiny[1].parent}"}
     changed(tiny[0], seed=2).save_pretrained(tmp_path / "saved")
     first = Driver(VLLMEngine, tiny[1], options=options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rlctl_servers.telling import WRITES
 from rlctl_vllm.facts import Facts
 
 from rlctl.v1 import common_pb2 as common
@@ -27,3 +28,21 @@ def test_what_has_never_run_on_a_gpu_is_called_experimental(device: str, experim
 )
 def test_only_some_load_formats_read_safetensors_files(load_format: str | None, reads: bool) -> None:
     assert Facts("0.1", {"load_config": {"load_format": load_format}}, "", (), {}).reads is reads
+
+
+def test_bytes_that_arrive_prove_no_load_of_a_server_whose_loads_are_not_proven() -> None:
+    rank = {"rank": 0, "digest": "", "device": "cpu", "host_id": "h", "store": ["localhost", 1]}
+    facts = Facts("0.1", {}, "", [rank], {})
+    assert common.VERIFICATION_LEVEL_RECEIVED in facts.capabilities(readable=False, probes=True).verification
+    found = facts.capabilities(readable=False, probes=True, unproven="it was never tried")
+    assert set(found.verification) == {common.VERIFICATION_LEVEL_NONE, common.VERIFICATION_LEVEL_PROBE}
+    assert "it was never tried" in found.unsupported["verify=received"]
+
+
+def test_a_server_that_takes_no_weights_takes_no_adapters_out_of_memory() -> None:
+    rank = {"rank": 0, "digest": "", "device": "cpu", "host_id": "h", "store": ["localhost", 1]}
+    facts = Facts("0.1", {}, "", [rank], {})
+    assert common.TRANSPORT_SHARED_MEMORY in facts.capabilities(readable=False, probes=True).adapter_transports
+    found = facts.unwritable("its loads do not repeat").capabilities(readable=False, probes=True)
+    assert set(found.adapter_transports) == {common.TRANSPORT_DISK}
+    assert {found.unsupported[verb] for verb in WRITES} == {"its loads do not repeat"}
