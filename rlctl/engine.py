@@ -184,11 +184,13 @@ class KnownOptions:
         names: all that may be given.
         taken: those that rlctl sets itself, and what to write instead.
         origin: whose they are, for messages: "SGLang 0.5".
+        frozen: of the settings given, those with which an engine takes no weights, and why.
     """
 
     names: frozenset[str]
     taken: Mapping[str, str] = field(default_factory=dict)
     origin: str = "the engine"
+    frozen: Mapping[str, str] = field(default_factory=dict)
 
 
 def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:

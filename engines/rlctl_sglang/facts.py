@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from rlctl_servers.adapters import ADAPTERS_BY
 from rlctl_servers.control import Control
+from rlctl_servers.keeping import keepers_in
 from rlctl_servers.telling import WRITES, server_info, without_code, without_levels
 
 from rlctl.engine import Call, EngineConfig
@@ -17,6 +18,7 @@ from rlctl.v1 import common_pb2, fleet_pb2
 from rlctl.v1.verbs_pb2 import CHECK_ACTION_PROBE, CheckAction, Loads, ServerInfo
 from rlctl.verbs import VERBS
 from rlctl.weights.identity import CPU, host_id
+from rlctl_sglang.keeping import KEEPERS
 from rlctl_sglang.requests import Limits
 from rlctl_sglang.state import MODES, PAIR_MODES, TAGS
 
@@ -48,12 +50,6 @@ _BY_GROUP = (
     "UpdateWeightsFromTensor",
 )
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
-
-_KEEPERS = (
-    *("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
-    "radix_cache_backend",
-)
-"""Arguments that give SGLang a store of KV entries which a flush leaves as it is (0.5.23)."""
 
 _READING = (
     *("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "layered"),
@@ -258,10 +254,6 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
         unsupported["UpdateWeightsFromTensor"] = (
             "tensors are handed over in memory to servers that the stage server launched, on CPUs of its own node, only"
         )
-    for keeper in _KEEPERS:
-        if info.get(keeper):
-            why = f"what {keeper} keeps outlives a flush, and does not say which weights it was computed with"
-            unsupported |= dict.fromkeys((*_BY_GROUP, "UpdateWeightsFromDisk"), why)
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
@@ -271,6 +263,9 @@ async def ask(control: Control, verbs: Iterable[str], call: Call, *, launched: b
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
     elif dp_size > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
+    for keeper in keepers_in(KEEPERS, info):
+        refused = (*_BY_GROUP, "UpdateWeightsFromDisk", *(_ADAPTERS if keeper.stores else ()))
+        unsupported |= dict.fromkeys(refused, keeper.reason)
     exports = here and facts.ranks == tp_size and dp_size == 1 and routes.issuperset(_EXPORT_ROUTES)
     return Facts(info, unsupported, exports)
 

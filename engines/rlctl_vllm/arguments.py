@@ -10,12 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rlctl_servers import sources
+from rlctl_servers.keeping import keepers_in
 
 from rlctl.engine import KnownOptions
 from rlctl.errors import RlctlError
+from rlctl_vllm.keeping import KEEPERS
 from rlctl_vllm.options import OURS, TAKEN, Options, interpreter
 
 _FRONT = "FrontendArgs"
@@ -35,7 +38,9 @@ def known_options(given: Mapping[str, str]) -> KnownOptions | None:
         python = interpreter(Options(python=given.get("python", "")))
     except RlctlError:
         return None
-    return _of_installation(python)
+    found = _of_installation(python)
+    frozen = {keeper.name: keeper.reason for keeper in keepers_in(KEEPERS, given)}
+    return replace(found, frozen=frozen) if found else None
 
 
 @functools.cache

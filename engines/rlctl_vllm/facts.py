@@ -16,6 +16,7 @@ from rlctl.v1.verbs_pb2 import CHECK_ACTION_CHECKSUM, CHECK_ACTION_PROBE, Loads,
 from rlctl.verbs import VERBS
 from rlctl.vllm_transfer import BACKEND
 from rlctl_vllm import native
+from rlctl_vllm.keeping import kept_by
 from rlctl_vllm.requests import Limits
 from rlctl_vllm.state import MODES, TAGS
 from rlctl_vllm.workers import EXTENSION
@@ -286,6 +287,8 @@ async def ask(
         unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
     elif facts.fronts > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "each of this vLLM's API servers has adapters of its own")
+    for keeper in kept_by(facts.config):
+        unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)
     if not facts.memory_tags:
         for verb in ("ReleaseMemory", "ResumeMemory"):
             unsupported[verb] = "vLLM was started without --enable-sleep-mode: it would release nothing"

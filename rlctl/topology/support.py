@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from rlctl.engine import brings_ranks, spans_nodes
+from rlctl.engine import brings_ranks, known_options, spans_nodes
 from rlctl.topology.plan import Plan
 from rlctl.topology.problems import Problem
 from rlctl.topology.resolved import Group, Model, Topology
@@ -91,6 +91,12 @@ def _of_group(topology: Topology, model: Model, group: Group) -> list[str]:
         found.append(
             f"prefill and decode engines meet on one host, and launcher {topology.launcher} puts engines on several"
         )
+    if model.update_weights and not group.external:
+        known = known_options(model.engine, group.overrides)
+        found += [
+            f"{why}: it takes no updates; leave it out, or write update_weights: false"
+            for why in (known.frozen.values() if known else ())
+        ]
     if len(group.stages) > 1:
         found.append(f"no plug-in runs several pipeline stages yet, and {model.engine} has one")
     if group.pp_size > 1 and model.engine != "sglang":

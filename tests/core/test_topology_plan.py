@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 from test_topology_resolve import HF, REGULAR, flagged, good, load, model
 
+from rlctl.engine import KnownOptions
 from rlctl.launch.spec import EngineSpec
 from rlctl.topology.diff import Change, difference
 from rlctl.topology.flags import Flags
@@ -448,6 +450,19 @@ def test_a_spec_survives_the_way_to_the_supervisor() -> None:
 def test_what_cannot_be_run_is_said_with_its_reason(text: str, words: str) -> None:
     assert any(words in problem.message for problem in unsupported(planned(text).topology))
     assert unsupported(planned(BASIC).topology) == []
+
+
+def test_settings_that_rule_out_updates_are_refused_for_a_model_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known_options(engine: str, given: Mapping[str, str]) -> KnownOptions:
+        kept = {name: f"{name} keeps KV entries" for name in given if name == "mem_fraction_static"}
+        return KnownOptions(frozenset(), frozen=kept)
+
+    monkeypatch.setattr("rlctl.topology.support.known_options", known_options)
+    group = "- {worker_type: regular, num_gpus: 1, overrides: {mem_fraction_static: 0.5}}"
+    (problem,) = unsupported(planned(model(group)).topology)
+    assert problem.message.startswith("mem_fraction_static keeps KV entries: it takes no updates")
+    assert unsupported(planned(model(group, "name: a\nupdate_weights: false")).topology) == []
+    assert unsupported(planned(model(REGULAR)).topology) == []
 
 
 def test_a_plug_in_whose_servers_have_one_node_is_not_started_over_several(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlctl_sglang.arguments import known_options
+from rlctl_sglang.keeping import KEEPERS
 
 
 def test_the_installed_one_has_the_arguments_that_everybody_uses() -> None:
@@ -13,3 +14,10 @@ def test_the_installed_one_has_the_arguments_that_everybody_uses() -> None:
     assert len(known.names) > 200
     assert "mem_fraction_statik" not in known.names
     assert "tp_size" in known.taken
+
+
+def test_settings_that_rule_out_updates_are_arguments_of_the_installed_one() -> None:
+    known = known_options({"enable_eplb": "true", "offload_group_size": "-1"})
+    assert known is not None
+    assert {keeper.name for keeper in KEEPERS} <= known.names
+    assert list(known.frozen) == ["enable_eplb"]

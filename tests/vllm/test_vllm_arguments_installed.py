@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from rlctl_vllm.arguments import known_options
+from rlctl_vllm.keeping import KEEPERS
 from rlctl_vllm.options import OURS
 
 PARSED = """
@@ -25,3 +26,10 @@ def test_they_are_those_that_its_own_parser_takes(vllm: str) -> None:
     left_out = {name for name in real - known.names if name.removeprefix("no_") not in known.taken}
     assert not left_out
     assert len(known.names) > 200
+
+
+def test_settings_that_rule_out_updates_are_arguments_of_the_installed_one(vllm: str) -> None:
+    known = known_options({"python": vllm, "enable_eplb": "true", "load_format": "auto"})
+    assert known is not None
+    assert {keeper.name for keeper in KEEPERS} <= known.names
+    assert list(known.frozen) == ["enable_eplb"]

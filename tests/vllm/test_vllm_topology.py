@@ -29,6 +29,16 @@ def test_an_argument_that_vllm_does_not_have_is_refused_before_anything_starts(
     assert "vLLM" in wrong.stderr
 
 
+def test_a_setting_that_rules_out_updates_is_refused_before_anything_starts(
+    tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_state(monkeypatch, tmp_path):
+        for command, code in (("validate", 2), ("up", 1)):
+            wrong = rlctl_command(command, written(tmp_path, tiny[1], enable_eplb="true"))
+            assert wrong.returncode == code, wrong
+            assert "enable_eplb moves or copies experts" in wrong.stdout + wrong.stderr
+
+
 @pytest.mark.long
 def test_the_engine_is_an_actors_on_a_ray_cluster(
     tiny: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import pytest
 from rlctl_servers.stamps import Stamps
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.facts import ask
+from rlctl_sglang.keeping import KEEPERS
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.requests import has_grammar
 
@@ -30,6 +31,7 @@ async def unsupported(**info: Any) -> set[str]:
             names = "begin_weight_update end_weight_update update_weight_version update_weights_from_distributed"
             names += " update_weights_from_tensor update_weights_from_disk init_weights_update_group"
             names += " destroy_weights_update_group release_memory_occupation resume_memory_occupation"
+            names += " load_lora_adapter unload_lora_adapter"
             return {"paths": {f"/{name}": {} for name in names.split()}}
 
     control: Any = Control()
@@ -42,14 +44,29 @@ async def test_a_plain_server_takes_weights_in_by_every_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "keeper",
+    ("keeper", "value"),
     [
-        *("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
-        "radix_cache_backend",
+        *((keeper.name, "flexkv") for keeper in KEEPERS if not keeper.on and not keeper.off),
+        ("enable_eplb", True),
+        ("offload_group_size", 4),
+        ("dwdp_size", 2),
+        ("ple_offload_backend", "file"),
+        ("weight_cache_mode", "client"),
     ],
 )
-async def test_what_outlives_a_flush_rules_out_updates(keeper: str) -> None:
-    assert {*WRITES} <= await unsupported(**{keeper: "flexkv"})
+async def test_what_a_load_or_a_flush_does_not_reach_rules_out_updates(keeper: str, value: object) -> None:
+    assert {*WRITES} <= await unsupported(**{keeper: value})
+
+
+async def test_a_store_of_kv_entries_rules_out_adapters() -> None:
+    assert "LoadAdapter" in await unsupported(enable_lora=True, enable_lmcache=True)
+    assert "LoadAdapter" not in await unsupported(enable_lora=True, enable_eplb=True)
+
+
+async def test_settings_as_sglang_writes_them_where_nothing_is_set_rule_out_nothing() -> None:
+    off = {"offload_group_size": -1, "dwdp_size": 1, "ple_offload_backend": "pinned", "elastic_ep_backend": None}
+    off |= {"kt_weight_path": None, "weight_cache_mode": "off", "enable_eplb": False, "hicache_storage_backend": None}
+    assert not {*WRITES} & await unsupported(**off)
 
 
 async def test_data_ranks_that_it_does_not_answer_for_rule_out_updates() -> None:
@@ -58,9 +75,7 @@ async def test_data_ranks_that_it_does_not_answer_for_rule_out_updates() -> None
 
 
 async def test_weights_that_are_cached_are_not_released() -> None:
-    found = await unsupported(weight_cache_mode="host")
-    assert "ReleaseMemory" in found
-    assert not {*WRITES} & found
+    assert "ReleaseMemory" in await unsupported(weight_cache_mode="client")
 
 
 @pytest.mark.parametrize("name", ["grpc_port", "grpc_mode", "smg_grpc_mode"])

@@ -260,7 +260,7 @@ async def test_what_keeps_entries_past_a_flush_takes_no_weights() -> None:
         control: Any = Answers(hicache_storage_backend=storage)
         found = await facts.ask(control, facts._ROUTES, Call("c", 0.0), launched=True)
         assert writes & found.unsupported.keys() == refused
-        assert all("outlives a flush" in found.unsupported[verb] for verb in refused)
+        assert all("a flush does not empty" in found.unsupported[verb] for verb in refused)
 
 
 def test_spaces_between_special_tokens_are_said_only_where_the_caller_does() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rlctl_servers.telling import WRITES
 from rlctl_vllm.facts import Facts
+from rlctl_vllm.keeping import kept_by
 
 from rlctl.v1 import common_pb2 as common
 
@@ -46,3 +47,38 @@ def test_a_server_that_takes_no_weights_takes_no_adapters_out_of_memory() -> Non
     found = facts.unwritable("its loads do not repeat").capabilities(readable=False, probes=True)
     assert set(found.adapter_transports) == {common.TRANSPORT_DISK}
     assert {found.unsupported[verb] for verb in WRITES} == {"its loads do not repeat"}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "kv_transfer_config"),
+        ({"cache_config": {"kv_offloading_size": 4.0}}, "kv_offloading_size"),
+        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "ec_transfer_config"),
+        ({"ec_manager_config": {"encoder_cache_manager_cls": "a.B"}}, "ec_manager_config"),
+        ({"parallel_config": {"enable_eplb": True}}, "enable_eplb"),
+        ({"parallel_config": {"enable_elastic_ep": True}}, "enable_elastic_ep"),
+        ({"offload_config": {"prefetch": {"offload_group_size": 8}}}, "offload_group_size"),
+        ({"load_config": {"load_format": "ipc_cache"}}, "load_format"),
+    ],
+)
+def test_what_keeps_weights_or_kv_entries_out_of_an_updates_reach_rules_out_updates(
+    config: dict[str, Any], name: str
+) -> None:
+    (keeper,) = kept_by(config)
+    assert keeper.reason.startswith(name)
+
+
+def test_a_plain_server_keeps_nothing_out_of_an_updates_reach() -> None:
+    """Sections as vLLM 0.32 writes them where nothing is set."""
+    plain = {
+        "kv_transfer_config": None,
+        "cache_config": {"kv_offloading_size": None, "kv_offloading_backend": "native", "enable_prefix_caching": True},
+        "ec_transfer_config": {"ec_connector": None},
+        "ec_manager_config": {"encoder_cache_manager_cls": None, "manager_config": {}},
+        "parallel_config": {"enable_eplb": False, "enable_elastic_ep": False},
+        "offload_config": {"uva": {"cpu_offload_gb": 0}, "prefetch": {"offload_group_size": 0}},
+        "load_config": {"load_format": "auto"},
+    }
+    assert kept_by(plain) == []
+    assert kept_by({}) == []
