@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from forking import NURSERY, standing_in
 
+from rlctl.coordinator.updates import Graces
 from rlctl.launch import processes
 from rlctl.launch.fleet import EngineSpec, LaunchedFleet
 from rlctl.testing import fake_engine
@@ -100,13 +101,15 @@ def make_fleet(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable[...
         token: str | None = None,
         lease_s: float = 10.0,
         heal: bool = True,
+        graces: Graces | None = None,
         options: Mapping[str, str] = MappingProxyType({}),
         **stages: int,
     ) -> AsyncIterator[InProcessFleet]:
         specs = [
             StageSpec(name, checkpoint("one"), tp_size=ranks, options=dict(options)) for name, ranks in stages.items()
         ]
-        async with InProcessFleet(tmp_path / "journal.db", specs, token=token, lease_s=lease_s, heal=heal) as fleet:
+        journal = tmp_path / "journal.db"
+        async with InProcessFleet(journal, specs, token=token, lease_s=lease_s, heal=heal, graces=graces) as fleet:
             yield fleet
 
     return make

@@ -81,6 +81,8 @@ class Prepared:
             reserved=self.plan.placeholders,
             gateways=self.plan.gateways,
             heal_by_hand=tuple(model.name for model in topology.models if not model.heals_itself),
+            owner_grace_s=topology.owner_grace_s,
+            heal_grace_s=topology.heal_grace_s,
         )  # fmt: skip
 
     def obstacles(self) -> list[Problem]:

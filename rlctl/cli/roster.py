@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from rlctl.cli import text
@@ -109,9 +110,18 @@ def why_not(stage: Stage) -> str:
     if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
         # What the operator has said must be seen whatever the state: it holds when the state is over.
         paused = f"paused {_pause(stage)}" if stage.HasField("pause") else ""
-        said = [text.error(stage.quarantine), _disabled(stage), paused]
-        return "; ".join(filter(None, said)) or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
+        said = "; ".join(filter(None, [text.error(stage.quarantine), _disabled(stage), paused]))
+        why = said or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
+        return "; ".join(filter(None, [why, _healed(stage)]))
     return stage.not_routable.removeprefix(f"{_state(stage)}: ")
+
+
+def _healed(stage: Stage) -> str:
+    """When it is healed by itself."""
+    if not stage.HasField("heal_time"):
+        return ""
+    left_s = max(0.0, stage.heal_time.ToNanoseconds() / 1e9 - time.time())
+    return f"healed in {text.elapsed(left_s)} unless an update comes first"
 
 
 def _disabled(stage: Stage) -> str:
@@ -142,6 +152,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Updatable", text.yes(model.updatable)),
                 ("Open update", model.update_id),
                 ("Held by", model.update_owner),
+                ("Its lease", f"{text.duration(model.update_lease)} left" if model.HasField("update_lease") else ""),
                 ("Trainer incarnation", str(model.trainer_incarnation)),
             ]
         )
@@ -176,6 +187,7 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Adapters", text.adapters(report.adapters)),
             ("Open update", report.update_id),
             ("Staging", stage.staging_update_id),
+            ("Healed at", text.moment(stage.heal_time)),
             ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
             ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
             ("Paused by name", _pause(stage) if stage.HasField("pause") else ""),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.state import state_directory
-from rlctl.cli.types import DEVICE, LEVEL, pairs
+from rlctl.cli.types import DEVICE, DURATION, LEVEL, pairs
 
 DEVICE_OPTION = click.option(
     "--device",
@@ -75,12 +75,26 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     metavar="SLOT,...",
     help="Slots that may be filled; others are refused until `rlctl admit` lets them in.  [default: every slot]",
 )
+@click.option(
+    "--owner-grace",
+    type=DURATION,
+    metavar="DURATION",
+    help="How long the owner of an update may be silent after a write has failed.  [default: 5s]",
+)
+@click.option(
+    "--heal-grace",
+    type=DURATION,
+    metavar="DURATION",
+    help="How long a DIRTY stage is left to the next update before it is healed.  [default: 60s]",
+)
 @_server_options
 def coordinator(
     journal: str,
     new: bool,
     heal_by_hand: tuple[str, ...],
     admit_only: str | None,
+    owner_grace: float | None,
+    heal_grace: float | None,
     listen: str,
     token_file: str,
     insecure: bool,
@@ -90,13 +104,22 @@ def coordinator(
     """Run a coordinator."""
     from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
     from rlctl.coordinator.start_over import start_over
+    from rlctl.coordinator.updates import Graces
     from rlctl.process import announce
     from rlctl.transport.auth import load_token
 
+    usual = Graces()
+    graces = Graces(owner_grace or usual.owner_s, heal_grace or usual.heal_s)
     path = Path(journal) if journal else state_directory() / "journal.db"
     topology = None if admit_only is None else tuple(filter(None, admit_only.split(",")))
     config = CoordinatorConfig(
-        path, listen, load_token(file=token_file), insecure, heal_by_hand=heal_by_hand, topology=topology
+        path,
+        listen,
+        load_token(file=token_file),
+        insecure,
+        heal_by_hand=heal_by_hand,
+        topology=topology,
+        graces=graces,
     )
 
     async def start() -> Callable[[], Any]:

@@ -114,6 +114,7 @@ class _Supervisor:
             reserved=wanted.reserved,
             gateways=wanted.gateways,
             heal_by_hand=wanted.heal_by_hand,
+            graces={"--owner-grace": wanted.owner_grace_s, "--heal-grace": wanted.heal_grace_s},
             new=new,
         )
 

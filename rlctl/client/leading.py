@@ -61,6 +61,9 @@ from rlctl.weights.tensors import TensorMeta, from_proto
 ABORT_S = 60.0
 """How long the coordinator may take to end an update that is given up, while the update's time is not up."""
 
+RENEW_S = 2.0
+"""Longest time between two renewals of the lease: after a failed write a coordinator waits 5 s for the owner."""
+
 LATE_S = 5.0
 """And after that: a trainer does not wait for a coordinator that is gone."""
 
@@ -538,7 +541,7 @@ class Leading:
     @contextlib.asynccontextmanager
     async def _renewing(self, plan: BeginWeightUpdateResponse) -> AsyncIterator[None]:
         request = RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
-        every = seconds(plan.lease_ttl) / 3
+        every = min(seconds(plan.lease_ttl) / 3, RENEW_S)
 
         async def renew() -> None:
             while True:

@@ -51,6 +51,7 @@ class OpenUpdate:
         turned: set once the present batch is committed, or the update has ended.
         ended: it is not open any more.
         planning: held while it is planned anew, for another attempt or the next batch: nobody is told the half of it.
+        owner_grace_s: how long its owner may be silent after a write has failed; 0: for as long as always.
     """
 
     session: Session
@@ -67,6 +68,9 @@ class OpenUpdate:
     turned: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    owner_grace_s: float = 0.0
+    _silence_s: float = 0.0
+    _limit: asyncio.Timeout | None = None
 
     @property
     def is_heard(self) -> bool:
@@ -75,7 +79,37 @@ class OpenUpdate:
 
     def renew(self, now: float) -> None:
         """Let the lease run for its full time from then on."""
-        self.lease_until = now + self.lease_ttl_s
+        self._run_until(now + self.lease_ttl_s, self.lease_ttl_s, now)
+
+    def fail(self, now: float) -> None:
+        """A write of the present attempt has failed. A living owner retries, aborts or renews; a silent one is taken to
+        have died, which is what breaks groups most often.
+        """
+        self.broken = True
+        if self.owner_grace_s and now + self.owner_grace_s < self.lease_until:
+            self._run_until(now + self.owner_grace_s, self.owner_grace_s, now)
+
+    def _run_until(self, until: float, silence_s: float, now: float) -> None:
+        self.lease_until = self.session.model.lease_until = until
+        self._silence_s = silence_s
+        if self._limit is not None and not self._limit.expired():
+            limit = min(until, self.session.deadline) - now
+            self._limit.reschedule(asyncio.get_running_loop().time() + max(0.0, limit))
+
+    async def word(self, now: float) -> None:
+        """Return once it is decided, its lease has run out or its time is up."""
+        until = min(self.lease_until, self.session.deadline)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(until - now) as self._limit:
+                await self.decided.wait()
+        self._limit = None
+
+    @property
+    def silence(self) -> str:
+        """How long its owner was not heard, once the lease has run out."""
+        if self._silence_s < self.lease_ttl_s:
+            return f"was not heard for {self._silence_s:g} s after a write had failed"
+        return f"did not renew the lease for {self.lease_ttl_s:g} s"
 
     def decide(self, *, expected: Expected = NOTHING, verdict: RlctlError | None = None) -> None:
         """For the version (what the sources say of it) or against it (why). The first word counts, batch by batch."""
@@ -153,7 +187,7 @@ class Attempts:
             if isinstance(request, UpdateWeightsFromDistributedRequest):
                 group_names = sorted({bucket.group_name or request.group_name for bucket in request.buckets})
             if run.given_up:
-                opened.broken = True
+                opened.fail(self._clock.now())
                 together = self._together(session.reached_by(request), run, group_names)
                 together.leave()  # or its source would wait in them for those that never come
                 await together.left()
@@ -162,7 +196,7 @@ class Attempts:
                 await session.ready()
             except RlctlError:
                 # One that is gone by now costs an attempt, as if it had gone a moment later.
-                opened.broken = True
+                opened.fail(self._clock.now())
                 for result in session.unprepared:
                     run.add(result)
                 raise
@@ -176,7 +210,7 @@ class Attempts:
                 if not stray:
                     opened.received += results
                     if not all(acknowledged(r, update=True) for r in results):
-                        opened.broken = True
+                        opened.fail(self._clock.now())
                         if group_names:
                             self._book.broke(session.model.record.name)
 

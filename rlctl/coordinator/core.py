@@ -28,7 +28,7 @@ from rlctl.coordinator.peers import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.planning import Planner
 from rlctl.coordinator.records import parsed
 from rlctl.coordinator.roster import Roster, Slot, enable, model_put, names
-from rlctl.coordinator.updates import Updates
+from rlctl.coordinator.updates import Graces, Updates
 from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason, RlctlError, from_detail
 from rlctl.ports import Clock, Dialer, Journal, Put
@@ -96,11 +96,13 @@ class Coordinator:
         heal_by_hand: Collection[str] = (),
         retained: int = RETAINED,
         topology: Collection[str] | None = None,
+        graces: Graces | None = None,
     ) -> None:
         """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
         joiners and restarted engines wait until somebody asks, where others are brought to the published version;
         ``retained``: ended operations that are kept; ``topology``: the slots that may be filled, beside those on
-        record and those that an operator admits. None: every slot.
+        record and those that an operator admits. None: every slot. ``graces``: how long is waited for trainers that
+        may be gone.
         """
         self._journal = journal
         self._dialer = dialer
@@ -130,6 +132,7 @@ class Coordinator:
             planner=planner,
             attempts=attempts,
             heal_by_hand=heal_by_hand,
+            graces=graces or Graces(),
         )
         self._disk = FromDisk(self.updates, self.roster, planner, clock)
         self.implicit = Implicit(

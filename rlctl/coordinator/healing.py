@@ -14,6 +14,8 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from rlctl.coordinator.adapters import FinishAdapter
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
@@ -61,7 +63,12 @@ AGAIN_S = (0.1, 1.0, 3.0, 10.0, 30.0)
 """Pauses between tries to heal a stage: something else may hold it, or an update was begun and refused."""
 
 GRACE_S = 60.0
-"""How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed."""
+"""How long a stage that is DIRTY or quarantined is left to the trainer's next update before it is healed, where nothing
+else is configured.
+"""
+
+LATER_S = 0.01
+"""So much after a stage is due it is looked at: timers may come a little early."""
 
 MAKE_WAY_S = 5.0
 """How long whatever goes first waits for a heal to end that it has cancelled."""
@@ -116,8 +123,12 @@ class Healer:
         clock: Clock,
         *,
         by_hand: Collection[str],
+        grace_s: float = GRACE_S,
     ) -> None:
-        """``by_hand``: models whose stages are healed only when somebody asks."""
+        """``by_hand``: models whose stages are healed only when somebody asks; ``grace_s``: how long a stage that is
+        DIRTY or quarantined is left to the trainer's next update.
+        """
+        self._grace_s = grace_s
         self._roster = roster
         self._peers = peers
         self._fanout = fanout
@@ -236,15 +247,29 @@ class Healer:
         something spoilt it or it was tried in vain.
         """
         if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
-            slot.spoilt_at, slot.unhealable = None, ""
+            slot.heal_at, slot.heal_time, slot.unhealable = None, None, ""
             return False
         if slot.state == STAGE_STATE_STALE and slot.late:
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
-        if not needs_heal(slot) and slot.spoilt_at is None:
+        if not needs_heal(slot) and slot.heal_at is None:
             return True
-        if slot.spoilt_at is None:
-            slot.spoilt_at = self._clock.now()
-        return self._clock.now() - slot.spoilt_at >= GRACE_S
+        if slot.heal_at is None:
+            self._postpone(slot, self._grace_s)
+        assert slot.heal_at is not None
+        return self._clock.now() >= slot.heal_at
+
+    def _postpone(self, slot: Slot, wait_s: float) -> None:
+        """Heal a stage after a while, unless an update reaches it before."""
+        slot.heal_at = self._clock.now() + wait_s
+        slot.heal_time = Timestamp()
+        slot.heal_time.FromNanoseconds(self._clock.wall().ToNanoseconds() + round(wait_s * 1e9))
+        asyncio.get_running_loop().call_later(wait_s + LATER_S, self.look, slot)
+        self._roster.changed()
+
+    def abandoned(self, slots: Collection[Slot]) -> None:
+        """The owner of their update is gone: there is no next update of its that they could be left to."""
+        for slot in slots:
+            self._postpone(slot, 0.0)
 
     def _is_admitted(self, slot: Slot) -> bool:
         return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
@@ -323,10 +348,10 @@ class Healer:
             if done or self._roster.slots.get(slot.name) is not slot:
                 break
         if needs_heal(slot):
-            slot.spoilt_at = self._clock.now()
+            self._postpone(slot, self._grace_s)
             slot.late = False  # from now on it is tried once in a while
         elif self._sources.lacks_adapters(slot):
-            slot.spoilt_at = self._clock.now()
+            self._postpone(slot, self._grace_s)
         # Another one may have waited for its turn.
         for other in list(self._roster.slots.values()):
             if other.model == slot.model and other is not slot:

@@ -101,8 +101,9 @@ class Slot:
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
         leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
-        spoilt_at: since when, on the clock's ``now``, it waits to be healed because something spoilt it, or a heal was
-            in vain; None: it does not.
+        heal_at: when, on the clock's ``now``, it is healed because something spoilt it, or tried again after a failed
+            heal; None: it does not wait.
+        heal_time: the same as wall time, for people.
         unhealable: why it needs a heal and can get none, or "".
         misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
         engine_failure: why its process has ended, as its launcher says it; None: it has said nothing.
@@ -126,7 +127,8 @@ class Slot:
     restoring: bool = False
     late: bool = True
     leaving: int = 0
-    spoilt_at: float | None = None
+    heal_at: float | None = None
+    heal_time: Timestamp | None = None
     unhealable: str = ""
     misread: bool = False
     engine_failure: EngineFailure | None = None
@@ -245,6 +247,7 @@ class ModelState:
         only: while a version is being published, the stages that may serve; None: all may.
         update_id: open update, or "".
         update_owner: who holds it.
+        lease_until: when, on the clock's ``now``, it is aborted unless its owner is heard; None: none is open.
         fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
             this coordinator.
         opening: held while an update of it is planned and accepted, or a stage of it leaves.
@@ -255,6 +258,7 @@ class ModelState:
     only: frozenset[Slot] | None = None
     update_id: str = ""
     update_owner: str = ""
+    lease_until: float | None = None
     fingerprints: bytes = b""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -602,6 +606,9 @@ class Roster:
             checkpoint=model.record.checkpoint,
             adapters=model.record.adapters,
             verification=model.record.verification if model.record.HasField("verification") else None,
+            update_lease=duration(max(0.0, model.lease_until - self._clock.now()))
+            if model.lease_until is not None
+            else None,
         )
 
     def _stage(self, slot: Slot) -> Stage:
@@ -624,6 +631,7 @@ class Roster:
             disabled_reason=slot.record.disabled_reason,
             disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
             pause=slot.pause,
+            heal_time=slot.heal_time if slot.heal_at is not None and self._clock.now() < slot.heal_at else None,
         )
         if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
             stage.report.lease_held = False  # it said otherwise while there was a link, and has heard of none since
@@ -656,7 +664,10 @@ def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
     """The models and stages that differ from what was sent, which is brought up to date."""
     changed = Fleet(header=fleet.header, revision=fleet.revision)
     for model in fleet.models:
-        content = model.SerializeToString(deterministic=True)
+        steady = Model()
+        steady.CopyFrom(model)
+        steady.ClearField("update_lease")
+        content = steady.SerializeToString(deterministic=True)
         if seen.get("m:" + model.name) != content:
             seen["m:" + model.name] = content
             changed.models.add().CopyFrom(model)

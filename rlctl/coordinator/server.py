@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from rlctl.coordinator.core import Coordinator
 from rlctl.coordinator.sqlite_journal import SqliteJournal
+from rlctl.coordinator.updates import Graces
 from rlctl.errors import RlctlError
 from rlctl.ports import SystemClock
 from rlctl.transport.handlers import Streaming, Unary, generic_handler
@@ -45,6 +46,7 @@ class CoordinatorConfig:
         heal_by_hand: models whose late joiners and restarted engines wait until somebody asks for a heal; others are
             brought to the published version without being asked.
         topology: the slots that may be filled, beside those that an operator admits; None: every slot.
+        graces: how long is waited for trainers that may be gone.
     """
 
     journal: Path
@@ -54,6 +56,7 @@ class CoordinatorConfig:
     serving_lease_s: float = 10.0
     heal_by_hand: Collection[str] = ()
     topology: Collection[str] | None = None
+    graces: Graces = field(default_factory=Graces)
 
 
 class CoordinatorServer:
@@ -70,6 +73,7 @@ class CoordinatorServer:
             lease_s=config.serving_lease_s,
             heal_by_hand=config.heal_by_hand,
             topology=config.topology,
+            graces=config.graces,
         )
         handler = generic_handler(SERVICE, methods(self.coordinator), most_streams=MOST_STREAMS)
         self._server = GrpcServer([(SERVICE, handler)], token=config.token, insecure=config.insecure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
@@ -14,7 +15,7 @@ from rlctl.coordinator.attempts import Attempts, OpenUpdate, Write
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
 from rlctl.coordinator.groups import GroupBook
-from rlctl.coordinator.healing import MAKE_WAY_S, Healer
+from rlctl.coordinator.healing import GRACE_S, MAKE_WAY_S, Healer
 from rlctl.coordinator.joining import Joining
 from rlctl.coordinator.operations import Operations, Run
 from rlctl.coordinator.orphans import Orphans
@@ -56,6 +57,9 @@ UPDATE_S = 600.0
 TRAINERS_UPDATE = "WeightUpdate"
 """What the update of a trainer, of several calls, is recorded as."""
 
+OWNER_S = 5.0
+"""For a word of an update's owner after a write has failed, where nothing else is configured."""
+
 STOPPED_S = 1.0
 """Whoever sees this much too late that a lease ran out was stopped itself: what the owner said meanwhile is unread."""
 
@@ -63,6 +67,19 @@ LOOK_S = 10.0
 """How often every stage is looked at: a source to heal it from may have appeared, or an owner gone. What the journal
 did not take is written again, too.
 """
+
+
+@dataclass(frozen=True)
+class Graces:
+    """How long is waited for a trainer that may be gone, seconds.
+
+    Attributes:
+        owner_s: for a word of an update's owner after a write has failed, where its lease would be longer.
+        heal_s: for the next update, before a stage that is DIRTY or quarantined is healed.
+    """
+
+    owner_s: float = OWNER_S
+    heal_s: float = GRACE_S
 
 
 class Updates:
@@ -81,8 +98,10 @@ class Updates:
         planner: Planner,
         attempts: Attempts,
         heal_by_hand: Collection[str],
+        graces: Graces,
     ) -> None:
         """``heal_by_hand``: models whose late joiners and restarted engines wait until somebody asks for a heal."""
+        self._owner_grace_s = graces.owner_s
         self._roster = roster
         self._peers = peers
         self._fanout = fanout
@@ -93,7 +112,9 @@ class Updates:
         self._planner = planner
         self._attempts = attempts
         self._rolling = Rolling(self._groups, self._planner, roster, journal)
-        self._healer = Healer(roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand)
+        self._healer = Healer(
+            roster, peers, fanout, operations, journal, clock, by_hand=heal_by_hand, grace_s=graces.heal_s
+        )
         self._orphans = Orphans(roster, fanout, clock, self.is_open, operations.holds)
         self.joining = Joining(operations, clock)
         self._open: dict[str, OpenUpdate] = {}
@@ -443,7 +464,11 @@ class Updates:
             raise
         ttl = seconds(plan.lease_ttl)
         lease_until = self._clock.now() + ttl if content is None else session.deadline
-        opened = self._open[plan.update_id] = OpenUpdate(session, run, ttl, lease_until, abandoned=abandoned)
+        leased = content is None and not begin.implicit  # others show by their writes that they are there
+        opened = self._open[plan.update_id] = OpenUpdate(
+            session, run, ttl, lease_until, abandoned=abandoned, owner_grace_s=self._owner_grace_s if leased else 0.0
+        )
+        model.lease_until = lease_until
         if run.given_up:
             opened.decide(verdict=Reason.CANCELLED.error("cancelled while it was begun"))
         model.update_id = plan.update_id
@@ -470,6 +495,8 @@ class Updates:
                 cause = typed(error)
                 opened.decide(verdict=cause)
                 await session.abort(run, cause)
+                if cause.reason is Reason.LEASE_EXPIRED:
+                    self._healer.abandoned(session.frozen)
                 await session.leave_groups(self._groups.unformed(session.record.plan))
             raise
         finally:
@@ -481,6 +508,7 @@ class Updates:
             opened.turned.set()
             self._let_go(session)
             session.model.update_id = session.model.update_owner = ""
+            session.model.lease_until = None
             self._roster.changed()
             self._look_after(session.model.record.name)
 
@@ -502,10 +530,7 @@ class Updates:
     async def _decision(self, opened: OpenUpdate) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
         while not opened.decided.is_set():
-            until = min(opened.lease_until, opened.session.deadline)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until - self._clock.now()):
-                    await opened.decided.wait()
+            await opened.word(self._clock.now())
             if opened.decided.is_set():
                 break
             if self._clock.now() >= opened.session.deadline:
@@ -515,7 +540,7 @@ class Updates:
                 opened.renew(self._clock.now())
             if self._clock.now() >= opened.lease_until:
                 owner = opened.session.model.update_owner
-                raise Reason.LEASE_EXPIRED.error(f"{owner} did not renew the lease for {opened.lease_ttl_s:g} s")
+                raise Reason.LEASE_EXPIRED.error(f"{owner} {opened.silence}")
         if opened.verdict is not None:
             raise opened.verdict
 

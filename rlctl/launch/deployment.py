@@ -22,6 +22,8 @@ _FIXED = {
     "share": "fleet.ray.bundle_share",
     "interface": "fleet.network.interface",
     "per_node": "fleet.num_gpus_per_node",
+    "owner_grace_s": "fleet.owner_grace_s",
+    "heal_grace_s": "fleet.heal_grace_s",
 }
 """What cannot change in a fleet that is up, by the key that says it: who heeds it is told once, at its start."""
 
@@ -47,6 +49,8 @@ class Deployment:
         reserved: room that placeholders keep free.
         gateways: HTTP gateways.
         heal_by_hand: models whose engines are healed only when somebody asks.
+        owner_grace_s: how long the owner of an update may be silent after a write has failed.
+        heal_grace_s: how long a DIRTY engine is left to the next update before it is healed.
     """
 
     name: str
@@ -65,6 +69,8 @@ class Deployment:
     reserved: tuple[Reservation, ...] = ()
     gateways: tuple[GatewaySpec, ...] = ()
     heal_by_hand: tuple[str, ...] = ()
+    owner_grace_s: float = 5.0
+    heal_grace_s: float = 60.0
 
     def launcher_of(self, logs: Path, token: str | None) -> Launcher | None:
         """The launcher, connected to its cluster; None: this machine's. Raises UNSUPPORTED, UNREACHABLE."""

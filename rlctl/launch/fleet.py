@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from rlctl import private
@@ -66,6 +66,7 @@ class LaunchedFleet:
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
         heal_by_hand: Sequence[str] = (),
+        graces: Mapping[str, float] = MappingProxyType({}),
         new: bool = False,
     ) -> None:
         """``directory``: where the journal and the logs go; a temporary one if None. The fleet of a journal that is
@@ -74,9 +75,11 @@ class LaunchedFleet:
         ``on_progress`` is told what happens, a line each. ``module``: what the processes run in place of ``rlctl``;
         it must do what that does, and may do more. ``launcher``: where engines run; None: on this machine, where the
         coordinator and the ``gateways`` run in any case. ``reserved``: room that is kept free.
-        ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal.
+        ``heal_by_hand``: models whose engines wait, stale, until somebody asks for a heal. ``graces``: of the
+        coordinator, seconds by option.
         """
         self._new = new
+        self._graces = dict(graces)
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
         """What the coordinator goes by."""
@@ -343,6 +346,7 @@ class LaunchedFleet:
 
     def _start_coordinator(self, listen: str, *, new: bool = False) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.journal), *(["--new"] if new else [])]
+        arguments += [part for option, grace_s in self._graces.items() for part in (option, f"{grace_s:g}s")]
         arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
         slots = {spec.slot for spec in self.engines}
         arguments += ["--admit-only", ",".join(sorted(slots))]

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.coordinator.updates import Graces
 from rlctl.engine import EngineConfig, brings_ranks
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.transport import grpc
@@ -45,13 +46,17 @@ class InProcessFleet:
         token: str | None = None,
         lease_s: float = 10.0,
         heal: bool = True,
+        graces: Graces | None = None,
     ) -> None:
-        """``heal``: late joiners and restarted engines of model "actor" are healed without being asked."""
+        """``heal``: late joiners and restarted engines of model "actor" are healed without being asked; ``graces``: how
+        long is waited for trainers that may be gone.
+        """
         self.journal = journal
         self.specs = list(stages)
         self.token = token
         self.lease_s = lease_s
         self.heal = heal
+        self.graces = graces or Graces()
         self.stages: dict[str, StageServer] = {}
         self.workers: dict[tuple[str, int], WorkerServer] = {}
 
@@ -79,6 +84,7 @@ class InProcessFleet:
             token=self.token,
             serving_lease_s=self.lease_s,
             heal_by_hand=() if self.heal else ("actor",),
+            graces=self.graces,
         )
         self.server = CoordinatorServer(config)
         await self.server.start()

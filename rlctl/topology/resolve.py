@@ -81,6 +81,8 @@ class _Resolver:
             backoff_s=restart.get("backoff_s", 1.0),
             heal_timeout_s=fleet.get("heal_timeout_s", 300.0),
             load_timeout_s=fleet.get("load_timeout_s", LOAD_S),
+            owner_grace_s=fleet.get("owner_grace_s", 5.0),
+            heal_grace_s=fleet.get("heal_grace_s", 60.0),
             drain_timeout_s=fleet.get("drain_timeout_s", 60.0),
             models=tuple(models),
         )

@@ -108,6 +108,8 @@ class Topology:
         backoff_s: before the first attempt, seconds.
         heal_timeout_s: longest time until a new engine is routable, seconds.
         load_timeout_s: longest time for an engine to load, seconds.
+        owner_grace_s: how long the owner of an update may be silent after a write has failed, seconds.
+        heal_grace_s: how long a DIRTY engine is left to the next update, seconds.
         drain_timeout_s: longest time for requests to end, seconds.
         models: in the file's order.
     """
@@ -130,5 +132,7 @@ class Topology:
     backoff_s: float
     heal_timeout_s: float
     load_timeout_s: float
+    owner_grace_s: float
+    heal_grace_s: float
     drain_timeout_s: float
     models: tuple[Model, ...]

@@ -150,6 +150,10 @@ FLEET = (
         "300", least=1),
     Key("load_timeout_s", "number", "Seconds that an engine may take to load, from the start of its rank 0.", "1860",
         least=1),
+    Key("owner_grace_s", "number", "Seconds that the owner of an update may be silent after a write has failed.", "5",
+        least=0.1),
+    Key("heal_grace_s", "number", "Seconds that a DIRTY engine is left to the next update before it is healed.", "60",
+        least=0.1),
     Key("drain_timeout_s", "number", "Seconds that requests have to end before their engine is removed.", "60",
         least=0),
 )  # fmt: skip

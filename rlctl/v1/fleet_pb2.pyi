@@ -592,6 +592,7 @@ class Stage(_message.Message):
     DISABLE_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FAILURE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    HEAL_TIME_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Grows when what fills the slot restarts; assigned by the coordinator."""
     state: _common_pb2.StageState.ValueType
@@ -636,6 +637,10 @@ class Stage(_message.Message):
     def pause(self) -> Global___Pause:
         """The pause by name that is in force for it. Until it has paused it gets no serving lease. Unset: none."""
 
+    @_builtins.property
+    def heal_time(self) -> _timestamp_pb2.Timestamp:
+        """When it is healed by itself, unless an update reaches it before. Unset: it waits for no heal, or is due for one."""
+
     def __init__(
         self,
         *,
@@ -654,10 +659,11 @@ class Stage(_message.Message):
         disable_time: _timestamp_pb2.Timestamp | None = ...,
         engine_failure: Global___EngineFailure | None = ...,
         pause: Global___Pause | None = ...,
+        heal_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "engine_failure", b"engine_failure", "last_heard", b"last_heard", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "engine_failure", b"engine_failure", "heal_time", b"heal_time", "last_heard", b"last_heard", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_time", b"disable_time", "disabled_reason", b"disabled_reason", "enabled", b"enabled", "engine_failure", b"engine_failure", "heal_time", b"heal_time", "incarnation", b"incarnation", "last_heard", b"last_heard", "not_routable", b"not_routable", "pause", b"pause", "quarantine", b"quarantine", "registration", b"registration", "report", b"report", "routable", b"routable", "staging_update_id", b"staging_update_id", "state", b"state", "unhealable", b"unhealable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,6 +686,7 @@ class Model(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    UPDATE_LEASE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     updatable: _builtins.bool
@@ -710,6 +717,10 @@ class Model(_message.Message):
     def verification(self) -> _common_pb2.Verification:
         """Evidence for the latest version: of each kind, the weakest among the stages that its update brought to it."""
 
+    @_builtins.property
+    def update_lease(self) -> _duration_pb2.Duration:
+        """Of an open update: time until it is aborted, unless its owner is heard before."""
+
     def __init__(
         self,
         *,
@@ -724,10 +735,11 @@ class Model(_message.Message):
         checkpoint: _builtins.str = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         verification: _common_pb2.Verification | None = ...,
+        update_lease: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "verification", b"verification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "update_lease", b"update_lease", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_owner", b"update_owner", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_lease", b"update_lease", "update_owner", b"update_owner", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

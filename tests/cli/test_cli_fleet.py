@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -309,6 +310,16 @@ def test_a_dirty_stage_has_what_clears_it_beside_it_where_no_cause_is_known() ->
     dirty.quarantine.CopyFrom(Reason.GROUP_FAILED.error("it broke").detail())
     assert why_not(dirty) == "GROUP_FAILED: it broke"
     assert why_not(Stage(state=STAGE_STATE_PAUSED, not_routable="PAUSED", enabled=True)) == ""
+
+
+def test_a_dirty_stage_says_in_how_long_it_is_healed() -> None:
+    dirty = Stage(state=STAGE_STATE_DIRTY, not_routable="DIRTY: its weights are a mixture", enabled=True)
+    dirty.heal_time.FromSeconds(int(time.time()) + 43)
+    assert re.fullmatch(
+        r"its weights are a mixture; healed in 4[0-3]\.\ds unless an update comes first", why_not(dirty)
+    )
+    dirty.heal_time.FromSeconds(1)
+    assert "healed in 0ms" in why_not(dirty), "a clock that is ahead of the coordinator's"
 
 
 def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:

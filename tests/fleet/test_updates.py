@@ -10,6 +10,7 @@ import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
 from rlctl.coordinator.session import Session
+from rlctl.coordinator.updates import Graces
 from rlctl.engine import Call
 from rlctl.errors import Reason
 from rlctl.ports import new_uuid7
@@ -193,9 +194,70 @@ async def test_a_lease_that_is_not_renewed_ends_the_update(fleet: InProcessFleet
     async with asyncio.timeout(15):
         await run.ended.wait()
     assert run.operation.error.reason == "LEASE_EXPIRED"
-    assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
+    assert {result.outcome for result in run.operation.stage_results} == {OUTCOME_DIRTY}
     late = await commit(fleet, plan)
     assert late.state == OPERATION_STATE_FAILED
+    # No next update of the owner's is waited for.
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    assert weights(fleet) == ["one"] * 3
+
+
+BROKEN = Reason.GROUP_FAILED.error("connection closed by peer", outcome=OUTCOME_DIRTY)
+
+
+async def test_an_owner_that_is_silent_after_a_failed_write_is_not_waited_for(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, b=1, graces=Graces(owner_s=0.3)) as fleet:
+        plan = await begin(fleet, lease_ttl=duration(1000))
+        await join(fleet, plan)
+        assert fleet.server.coordinator.roster.fleet().models[0].update_lease.seconds >= 990
+        fault(fleet, 0, 1, "update_weights_from_distributed", BROKEN)
+        assert (await write(fleet, plan, "w1")).state == OPERATION_STATE_FAILED
+        fake_engine.FAULTS.clear()
+        run = fleet.server.coordinator.operations.get(plan.update_id)
+        async with asyncio.timeout(10):
+            await run.ended.wait()
+        assert run.operation.error.reason == "LEASE_EXPIRED"
+        assert "was not heard for 0.3 s after a write had failed" in run.operation.error.message
+        assert not fleet.server.coordinator.roster.fleet().models[0].HasField("update_lease")
+        await fleet.until(lambda stages: all(stage.routable for stage in stages))
+        assert version_of(fleet) == ("initial", 1)
+
+
+async def test_an_owner_that_is_heard_after_a_failed_write_has_its_whole_lease(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, graces=Graces(owner_s=0.5)) as fleet:
+        plan = await begin(fleet, lease_ttl=duration(1000), retries=1)
+        await join(fleet, plan)
+        fault(fleet, 0, 1, "update_weights_from_distributed", BROKEN)
+        assert (await write(fleet, plan, "w1")).state == OPERATION_STATE_FAILED
+        fake_engine.FAULTS.clear()
+        renewal = u.RenewLeaseRequest(update_id=plan.update_id, fencing_token=plan.fencing_token)
+        await fleet.stub.RenewLease(renewal)
+        await asyncio.sleep(1.0)
+        assert fleet.server.coordinator.updates.is_open(plan.update_id)
+        again = u.RetryWeightUpdateRequest(
+            update_id=plan.update_id, fencing_token=plan.fencing_token, failed_attempt=plan.attempt
+        )
+        plan = await fleet.stub.RetryWeightUpdate(again)
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w1")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+
+
+async def test_a_stage_that_is_left_to_the_next_update_says_when_it_is_healed(make_fleet: Callable) -> None:
+    async with make_fleet(a=1, graces=Graces(heal_s=1.5)) as fleet:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "w1")
+        began = time.time()
+        await abort(fleet, plan)
+        await eventually(lambda: fleet.stage("a").HasField("heal_time"))
+        assert fleet.stage("a").state == common.STAGE_STATE_DIRTY
+        due = fleet.stage("a").heal_time.ToNanoseconds() / 1e9
+        assert began + 1.4 < due < time.time() + 1.6
+        await fleet.until(lambda stages: stages[0].routable)
+        assert time.time() > due - 0.1, "not before"
+        assert not fleet.stage("a").HasField("heal_time")
+        assert weights(fleet) == ["one"]
 
 
 async def test_a_renewed_lease_keeps_the_update_open(fleet: InProcessFleet) -> None:
