@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,11 +32,15 @@ class Request:
     Attributes:
         deployment: the fleet as it is wanted.
         against: what it was planned against, as :attr:`FleetState.deployment` had it.
+        restart: slots whose engines are to be started again.
     """
 
-    def __init__(self, connection: socket.socket, deployment: Deployment, against: dict[str, Any]) -> None:
+    def __init__(
+        self, connection: socket.socket, deployment: Deployment, against: dict[str, Any], restart: Sequence[str] = ()
+    ) -> None:
         self.deployment = deployment
         self.against = against
+        self.restart = restart
         self._connection = connection
 
     def say(self, line: str) -> None:
@@ -93,13 +97,14 @@ class Requests:
             with connection.makefile("rb") as lines:
                 asked = json.loads(lines.readline())
                 deployment, against = Deployment.of(asked["wanted"]), dict(asked["against"])
+                restart = [str(slot) for slot in asked.get("restart", ())]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             connection.close()
             return None
         except RlctlError as error:
             _refuse(connection, error)
             return None
-        return Request(connection, deployment, against)
+        return Request(connection, deployment, against, restart)
 
 
 @contextlib.contextmanager
@@ -118,13 +123,20 @@ def listening(directory: Path) -> Iterator[Requests]:
 
 
 def apply(
-    running: FleetState, deployment: Deployment, say: Callable[[str], None], *, timeout_s: float | None = None
+    running: FleetState,
+    deployment: Deployment,
+    say: Callable[[str], None],
+    *,
+    restart: Sequence[str] = (),
+    timeout_s: float | None = None,
 ) -> FleetState:
     """Have the supervisor bring its fleet to what is wanted; returns the fleet's state then.
 
-    ``running``: what ``deployment`` was planned against. Raises what the supervisor refuses with or an engine fails
-    with, OPERATION_CONFLICT when it is not ready to be asked, or somebody else has changed the fleet since then, or
-    does before this is done; DEADLINE_EXCEEDED after ``timeout_s``: it goes on all the same.
+    ``running``: what ``deployment`` was planned against; ``restart``: slots whose engines are started again.
+
+    Raises what the supervisor refuses with or an engine fails with; OPERATION_CONFLICT when it is not ready to be
+    asked, or somebody else has changed the fleet since then, or does before this is done; DEADLINE_EXCEEDED after
+    ``timeout_s``: it goes on all the same.
     """
     directory = Path(running.directory)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -138,7 +150,7 @@ def apply(
                 next_step="Try again when `rlctl up` has said Ready.",
             ) from None
         try:
-            asked = {"wanted": deployment.data, "against": running.deployment}
+            asked = {"wanted": deployment.data, "against": running.deployment, "restart": list(restart)}
             connection.sendall(json.dumps(asked).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 return _follow(_before(deadline, connection, lines), say)

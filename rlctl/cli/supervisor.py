@@ -197,6 +197,7 @@ class _Supervisor:
             self._fleet.want(
                 wanted.engines, wanted.reserved, wanted.gateways, wanted.heal_by_hand, limits=wanted.limits
             )
+            self._fleet.replace(request.restart)
         except RlctlError as error:
             request.failed(error)
             return False

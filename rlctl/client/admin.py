@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, TypedDict, Unpack
 
 from google.protobuf.message import Message
 
 from rlctl.client.connection import Connection
 from rlctl.client.enums import number
-from rlctl.errors import OperationFailed
+from rlctl.errors import OperationFailed, Reason
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent
@@ -22,6 +22,11 @@ from rlctl.verbs import of_request
 READ_S = 30.0
 ABORT_S = 60.0
 HEAL_S = 300.0
+DRAIN_S = 300.0
+LOADS_S = 5.0
+LOOK_S = 0.2
+QUIET_LOOKS = 2
+"""So often in a row a stage must be idle: a client that picked it before may still be on its way."""
 
 COMMIT_S = 10.0
 """How long whoever closes a fleet waits for updates that are being committed: what becomes of them is known then."""
@@ -275,6 +280,63 @@ class AsyncAdmin:
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
+
+    async def busy(self, slots: Sequence[str]) -> dict[str, str]:
+        """What runs on stages, by slot; {} when nothing does: requests, an open update of the model, or that it is not
+        known. Nothing runs on a stage whose engine has failed. Raises STAGE_NOT_FOUND.
+        """
+        slots = _listed(slots)
+        fleet = await self.status()
+        updates = {model.name for model in fleet.models if model.update_id}
+        stages = {stage.registration.slot: stage for stage in fleet.stages}
+        operation = await self.call(verbs_pb2.GetLoadsRequest(), slots=slots, timeout_s=LOADS_S, check=False)
+        results = {result.slot: result for result in operation.stage_results}
+        busy = {}
+        for slot in slots:
+            stage, loads = (
+                stages.get(slot),
+                [rank.loads for rank in results[slot].rank_results if rank.HasField("loads")],
+            )
+            requests = sum(load.running + load.waiting for load in loads)
+            if stage is not None and stage.registration.model in updates:
+                busy[slot] = f"an update of {stage.registration.model} is open"
+            elif stage is not None and stage.state == common_pb2.STAGE_STATE_FAILED:
+                continue
+            elif not loads:
+                why = results[slot].error.message or "it does not say"
+                busy[slot] = f"what runs there is not known: {why}"
+            elif requests:
+                busy[slot] = f"{requests} request{'s' if requests > 1 else ''} run or wait"
+        return busy
+
+    async def drain(
+        self,
+        slots: Sequence[str],
+        *,
+        reason: str = "",
+        timeout_s: float = DRAIN_S,
+        tell: Callable[[dict[str, str]], object] = lambda _: None,
+    ) -> Fleet:
+        """Disable stages, and wait until nothing runs on them; none of what runs is aborted. The fleet as it is then.
+
+        ``tell`` is told what runs (:meth:`busy`), look by look. Raises DEADLINE_EXCEEDED: something still runs, and the
+        stages stay disabled.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, busy, quiet = loop.time() + timeout_s, dict[str, str](), 0
+        await self.set_enabled(slots, False, reason=reason)
+        while quiet < QUIET_LOOKS:
+            if loop.time() > deadline:
+                said = "; ".join(f"{slot}: {why}" for slot, why in busy.items()) or "it was not looked at often enough"
+                raise Reason.DEADLINE_EXCEEDED.error(
+                    f"not idle after {timeout_s:g} s: {said}",
+                    next_step="They stay disabled. `rlctl drain` waits on; `rlctl abort --slot SLOT` ends requests.",
+                )
+            busy = await self.busy(slots)
+            tell(busy)
+            quiet = 0 if busy else quiet + 1
+            await asyncio.sleep(LOOK_S)
+        return await self.status()
 
     async def deregister(self, slot: str, *, boot_id: str = "", force: bool = False) -> None:
         """Take a slot off the roster. A stage that still fills it registers again by itself.

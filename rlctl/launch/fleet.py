@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -102,6 +102,8 @@ class LaunchedFleet:
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
         self._client: Fleet | None = None
         self._ask_at = 0.0
+        self._replacing: set[str] = set()
+        """Slots whose engines are to be started again."""
         self._failures_told: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
@@ -190,6 +192,16 @@ class LaunchedFleet:
         """File of the coordinator's journal."""
         return self.directory / "journal.db"
 
+    def replace(self, slots: Collection[str]) -> None:
+        """Have engines drained and started again, as they are; :meth:`look` does it. Raises STAGE_NOT_FOUND."""
+        known = [spec.slot for spec in self.engines]
+        for slot in slots:
+            if slot not in known:
+                raise Reason.STAGE_NOT_FOUND.error(
+                    f"there is no engine {slot!r}; there are: {', '.join(known) or 'none'}", field="slot"
+                )
+        self._replacing |= set(slots) & self.runs.keys()
+
     def restart_coordinator(self) -> None:
         """Start it again at its address, with its journal, after it has ended."""
         if self.coordinator is not None:
@@ -233,7 +245,7 @@ class LaunchedFleet:
         engines = self.runs.keys() == wanted.keys() and all(
             run.phase in UP and not run.spec.differs(wanted[slot]) for slot, run in self.runs.items()
         )
-        return engines and self.gateways.settled and self._told_by_hand == self._by_hand
+        return engines and not self._replacing and self.gateways.settled and self._told_by_hand == self._by_hand
 
     @property
     def all_ended(self) -> bool:
@@ -268,7 +280,8 @@ class LaunchedFleet:
         stages = self._stages()
         for slot, run in list(self.runs.items()):
             spec = wanted.get(slot)
-            if spec is None or (run.spec.differs(spec) and self._may_replace(run, wanted)):
+            changes = spec is None or run.spec.differs(spec) or slot in self._replacing
+            if changes and (spec is None or self._may_replace(run, wanted)):
                 self._leave(run, stages)
             self._enable(run, stages)
             run.advance(stages.get(slot), idle=run.phase is Phase.DRAINING and self._idle(slot, stages))
@@ -276,6 +289,7 @@ class LaunchedFleet:
                 run.again()
             if run.phase is Phase.GONE:
                 del self.runs[slot]
+                self._replacing.discard(slot)
                 self._say(f"{slot}: stopped")
                 if spec is None:
                     self._dismiss_absent()  # one that had failed took no leave
@@ -409,26 +423,9 @@ class LaunchedFleet:
 
     def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
         """Whether nothing runs there, and no update counts on it."""
-        fleet = self._status()
-        if fleet is None or slot not in stages:
-            return False
-        model = next((m for m in fleet.models if m.name == stages[slot].registration.model), None)
-        if model is not None and model.update_id:
-            return False
-        loads: list[int] = []
-
-        def ask(client: Fleet) -> None:
-            from rlctl.v1.verbs_pb2 import GetLoadsRequest
-
-            operation = client.call(GetLoadsRequest(), slots=[slot], timeout_s=CALL_S)
-            loads.extend(
-                rank.loads.running + rank.loads.waiting
-                for result in operation.stage_results
-                for rank in result.rank_results
-                if rank.HasField("loads")
-            )
-
-        return self._asked(ask) and not any(loads)
+        found: list[dict[str, str]] = []
+        asked = slot in stages and self._asked(lambda client: found.append(client.busy([slot])))
+        return asked and not found[0]
 
     def _status(self) -> FleetMessage | None:
         found: list[FleetMessage] = []

@@ -190,6 +190,27 @@ def test_slots_are_admitted_by_an_operator(rlctl: LiveFleet) -> None:
     assert rlctl("admit", "z", "--no-more").code == 0
 
 
+def test_a_stage_that_is_drained_is_disabled_with_its_reason_and_idle(rlctl: LiveFleet) -> None:
+    dry = rlctl("drain", "a", "--dry-run")
+    assert (dry.code, "a would be drained" in dry.err) == (0, True)
+    assert rlctl("wait", "--for", "routable").code == 0
+    with connect(rlctl.endpoint) as fleet:
+        events = fleet.generate_stream("1+2=", slot="a", max_new_tokens=20_000)
+        next(events)
+        late = rlctl("drain", "a", "--for", "a new disk", "--timeout", "1s")
+        assert late.code == 6
+        assert "a: 1 request run or wait" in late.err
+        assert "They stay disabled" in late.err
+        assert words(rlctl("get", "stages").out)[1][-4:] == ["disabled:", "a", "new", "disk"]
+        events.close()
+        done = rlctl("drain", "a", "b", "--for", "a new disk", "-o", "name")
+        assert (done.code, done.out) == (0, "a\nb\n")
+        assert "a new disk" in rlctl("describe", "stage", "b").out
+    assert rlctl("drain", "nope").code == 2
+    assert rlctl("enable", "a", "b").code == 0
+    assert "a new disk" not in rlctl("describe", "stage", "b").out
+
+
 def test_waiting_ends_when_every_enabled_stage_is_routable(rlctl: LiveFleet) -> None:
     rlctl("pause", "--slot", "a")
     with connect(rlctl.endpoint) as fleet:

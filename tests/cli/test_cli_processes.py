@@ -425,6 +425,29 @@ def test_an_engine_that_does_not_start_again_is_told_to_the_coordinator(up: list
     assert finish(process)[0] == 143
 
 
+def test_an_engine_is_drained_and_started_again_and_its_log_followed(up: list[str]) -> None:
+    code, out, err = call(*up, "-d", "--rollout-num-gpus", "3", "-o", "json")
+    assert code == 0, err
+    before = json.loads(out)
+    follows = start("logs", "supervisor", "-f")
+    with connect(before["endpoint"]) as client:
+        client.set_enabled(["actor-2"], False, reason="a new disk")
+        code, out, err = call("restart", "actor-1", "actor-2", "--yes", "-o", "json")
+        assert code == 0, err
+        after = json.loads(out)
+        for line in ("actor-1: draining", "actor-1: stopped", "actor-1: ready at", "actor-2: up, disabled"):
+            assert line in err
+        same = {name: before["processes"][name] == after["processes"][name] for name in before["processes"]}
+        assert same == {"coordinator": True, "actor-0": True, "actor-1": False, "actor-2": False}
+        stages = {stage.registration.slot: stage for stage in client.status().stages}
+        assert (stages["actor-1"].routable, stages["actor-1"].incarnation) == (True, 2)
+        assert (stages["actor-2"].not_routable, stages["actor-2"].incarnation) == ("disabled: a new disk", 2)
+    read_until(follows.stdout, "actor-1: stopped")
+    follows.send_signal(signal.SIGTERM)
+    assert finish(follows)[0] == 143
+    assert call("down")[0] == 0
+
+
 def test_a_coordinator_that_dies_while_an_engine_is_started_again_is_not_waited_for(up: list[str]) -> None:
     """Who looks after the engines asks it about them, and is the one that starts it again."""
     process = start(*up, "--rollout-num-gpus", "2", "-o", "jsonl")

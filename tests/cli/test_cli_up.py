@@ -16,6 +16,8 @@ from cli_helpers import Cli
 
 from rlctl.cli import state
 from rlctl.cli.settings import Settings
+from rlctl.launch.deployment import Deployment
+from rlctl.launch.spec import EngineSpec
 
 
 @pytest.fixture
@@ -164,6 +166,35 @@ def test_processes_of_a_supervisor_that_died_are_waited_for_and_named(
     assert "has died; waiting for coordinator to end" in ran.err
     assert f"still run 0.2 s after its supervisor died: coordinator (pid {me})" in ran.err
     assert f"kill {me}" in ran.err
+
+
+def test_the_last_lines_of_a_log_are_shown_and_names_that_are_there(cli: Cli) -> None:
+    assert "there are: none" in cli("logs", "actor-0").err
+    logs = state.state_directory("lab") / "logs"
+    logs.mkdir(parents=True)
+    (logs / "actor-0.log").write_text("".join(f"line {number} {'x' * 2000}\n" for number in range(200)) + "not yet")
+    (logs / "actor-0.1.log").write_text("")
+    ran = cli("logs", "actor-0", "--name", "lab", "-n", "60")
+    assert ran.code == 0
+    assert [line.split()[1] for line in ran.out.splitlines()] == [str(number) for number in range(140, 200)]
+    told = cli("logs", "actor-0", "--name", "lab", "-n", "1", "-o", "json").data
+    assert (told["process"], told["log"]) == ("actor-0", str(logs / "actor-0.log"))
+    assert [line.split()[1] for line in told["lines"]] == ["199"]
+    assert cli("logs", "actor-0.1", "--name", "lab").out == ""
+    wrong = cli("logs", "../lock", "--name", "lab")
+    assert wrong.code == 2
+    assert "there are: actor-0, actor-0.1" in wrong.err
+
+
+def test_only_engines_of_a_fleet_that_is_up_are_restarted(cli: Cli) -> None:
+    assert "no fleet 'default' is up" in cli("restart", "actor-0", "--yes").err
+    me = os.getpid()
+    deployment = Deployment("default", "127.0.0.1:0", (EngineSpec("actor-0", "/m"),))
+    state.write(state.FleetState("default", me, state.identity(me), state.READY, "", "", deployment=deployment.data))
+    wrong = cli("restart", "actor-7", "--yes")
+    assert (wrong.code, "has no engine 'actor-7'; there are: actor-0" in wrong.err) == (2, True)
+    dry = cli("restart", "actor-0", "--dry-run")
+    assert (dry.code, "would be drained and started again" in dry.err) == (0, True)
 
 
 def test_a_fleet_that_is_up_is_not_started_over(cli: Cli, up: list[str], tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class Asked:
         engines = tuple(EngineSpec(slot, "/m") for slot in slots)
         self.deployment = Deployment("lab", listen, engines, restart=restart)
         self.against = json.loads(json.dumps(holder._deployed))
+        self.restart: Sequence[str] = ()
         self.said: list[str] = []
         self.error: RlctlError | None = None
         self.state: state.FleetState | None = None

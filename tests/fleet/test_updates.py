@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
+from updating import abort, begin, commit, digest, fault, join, refusal, unreachable, version_of, weights, write
 
+from rlctl.client import aio
 from rlctl.coordinator.session import Session
 from rlctl.coordinator.updates import Graces
 from rlctl.engine import Call
-from rlctl.errors import Reason
+from rlctl.errors import Reason, RlctlError
 from rlctl.ports import new_uuid7
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
@@ -241,6 +242,26 @@ async def test_an_owner_that_is_heard_after_a_failed_write_has_its_whole_lease(m
         await join(fleet, plan)
         assert (await write(fleet, plan, "w1")).state == OPERATION_STATE_OK
         assert (await commit(fleet, plan)).state == OPERATION_STATE_OK
+
+
+async def test_a_stage_is_not_drained_while_an_update_counts_on_it(fleet: InProcessFleet) -> None:
+    async with await aio.connect(fleet.server.address) as client:
+        assert await client.busy(["a", "b"]) == {}
+        plan = await begin(fleet)
+        assert await client.busy("a") == {"a": "an update of actor is open"}
+        with pytest.raises(RlctlError, match="a: an update of actor is open") as caught:
+            await client.drain(["a"], timeout_s=0.5)
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        await abort(fleet, plan)
+        told: list[dict[str, str]] = []
+        after = await client.drain("a", reason="maintenance", tell=told.append)
+        assert told[-2:] == [{}, {}]
+        assert [(s.enabled, s.disabled_reason) for s in after.stages] == [(False, "maintenance"), (True, "")]
+        with pytest.raises(RlctlError) as caught:
+            await client.drain("zz")
+        assert caught.value.reason is Reason.STAGE_NOT_FOUND
+    async with unreachable(fleet, "b"), await aio.connect(fleet.server.address) as client:
+        assert "what runs there is not known" in (await client.busy("b"))["b"]
 
 
 async def test_a_stage_that_is_left_to_the_next_update_says_when_it_is_healed(make_fleet: Callable) -> None:

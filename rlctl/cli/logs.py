@@ -1,0 +1,84 @@
+"""``rlctl logs``: what a process of a fleet that ``rlctl up`` started on this machine has logged."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from rlctl.cli import state
+from rlctl.cli.options import Command, pass_settings
+from rlctl.cli.output import View, show
+from rlctl.cli.settings import MACHINE_FORMATS, Settings
+from rlctl.cli.tables import prose
+
+LOOK_S = 0.2
+BLOCK = 1 << 16
+
+
+@click.command(cls=Command)
+@click.argument("process", metavar="SLOT[.RANK]")
+@click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(1), help="Last lines to show.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
+@click.option("--name", default="default", show_default=True, help="Name of the fleet.")
+@pass_settings
+def logs(settings: Settings, process: str, lines: int, follow: bool, name: str) -> None:
+    """Show the log of an engine: of its rank 0, or of a rank beside it (`actor-0.1`).
+
+    `coordinator`, `supervisor` and `gateway-MODEL` are processes of a fleet, too. A fleet that is down keeps its logs.
+    Of an engine on another machine the last lines are in `rlctl describe stage`, once it has failed.
+    """
+    log = _find(name, process)
+    found, end = _last(log, lines)
+    if settings.output in MACHINE_FORMATS:
+        about = {"process": process, "log": str(log), "lines": found}
+        show(settings, View(about, lambda _: [prose(found)], lambda: [str(log)]))
+    else:
+        for line in found:
+            click.echo(line)
+    if follow:
+        _follow(log, end)
+
+
+def _find(name: str, process: str) -> Path:
+    """The log of a process. Raises a usage error that names those which are there."""
+    directory = state.state_directory(name) / "logs"
+    there = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
+    if process not in there:
+        known = ", ".join(sorted(there)) or "none"
+        raise click.BadParameter(
+            f"fleet {name!r} has no log of {process!r} on this machine; there are: {known}", param_hint="SLOT"
+        )
+    return there[process]
+
+
+def _last(log: Path, lines: int) -> tuple[list[str], int]:
+    """The last lines, and where the log ends after them. A line that is not ended yet is not read."""
+    with log.open("rb") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        data = b""
+        while start > 0 and data.count(b"\n") <= lines:
+            start = max(0, start - BLOCK)
+            file.seek(start)
+            data = file.read(end - start)
+    whole = data[: data.rfind(b"\n") + 1]
+    read = whole.decode(errors="replace").splitlines()
+    return read[-lines:], end - len(data) + len(whole)
+
+
+def _follow(log: Path, position: int) -> None:
+    """Print lines as they are logged. A log that begins anew is read from its beginning."""
+    while True:
+        with log.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < position:
+                position = 0
+            file.seek(position)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole:
+            click.echo(whole.decode(errors="replace"), nl=False)
+            position += len(whole)
+        else:
+            time.sleep(LOOK_S)
