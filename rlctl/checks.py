@@ -530,6 +530,11 @@ def _take_over(request: coordinator_pb2.TakeOverStagesRequest) -> None:
     _required(request.slots, "slots")
 
 
+@_rule(coordinator_pb2.ListVersionsRequest)
+def _versions(request: coordinator_pb2.ListVersionsRequest) -> None:
+    _required(request.model, "model")
+
+
 @_rule(coordinator_pb2.SetHealingRequest)
 def _healing(request: coordinator_pb2.SetHealingRequest) -> None:
     _required(request.model, "model")

@@ -54,6 +54,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drain": ("rlctl.cli.drain", "Disable stages, and wait until nothing runs on them."),
     "restart": ("rlctl.cli.restart", "Drain engines that `up` started, and start them again."),
     "logs": ("rlctl.cli.logs", "Show what a process that `up` started has logged; -f follows it."),
+    "versions": ("rlctl.cli.versions", "List the versions that models have had."),
+    "rollback": ("rlctl.cli.versions", "Publish an earlier version again, from its checkpoint."),
     "heal": ("rlctl.cli.heal", "Bring stages to the published version without the trainer."),
     "wait": ("rlctl.cli.wait", "Wait until stages are routable, or at a version."),
     "cancel": ("rlctl.cli.cancel", "Give up an operation that has had no effect yet."),

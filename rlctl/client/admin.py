@@ -15,7 +15,7 @@ from rlctl.client.enums import number
 from rlctl.errors import OperationFailed, Reason
 from rlctl.times import duration
 from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
-from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent
+from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent, PublishedVersion
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation, OperationState
 from rlctl.verbs import of_request
 
@@ -281,6 +281,40 @@ class AsyncAdmin:
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
 
+    async def versions(self, model: str) -> list[PublishedVersion]:
+        """The versions that a model has had, the latest first."""
+        request = coordinator_pb2.ListVersionsRequest(model=model)
+        answer: coordinator_pb2.ListVersionsResponse = await self.connection.call("ListVersions", request, READ_S)
+        return list(answer.versions)
+
+    async def rollback(
+        self,
+        model: str,
+        version: str = "",
+        *,
+        options: verbs_pb2.UpdateOptions | None = None,
+        timeout_s: float | None = None,
+        validate_only: bool = False,
+        check: bool = True,
+    ) -> Operation:
+        """Publish an earlier version of a model again, from its checkpoint: its label, under a new sequence.
+
+        ``version``: LABEL, LABEL#SEQUENCE or #SEQUENCE; "": the one before the latest. The weights must have the digest
+        that was published. Raises FIELD_INVALID for a version that is not on record, or that is the latest; UNHEALABLE
+        for one that is in no checkpoint; and as :meth:`update_weights_from_disk`.
+        """
+        found = chosen(model, await self.versions(model), version)
+        return await self.update_weights_from_disk(
+            found.checkpoint,
+            version=found.version.label,
+            expected_digest=found.model_digest,
+            options=options,
+            model=model,
+            timeout_s=timeout_s,
+            validate_only=validate_only,
+            check=check,
+        )
+
     async def busy(self, slots: Sequence[str]) -> dict[str, str]:
         """What runs on stages, by slot; {} when nothing does: requests, an open update of the model, or that it is not
         known. Nothing runs on a stage whose engine has failed. Raises STAGE_NOT_FOUND.
@@ -372,6 +406,31 @@ class AsyncAdmin:
         request = coordinator_pb2.SetHealingRequest(model=model, by_hand=by_hand)
         fleet: Fleet = await self.connection.call("SetHealing", request, READ_S)
         return fleet
+
+
+def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> PublishedVersion:
+    """The version to go back to. ``versions``: the latest first. Raises as :meth:`AsyncAdmin.rollback`."""
+    label, mark, number = wanted.partition("#")
+    earlier = [
+        each
+        for each in versions[1:]
+        if not wanted or (label in ("", each.version.label) and (not mark or number == str(each.version.sequence)))
+    ]
+    readable = ", ".join(f"{v.version.label}#{v.version.sequence}" for v in versions[1:] if v.checkpoint) or "none"
+    if not earlier:
+        raise Reason.FIELD_INVALID.error(
+            f"{model} has had no earlier version {wanted!r}" if wanted else f"{model} has had no earlier version",
+            field="version",
+            next_step=f"`rlctl versions --model {model}` lists them; in a checkpoint: {readable}.",
+        )
+    found = earlier[0]
+    if not found.checkpoint:
+        raise Reason.UNHEALABLE.error(
+            f"version {found.version.label}#{found.version.sequence} of {model} is in no checkpoint",
+            field="version",
+            next_step=f"In a checkpoint: {readable}. The trainer can send it again.",
+        )
+    return found
 
 
 def _tags(tags: Sequence[str]) -> Any:

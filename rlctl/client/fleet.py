@@ -156,6 +156,8 @@ class Fleet(_OnLoop[AsyncFleet]):
     abort_update = _blocking(AsyncFleet.abort_update)
     heal = _blocking(AsyncFleet.heal)
     set_enabled = _blocking(AsyncFleet.set_enabled)
+    versions = _blocking(AsyncFleet.versions)
+    rollback = _blocking(AsyncFleet.rollback)
     busy = _blocking(AsyncFleet.busy)
     drain = _blocking(AsyncFleet.drain)
     deregister = _blocking(AsyncFleet.deregister)

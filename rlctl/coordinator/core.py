@@ -545,6 +545,12 @@ class Coordinator:
         """Read the fleet."""
         return self.roster.fleet(request.model)
 
+    async def list_versions(self, request: rpc.ListVersionsRequest) -> rpc.ListVersionsResponse:
+        """Read the versions that a model has had."""
+        check(request)
+        record = self.roster.model(request.model).record
+        return rpc.ListVersionsResponse(header=self.roster.header(), versions=versions.history(record))
+
     async def watch_fleet(self, request: rpc.WatchFleetRequest) -> AsyncIterator[FleetEvent]:
         """Follow the fleet."""
         check(request)
@@ -620,7 +626,7 @@ class Coordinator:
         """A stage said something new: a first version may follow, its digest, or an update that nobody owns."""
         async with self.roster.publishing:
             model = self.roster.models[slot.model]
-            record = versions.first_version(model, slot, self._clock.wall().ToMilliseconds())
+            record = versions.first_version(model, slot, self._clock.wall())
             record = record or versions.first_digest(self.roster, slot)
             if record is not None:
                 await self._journal.write([model_put(record)])

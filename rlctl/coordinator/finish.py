@@ -433,7 +433,12 @@ class Finish:
         dropped: list[str] = []
         async with self._roster.publishing:
             record = versions.published(
-                session.model, version, model_digest=digest, checkpoint=session.checkpoint, verification=evidence
+                session.model,
+                version,
+                model_digest=digest,
+                checkpoint=session.checkpoint,
+                verification=evidence,
+                now=self._clock.wall(),
             )
             if session.record.request.options.adapters == ADAPTER_POLICY_DROP:
                 dropped = [adapter.name for adapter in record.adapters]

@@ -139,6 +139,7 @@ def methods(coordinator: Coordinator) -> dict[str, Unary | Streaming]:
         "ListOperations": coordinator.list_operations,
         "CancelOperation": coordinator.cancel_operation,
         "GetFleet": coordinator.get_fleet,
+        "ListVersions": coordinator.list_versions,
         "SetStageEnabled": coordinator.set_stage_enabled,
         "ReportEngineFailure": coordinator.report_engine_failure,
         "AdmitSlots": coordinator.admit_slots,

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from rlctl.adapters import same
 from rlctl.coordinator import verification
 from rlctl.coordinator.roster import ModelState, Roster, Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import Verification, WeightVersion
+from rlctl.v1.fleet_pb2 import PublishedVersion
 from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.verbs_pb2 import Adapter
 
 FIRST_LABEL = "initial"
 FIRST_SEQUENCE = 1
+
+HISTORY = 50
+"""Versions before the latest one that are kept on record."""
 
 SOUND = (common_pb2.STAGE_STATE_READY, common_pb2.STAGE_STATE_PAUSED)
 """States in which a stage's weights are those of its version, unless it is quarantined."""
@@ -27,11 +33,11 @@ def first_sequence(record: ModelRecord) -> int:
     return record.first_sequence or FIRST_SEQUENCE
 
 
-def first_version(model: ModelState, slot: Slot, now_ms: int) -> ModelRecord | None:
+def first_version(model: ModelState, slot: Slot, now: Timestamp) -> ModelRecord | None:
     """The record that publishes a model's first version: the checkpoint that this stage loaded or, where a coordinator
     with another journal has updated it before, the version that it is at. None: the model has one.
 
-    ``now_ms``: wall time. At a stage with such a past may still be groups of that coordinator's, of lower numbers.
+    ``now``: wall time. At a stage with such a past may still be groups of that coordinator's, of lower numbers.
     """
     if model.record.latest.sequence or slot.report is None or slot.report.state in _UNUSABLE:
         return None
@@ -41,8 +47,9 @@ def first_version(model: ModelState, slot: Slot, now_ms: int) -> ModelRecord | N
     record.latest.CopyFrom(WeightVersion(label=label, sequence=first_sequence(record)))
     if slot.report.weight_version.sequence:
         record.latest.CopyFrom(slot.report.weight_version)
-        record.group_generation = max(record.group_generation, now_ms)
+        record.group_generation = max(record.group_generation, now.ToMilliseconds())
     record.reserved_sequence = max(record.reserved_sequence, record.latest.sequence)
+    record.publish_time.CopyFrom(now)
     record.model_digest = slot.report.model_digest
     record.checkpoint = slot.report.checkpoint
     return record
@@ -137,13 +144,33 @@ def close(model: ModelState) -> None:
     model.admitted = [model.record.latest]
 
 
+def history(record: ModelRecord) -> list[PublishedVersion]:
+    """The versions of a model, the latest first."""
+    if not record.latest.sequence:
+        return []
+    time = record.publish_time if record.HasField("publish_time") else None
+    latest = PublishedVersion(
+        version=record.latest, model_digest=record.model_digest, checkpoint=record.checkpoint, publish_time=time
+    )
+    return [latest, *reversed(record.history)]
+
+
 def published(
-    model: ModelState, version: WeightVersion, *, model_digest: str, checkpoint: str, verification: Verification
+    model: ModelState,
+    version: WeightVersion,
+    *,
+    model_digest: str,
+    checkpoint: str,
+    verification: Verification,
+    now: Timestamp,
 ) -> ModelRecord:
     """The record after publishing a version. The sequence never goes backwards."""
     record = ModelRecord()
     record.CopyFrom(model.record)
     assert version.sequence > record.latest.sequence, "a sequence is published once, in order"
+    record.history.extend(history(record)[:1])
+    del record.history[:-HISTORY]
+    record.publish_time.CopyFrom(now)
     record.latest.CopyFrom(version)
     del record.former_labels[:]
     record.model_digest = model_digest

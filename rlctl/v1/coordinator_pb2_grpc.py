@@ -217,6 +217,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
                 _registered_method=True)
+        self.ListVersions = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/ListVersions',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.FromString,
+                _registered_method=True)
         self.WatchFleet = channel.unary_stream(
                 '/rlctl.v1.CoordinatorService/WatchFleet',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.WatchFleetRequest.SerializeToString,
@@ -769,6 +774,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListVersions(self, request, context):
+        """Lists the versions that a model has had, the latest first.
+
+        Effect: none.
+        Idempotency: a read.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchFleet(self, request, context):
         """Follows the fleet: a snapshot, then every change.
 
@@ -1060,6 +1079,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.GetFleetRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
+            ),
+            'ListVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVersions,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.SerializeToString,
             ),
             'WatchFleet': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchFleet,
@@ -2051,6 +2075,33 @@ class CoordinatorService(object):
             '/rlctl.v1.CoordinatorService/GetFleet',
             rlctl_dot_v1_dot_coordinator__pb2.GetFleetRequest.SerializeToString,
             rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/ListVersions',
+            rlctl_dot_v1_dot_coordinator__pb2.ListVersionsRequest.SerializeToString,
+            rlctl_dot_v1_dot_coordinator__pb2.ListVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -404,6 +404,16 @@ class CoordinatorServiceStub:
     Retry: every code.
     Deadline: 30 s.
     """
+    ListVersions: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListVersionsRequest, _coordinator_pb2.ListVersionsResponse]
+    """Lists the versions that a model has had, the latest first.
+
+    Effect: none.
+    Idempotency: a read.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 30 s.
+    """
     WatchFleet: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchFleetRequest, _fleet_pb2.FleetEvent]
     """Follows the fleet: a snapshot, then every change.
 
@@ -851,6 +861,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetFleetRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
     """Reads the fleet.
+
+    Effect: none.
+    Idempotency: a read.
+    States: every one.
+    Partial failure: none.
+    Retry: every code.
+    Deadline: 30 s.
+    """
+    ListVersions: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListVersionsRequest, _coordinator_pb2.ListVersionsResponse]  # type: ignore[assignment]
+    """Lists the versions that a model has had, the latest first.
 
     Effect: none.
     Idempotency: a read.
@@ -1513,6 +1533,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
         """Reads the fleet.
+
+        Effect: none.
+        Idempotency: a read.
+        States: every one.
+        Partial failure: none.
+        Retry: every code.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def ListVersions(
+        self,
+        request: _coordinator_pb2.ListVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListVersionsResponse, _abc.Awaitable[_coordinator_pb2.ListVersionsResponse]]:
+        """Lists the versions that a model has had, the latest first.
 
         Effect: none.
         Idempotency: a read.

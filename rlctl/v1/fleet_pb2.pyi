@@ -746,6 +746,44 @@ class Model(_message.Message):
 Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
+class PublishedVersion(_message.Message):
+    """A version that was published."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PUBLISH_TIME_FIELD_NUMBER: _builtins.int
+    model_digest: _builtins.str
+    """Model digest of its weights, hex; empty: not known."""
+    checkpoint: _builtins.str
+    """Checkpoint that it was read from; empty: it came from a trainer."""
+    @_builtins.property
+    def version(self) -> _common_pb2.WeightVersion:
+        """Label and sequence."""
+
+    @_builtins.property
+    def publish_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was published. Unset: before times were recorded."""
+
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.WeightVersion | None = ...,
+        model_digest: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        publish_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["publish_time", b"publish_time", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "model_digest", b"model_digest", "publish_time", b"publish_time", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishedVersion: _TypeAlias = PublishedVersion  # noqa: Y015
+
+@_typing.final
 class Fleet(_message.Message):
     """The fleet."""
 

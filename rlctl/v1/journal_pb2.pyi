@@ -171,6 +171,8 @@ class ModelRecord(_message.Message):
     FORMER_LABELS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PUBLISH_TIME_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -205,6 +207,14 @@ class ModelRecord(_message.Message):
         """Evidence for the published version: of each kind, the weakest among the stages that its update brought to it."""
 
     @_builtins.property
+    def publish_time(self) -> _timestamp_pb2.Timestamp:
+        """When its latest version was published."""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.PublishedVersion]:
+        """Versions before the latest one, oldest first; a number of them."""
+
+    @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Its adapters."""
 
@@ -223,11 +233,13 @@ class ModelRecord(_message.Message):
         former_labels: _abc.Iterable[_builtins.str] | None = ...,
         verification: _common_pb2.Verification | None = ...,
         first_sequence: _builtins.int = ...,
+        publish_time: _timestamp_pb2.Timestamp | None = ...,
+        history: _abc.Iterable[_fleet_pb2.PublishedVersion] | None = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "verification", b"verification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "publish_time", b"publish_time", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "history", b"history", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "publish_time", b"publish_time", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,15 @@ class LiveFleet:
         """Checkpoint of a stage; faults are injected under it."""
         return next(spec.model_path for spec in self.fleet.specs if spec.slot == slot)
 
+    def held(self) -> list[str]:
+        """What the ranks hold."""
+        from updating import weights
+
+        async def read() -> list[str]:
+            return weights(self.fleet)
+
+        return self.loop.call(read())
+
     def state(self, slot: str) -> int:
         """State of a stage as the coordinator sees it."""
 

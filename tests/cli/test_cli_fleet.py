@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from cli_helpers import Cli, LiveFleet
@@ -209,6 +210,42 @@ def test_a_stage_that_is_drained_is_disabled_with_its_reason_and_idle(rlctl: Liv
     assert rlctl("drain", "nope").code == 2
     assert rlctl("enable", "a", "b").code == 0
     assert "a new disk" not in rlctl("describe", "stage", "b").out
+
+
+def test_an_earlier_version_is_published_again_from_its_checkpoint_or_not_at_all(
+    rlctl: LiveFleet, tmp_path: Path
+) -> None:
+    assert "has had no earlier version" in rlctl("rollback", "--yes").err
+    for label in ("two", "three"):
+        directory = tmp_path / "a" / label  # below a directory that the engines may read
+        directory.mkdir()
+        (directory / "weights.txt").write_text(label)
+        update = ["weights", "update", "--model", "actor", "--model-path", str(directory), "--weight-version", label]
+        assert rlctl(*update).code == 0
+    listed = rlctl("versions", "-o", "json").data
+    assert [(v["version"]["label"], v["version"]["sequence"]) for v in listed] == [
+        ("three", "3"), ("two", "2"), ("initial", "1"),
+    ]  # fmt: skip
+    assert listed[1]["checkpoint"] == str(tmp_path / "a" / "two")
+    rows = rlctl("versions").out.splitlines()[1:]
+    assert [row.split()[4] for row in rows] == ["yes", "no", "no"]
+    dry = rlctl("rollback", "--dry-run")
+    assert dry.code == 0
+    assert rlctl("versions", "-o", "name").out == "three\ntwo\ninitial\n"
+    done = rlctl("rollback", "--yes", "-o", "json")
+    assert done.code == 0, done.err
+    assert (done.data["weight_version"]["label"], done.data["weight_version"]["sequence"]) == ("two", "4")
+    assert set(rlctl.held()) == {"two"}
+    assert rlctl("rollback", "#3", "--yes").code == 0
+    assert set(rlctl.held()) == {"three"}
+    wrong = rlctl("rollback", "two#3", "--yes")
+    assert (wrong.code, "no earlier version 'two#3'" in wrong.err) == (2, True)
+    assert "two#4" in wrong.err
+    # Its files were written anew: what they hold is not that version.
+    (tmp_path / "a" / "two" / "weights.txt").write_text("another")
+    spoilt = rlctl("rollback", "two", "--yes")
+    assert spoilt.code != 0
+    assert rlctl("versions", "-o", "name").out.splitlines()[0] == "three"
 
 
 def test_waiting_ends_when_every_enabled_stage_is_routable(rlctl: LiveFleet) -> None:

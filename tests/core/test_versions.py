@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.control.commander import Commander
 from rlctl.coordinator import versions
@@ -17,6 +18,7 @@ from rlctl.v1.verbs_pb2 import Adapter
 
 FIRST = WeightVersion(label="now", sequence=1)
 LATEST = WeightVersion(label="now", sequence=5)
+NOW = Timestamp(seconds=1)
 UNUSABLE = (
     common.STAGE_STATE_UNSPECIFIED,
     common.STAGE_STATE_JOINING,
@@ -147,31 +149,31 @@ def test_a_stage_at_a_version_is_told_another_label_of_it_and_no_other_version(
 def test_a_stage_that_has_said_nothing_holds_nothing() -> None:
     silent = Slot(SlotRecord(registration=StageRegistration(slot="a", model="actor")))
     assert not adoptable(silent, model_digest="d")
-    assert versions.first_version(ModelState(ModelRecord(name="actor")), silent, 7) is None
+    assert versions.first_version(ModelState(ModelRecord(name="actor")), silent, NOW) is None
 
 
 def test_the_first_version_is_what_the_first_stage_has_loaded_or_has_been_brought_to() -> None:
     model = ModelState(ModelRecord(name="actor", group_generation=3, reserved_sequence=1))
-    fresh = versions.first_version(model, slot(model_digest="d", checkpoint="/c"), 1000)
+    fresh = versions.first_version(model, slot(model_digest="d", checkpoint="/c"), NOW)
     assert fresh is not None
     assert (fresh.latest, fresh.reserved_sequence) == (WeightVersion(label="initial", sequence=1), 1)
     assert (fresh.model_digest, fresh.checkpoint, fresh.group_generation) == ("d", "/c", 3)
-    named = versions.first_version(model, slot("base"), 1000)
+    named = versions.first_version(model, slot("base"), NOW)
     assert named is not None
     assert named.latest.label == "base"
     # Another coordinator was here: its groups may stand, and its sequences are used.
-    used = versions.first_version(model, slot("base", weight_version=LATEST, state=STAGE_STATE_READY), 1000)
+    used = versions.first_version(model, slot("base", weight_version=LATEST, state=STAGE_STATE_READY), NOW)
     assert used is not None
     assert (used.latest, used.reserved_sequence, used.group_generation) == (LATEST, 5, 1000)
     # The fleet was started over: the numbers go on.
     over = ModelState(ModelRecord(name="actor", first_sequence=12))
     assert versions.reserved(over, 2).reserved_sequence == 13, "12 is the first version's"
-    twelfth = versions.first_version(over, slot(model_digest="d"), 1000)
+    twelfth = versions.first_version(over, slot(model_digest="d"), NOW)
     assert twelfth is not None
     assert (twelfth.latest, twelfth.reserved_sequence) == (WeightVersion(label="initial", sequence=12), 12)
-    assert versions.first_version(ModelState(used), slot(model_digest="d"), 1000) is None
+    assert versions.first_version(ModelState(used), slot(model_digest="d"), NOW) is None
     for state in UNUSABLE:
-        assert versions.first_version(model, slot(model_digest="d", state=state), 1000) is None
+        assert versions.first_version(model, slot(model_digest="d", state=state), NOW) is None
 
 
 def test_what_a_version_leaves_behind() -> None:
@@ -181,15 +183,30 @@ def test_what_a_version_leaves_behind() -> None:
     assert (reserved.reserved_sequence, reserved.trainer_incarnation, reserved.latest) == (6, 2, LATEST)
     after = WeightVersion(label="next", sequence=6)
     evidence = common.Verification(held=common.VERIFICATION_LEVEL_EXPECTED, computed=common.VERIFICATION_LEVEL_NONE)
-    record = versions.published(before, after, model_digest="d", checkpoint="/c", verification=evidence)
+    record = versions.published(before, after, model_digest="d", checkpoint="/c", now=NOW, verification=evidence)
     assert record.verification == evidence
     assert (record.latest, list(record.former_labels), record.model_digest, record.checkpoint) == (after, [], "d", "/c")
+    assert [(v.version, v.checkpoint) for v in versions.history(record)] == [(after, "/c"), (LATEST, "")]
+    assert versions.history(record)[0].publish_time == NOW
+    assert versions.history(ModelRecord(name="actor")) == []
     with pytest.raises(AssertionError):
-        versions.published(before, LATEST, model_digest="", checkpoint="", verification=evidence)
+        versions.published(before, LATEST, model_digest="", checkpoint="", now=NOW, verification=evidence)
     versions.publish(before, record, [LATEST])
     assert (before.record, before.admitted) == (record, [LATEST, after])
     versions.close(before)
     assert before.admitted == [after]
+    later = record
+    for sequence in range(7, 7 + 2 * versions.HISTORY):
+        later = versions.published(
+            ModelState(later),
+            WeightVersion(label="n", sequence=sequence),
+            model_digest="",
+            checkpoint="",
+            now=NOW,
+            verification=evidence,
+        )
+    kept = [v.version.sequence for v in versions.history(later)]
+    assert kept == list(range(6 + 2 * versions.HISTORY, 5 + versions.HISTORY, -1))
 
 
 def test_an_adapter_is_lacking_at_another_version_and_surplus_only_where_something_is_held() -> None:

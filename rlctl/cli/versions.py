@@ -1,0 +1,99 @@
+"""``rlctl versions`` and ``rlctl rollback``: the versions that models have had, and the way back to one."""
+
+from __future__ import annotations
+
+import click
+
+from rlctl.cli import results, text
+from rlctl.cli.options import Command, pass_settings
+from rlctl.cli.output import View, show
+from rlctl.cli.session import bounded, connected
+from rlctl.cli.settings import Settings
+from rlctl.cli.tables import Table
+from rlctl.client.enums import number
+from rlctl.client.fleet import Fleet
+from rlctl.errors import OperationFailed, Reason
+from rlctl.v1.common_pb2 import PauseMode
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.verbs_pb2 import UpdateOptions
+
+_HEADERS = ("MODEL", "VERSION", "SEQ", "PUBLISHED", "SERVED", "CHECKPOINT", "DIGEST")
+
+
+@click.command(cls=Command)
+@click.option("--model", default="", metavar="NAME", help="Only this model.")
+@pass_settings
+def versions(settings: Settings, model: str) -> None:
+    """List the versions that models have had, the latest first: up to 50 before it.
+
+    One that has a checkpoint can be published again by `rlctl rollback`, as long as its files are there.
+    """
+    with bounded(settings) as fleet:
+        status = fleet.status(model)
+        listed = {each.name: fleet.versions(each.name) for each in status.models}
+    serving = {
+        (stage.registration.model, stage.report.weight_version.sequence) for stage in status.stages if stage.routable
+    }
+    rows = [
+        [
+            name,
+            each.version.label,
+            str(each.version.sequence),
+            text.moment(each.publish_time),
+            text.yes((name, each.version.sequence) in serving),
+            each.checkpoint,
+            each.model_digest,
+        ]
+        for name, found in listed.items()
+        for each in found
+    ]
+    everything = [each for found in listed.values() for each in found]
+    show(settings, View(everything, lambda _: [Table(_HEADERS, rows)], lambda: [row[1] for row in rows]))
+
+
+@click.command(cls=Command)
+@click.argument("version", default="", metavar="[VERSION]")
+@click.option("--model", default="", metavar="NAME", help="Of this model.  [default: the only one that is updatable]")
+@click.option(
+    "--pause",
+    default="retract",
+    show_default=True,
+    type=click.Choice(["abort", "retract", "in_place", "drain"]),
+    help="What becomes of requests that run.",
+)
+@pass_settings
+def rollback(settings: Settings, version: str, model: str, pause: str) -> None:
+    """Publish an earlier version of a model again, from its checkpoint.
+
+    VERSION is LABEL, LABEL#SEQUENCE or #SEQUENCE; without it, the version before the latest. It gets a new sequence
+    under its old label. What the stages hold must have the digest that was published; else the update fails. A version
+    of a trainer's is in no checkpoint: only the trainer can send it again.
+    """
+    settings.mutating = not settings.dry_run
+    options = UpdateOptions(pause=number(PauseMode.DESCRIPTOR, pause, "pause"))  # type: ignore[arg-type]
+    with connected(settings) as fleet:
+        model = model or _only(fleet)
+        if not settings.dry_run:
+            settings.confirm(f"Publish {version or 'the version before the latest'} of {model} again?")
+        operation = fleet.rollback(
+            model,
+            version,
+            options=options,
+            timeout_s=settings.timeout_s,
+            validate_only=settings.dry_run,
+            check=False,
+        )
+    show(settings, results.view(operation))
+    if operation.state != OPERATION_STATE_OK:
+        raise OperationFailed(operation)
+    settings.say(results.summary(operation))
+
+
+def _only(fleet: Fleet) -> str:
+    """The only model that can be updated. Raises FIELD_REQUIRED."""
+    names = [model.name for model in fleet.status().models if model.updatable]
+    if len(names) != 1:
+        raise Reason.FIELD_REQUIRED.error(
+            f"which model? There are: {', '.join(names) or 'none that can be updated'}", field="model"
+        )
+    return names[0]
