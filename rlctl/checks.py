@@ -391,6 +391,10 @@ def _pause(request: verbs_pb2.PauseGenerationRequest) -> None:
     for field, most in (("by", MOST_BY), ("reason", MOST_REASON)):
         if getattr(request, field):
             _name(getattr(request, field), field, most)
+    if request.HasField("ttl"):
+        timeout_s(request.ttl, "ttl")
+        if request.header.fence.update_id:
+            raise Reason.FIELD_CONFLICT.error("a pause inside an update ends with it", field="ttl")
 
 
 @_rule(verbs_pb2.LoadAdapterRequest)

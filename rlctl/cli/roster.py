@@ -264,6 +264,7 @@ def _pause(stage: Stage) -> str:
     return (
         f"since {text.moment(pause.since)}"
         + f" by {pause.by}" * bool(pause.by)
+        + f" until {text.moment(pause.until)}" * pause.HasField("until")
         + f": {pause.reason}" * bool(pause.reason)
     )
 

@@ -107,10 +107,24 @@ class AsyncAdmin:
             raise OperationFailed(operation)
         return operation
 
-    async def pause_generation(self, mode: str = "abort", **targets: Unpack[Targets]) -> Operation:
-        """Stop generation. Modes: abort, retract, in_place, drain."""
+    async def pause_generation(
+        self,
+        mode: str = "abort",
+        *,
+        by: str = "",
+        reason: str = "",
+        ttl_s: float | None = None,
+        **targets: Unpack[Targets],
+    ) -> Operation:
+        """Stop generation. Modes: abort, retract, in_place, drain.
+
+        ``by``, ``reason``: who and why, shown while the pause lasts. ``ttl_s``: it ends by itself after so long.
+        """
         value = number(common_pb2.PauseMode.DESCRIPTOR, mode, "mode")
-        return await self.call(verbs_pb2.PauseGenerationRequest(mode=value), **targets)  # type: ignore[arg-type]
+        request = verbs_pb2.PauseGenerationRequest(mode=value, by=by, reason=reason)  # type: ignore[arg-type]
+        if ttl_s is not None:
+            request.ttl.CopyFrom(duration(ttl_s))
+        return await self.call(request, **targets)
 
     async def continue_generation(self, **targets: Unpack[Targets]) -> Operation:
         """Start generation again."""

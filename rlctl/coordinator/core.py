@@ -22,6 +22,7 @@ from rlctl.coordinator.groups import GroupBook
 from rlctl.coordinator.implicit import Implicit
 from rlctl.coordinator.joining import Joined
 from rlctl.coordinator.keys import Keys
+from rlctl.coordinator.lifting import Lifting
 from rlctl.coordinator.operations import RETAINED, Operations, Run, page_token
 from rlctl.coordinator.pausing import Pausing
 from rlctl.coordinator.peers import ATTACH_S, SERVING_LEASE_S, Peers
@@ -118,6 +119,7 @@ class Coordinator:
         self._fanout = Fanout(self.roster, self._peers, clock)
         self._waking = Waking(self.roster, self._fanout, clock)
         self._pausing = Pausing(self.roster, self._peers, self._fanout, self._waking, clock)
+        self._lifting = Lifting(self.roster, self._pausing, clock, self.verb)
         groups = GroupBook()
         planner = Planner(self.roster, groups, self.operations.new_id)
         attempts = Attempts(self.roster, self._fanout, groups, planner, journal, clock)
@@ -163,6 +165,7 @@ class Coordinator:
             if not slot.record.retired:
                 self._peers.connect(slot)
         self.updates.start()
+        self._lifting.start()
         log.info("epoch %d: %d slots on record", self.roster.epoch, len(self.roster.slots))
 
     async def _take_over(self, seen: int) -> None:
@@ -186,6 +189,7 @@ class Coordinator:
         """Abort open updates, wait a moment for what runs, close the links. What needed them still has no outcome then
         that anybody will hear of: it ends UNKNOWN.
         """
+        await self._lifting.stop()
         await self.updates.stop()
         await self.operations.stop(STOP_S)
         await self._peers.stop()

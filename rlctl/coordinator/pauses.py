@@ -62,6 +62,11 @@ class Pauses:
                 return record
         return None
 
+    @property
+    def in_force(self) -> list[PauseRecord]:
+        """Every one, oldest first."""
+        return list(self._records.values())
+
     async def begin(self, record: PauseRecord) -> list[PauseRecord]:
         """Put a pause in force, durably. Returns the earlier ones that it takes the place of. Raises JOURNAL_FAILED."""
         key = record.pause.operation_id

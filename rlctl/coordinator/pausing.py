@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.peers import Peers
@@ -20,7 +22,7 @@ from rlctl.coordinator.waking import Waking
 from rlctl.errors import Reason
 from rlctl.outcomes import acknowledged
 from rlctl.ports import Clock
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
 from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import PauseRecord
 from rlctl.v1.results_pb2 import ExcludedStage, StageResult
@@ -67,6 +69,7 @@ class Pausing:
                         since=run.operation.create_time,
                         by=request.by,
                         reason=request.reason,
+                        until=_end(run.operation.create_time, request),
                     ),
                 )
             )
@@ -123,6 +126,21 @@ class Pausing:
             if going:
                 await self._roster.pauses.end(target, list(self._roster.slots.values()), refused)
                 await self._waking.remember([slot for slot in absent if slot.pause is None])
+
+    async def go_on_later(self, target: Target) -> None:
+        """End the pauses of a target's stages, none of which is there: each goes on when it comes."""
+        absent = [slot for slot in self._roster.covered(target) if slot.pause is not None]
+        await self._roster.pauses.end(target, list(self._roster.slots.values()), ())
+        await self._waking.remember([slot for slot in absent if slot.pause is None])
+
+
+def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
+    """When a pause ends by itself."""
+    if not request.HasField("ttl"):
+        return None
+    end = Timestamp()
+    end.FromNanoseconds(since.ToNanoseconds() + request.ttl.ToNanoseconds())
+    return end
 
 
 def say_later(excluded: Sequence[ExcludedStage]) -> None:

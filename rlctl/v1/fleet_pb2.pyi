@@ -542,6 +542,7 @@ class Pause(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Operation that asked for it: a PauseGeneration, or an update whose stages stay paused."""
     mode: _common_pb2.PauseMode.ValueType
@@ -554,6 +555,10 @@ class Pause(_message.Message):
     def since(self) -> _timestamp_pb2.Timestamp:
         """Since when, by the coordinator's wall clock; for display only."""
 
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """When it ends by itself, by the coordinator's wall clock. Unset: it stays until somebody continues."""
+
     def __init__(
         self,
         *,
@@ -562,10 +567,11 @@ class Pause(_message.Message):
         since: _timestamp_pb2.Timestamp | None = ...,
         by: _builtins.str = ...,
         reason: _builtins.str = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "mode", b"mode", "operation_id", b"operation_id", "reason", b"reason", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "mode", b"mode", "operation_id", b"operation_id", "reason", b"reason", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -332,6 +332,7 @@ class PauseGenerationRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
     mode: _common_pb2.PauseMode.ValueType
     """What happens to the requests that are waiting or running. Default ABORT."""
     by: _builtins.str
@@ -342,6 +343,10 @@ class PauseGenerationRequest(_message.Message):
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
 
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """After this long the pause ends by itself, as if it were continued by name. Unset: it stays until somebody continues."""
+
     def __init__(
         self,
         *,
@@ -349,10 +354,11 @@ class PauseGenerationRequest(_message.Message):
         mode: _common_pb2.PauseMode.ValueType = ...,
         by: _builtins.str = ...,
         reason: _builtins.str = ...,
+        ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "header", b"header", "mode", b"mode", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "header", b"header", "mode", b"mode", "reason", b"reason", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from updating import begin, commit, digest, join, refusal, write
 
-from rlctl.coordinator import pausing
+from rlctl.coordinator import lifting, pausing
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason, RlctlError
 from rlctl.stage.core import Stage
@@ -18,6 +18,7 @@ from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.fleet import InProcessFleet, StageSpec
 from rlctl.testing.waiting import eventually
+from rlctl.times import duration
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
@@ -362,3 +363,53 @@ async def test_a_pause_says_what_it_would_do_and_keeps_nothing(fleet: InProcessF
     assert (await fleet.stub.PauseGeneration(request)).validate_only
     assert on_record(fleet) == []
     assert (await fleet.stub.GetFleet(c.GetFleetRequest())).stages[0].routable
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifting, "LOOK_S", 0.05)
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_pause_with_an_end_is_lifted_by_itself(fleet: InProcessFleet) -> None:
+    operation = await pause(fleet, ttl=duration(1))
+    kept = fleet.stage("a").pause
+    assert kept.until.ToNanoseconds() - operation.create_time.ToNanoseconds() == 1_000_000_000
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+    await eventually(lambda: on_record(fleet) == [])
+    (lifted, *_) = (await fleet.stub.ListOperations(c.ListOperationsRequest(verb="ContinueGeneration"))).operations
+    assert lifted.state == OPERATION_STATE_OK
+
+
+@pytest.mark.usefixtures("often")
+async def test_the_end_of_a_pause_ends_no_newer_one(fleet: InProcessFleet) -> None:
+    await pause(fleet, ttl=duration(1))
+    newer = await pause(fleet, "a")
+    await fleet.until(lambda _: fleet.stage("b").routable)
+    await eventually(lambda: on_record(fleet) == [newer.operation_id])
+    await paused_for_good(fleet, "a")
+    fleet.specs.append(StageSpec("new", fleet.specs[0].model_path))
+    await fleet.start_stage(fleet.specs[-1])
+    await fleet.until(lambda _: fleet.stage("new").routable)
+
+
+@pytest.mark.usefixtures("often")
+async def test_the_end_of_a_pause_outlives_the_coordinator_and_stages_that_are_not_there(fleet: InProcessFleet) -> None:
+    await pause(fleet, ttl=duration(2))
+    specs = [await kill(fleet, slot) for slot in ("a", "b")]
+    await restart_coordinator(fleet)
+    assert len(on_record(fleet)) == 1
+    await eventually(lambda: on_record(fleet) == [])
+    for spec in specs:
+        await fleet.start_stage(spec)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+async def test_an_end_that_is_none_is_refused(fleet: InProcessFleet) -> None:
+    for ttl in (0, -1, 10**9):
+        error = await refusal(fleet.stub.PauseGeneration(v.PauseGenerationRequest(ttl=duration(ttl))))
+        assert (error.reason, error.field) == (Reason.DEADLINE_INVALID, "ttl")
+    header = RequestHeader(fence=common.Fence(update_id="u"))
+    error = await refusal(fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header, ttl=duration(1))))
+    assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, "ttl")
+    assert on_record(fleet) == []
