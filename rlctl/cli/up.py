@@ -26,7 +26,6 @@ from rlctl.cli.state import FleetState, state_directory
 from rlctl.cli.tables import Table, facts
 from rlctl.cli.topology import TopologyCommand, flags, options
 from rlctl.errors import Reason
-from rlctl.process import ENDS_S
 
 if TYPE_CHECKING:
     from rlctl.cli.prepare import Prepared
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 STOP_S = 30.0
-SURVIVE_S = ENDS_S + 10.0
-"""How long the processes of a supervisor that died may take to end."""
+SURVIVE_S = 70.0
+"""How long the processes of a supervisor that died may take to end: longer than :data:`rlctl.process.ENDS_S`."""
 _READY = "Ready."
 
 
