@@ -122,7 +122,9 @@ def test_the_next_trainer_helps_engines_whose_trainer_was_killed(
     # With the lead gone nobody aborts the update, and its lease runs out.
     updates = iter(lambda: fleet.operations(verb="WeightUpdate")[0], None)
     ended = next(update for update in updates if update.state != OPERATION_STATE_RUNNING)
-    assert ended.error.reason in (("LEASE_EXPIRED",) if dies == 0 else ("TRAINER_RANK_LOST", "CANCELLED", "GROUP_FAILED"))
+    assert ended.error.reason in (
+        ("LEASE_EXPIRED",) if dies == 0 else ("TRAINER_RANK_LOST", "CANCELLED", "GROUP_FAILED")
+    )
     assert not fleet.status().models[0].update_id
     assert fleet.status().models[0].latest.label == "seed-64"
     for stage in fleet.status().stages:
