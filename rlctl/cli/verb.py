@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 from typing import Any
@@ -98,12 +99,19 @@ def call(settings: Settings, verb: Verb, options: list[Field], values: dict[str,
     for field in options:
         fields.assign(request, field, values[field.parameter])
     if isinstance(request, PauseGenerationRequest) and not request.by:
-        request.by = f"{os.environ.get('USER', '') or os.getuid()}@{socket.gethostname()}"
+        request.by = f"{_user()}@{socket.gethostname()}"
     try:
         check(request)
         _send(settings, verb, request, values)
     except RlctlError as error:
         raise error if machine_readable(settings) else fields.as_typed(error, options) from None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user id has no name
+        return str(os.getuid())
 
 
 def _send(settings: Settings, verb: Verb, request: Any, values: dict[str, Any]) -> None:

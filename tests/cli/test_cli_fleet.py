@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 import threading
 import time
@@ -160,6 +162,14 @@ def test_a_pause_says_who_asked_for_it_since_when_and_why(rlctl: LiveFleet) -> N
     assert "by ops@head: new disks" in rlctl("describe", "stage", "a").out
     assert rlctl("continue").code == 0
     assert "paused" not in rlctl("get", "stages").out
+
+
+def test_a_pause_names_the_user_without_a_users_environment(rlctl: LiveFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert rlctl("pause", "--slot", "a").code == 0
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert f" by {user}@" in rlctl("describe", "stage", "a").out
 
 
 def test_healing_brings_dirty_stages_to_the_published_version(rlctl: LiveFleet) -> None:
