@@ -138,9 +138,9 @@ async def test_a_release_that_failed_holds_nothing_back_unless_it_may_have_been_
     server: Any = Server()
     state, call = State(), Call("c", math.inf)
     with pytest.raises(RlctlError):
-        await memory.release(server, state, [MEMORY_TAG_KV_CACHE], KNOWN, call, active=0)
+        await memory.release(server, state, [MEMORY_TAG_KV_CACHE], KNOWN, call, active=0, keeps_weights=False)
     assert told[told.index("/release_memory_occupation") + 1 :] == told_after
     assert (state.released, state.stopped) == (released, bool(released))
     if released:
-        await memory.resume(server, state, [], KNOWN, call)
+        await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
         assert told[-2:] == ["/resume_memory_occupation", "/continue_generation"]
