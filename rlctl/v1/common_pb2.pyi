@@ -118,7 +118,9 @@ class _StageStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StageState
     STAGE_STATE_RETIRED: _StageState.ValueType  # 10
     """Deregistered; kept for the record."""
     STAGE_STATE_FAILED: _StageState.ValueType  # 11
-    """A rank of its engine is gone: it serves nothing and takes no write until its engine has been started again, as a new incarnation."""
+    """A rank of the engine is lost. The stage serves nothing and takes no write until its engine has started again, as a new
+    incarnation.
+    """
 
 class StageState(_StageState, metaclass=_StageStateEnumTypeWrapper):
     """State of a stage, derived from the facts in StageReport (and, for the last three, from the coordinator's roster)."""
@@ -146,7 +148,9 @@ STAGE_STATE_DRAINING: StageState.ValueType  # 9
 STAGE_STATE_RETIRED: StageState.ValueType  # 10
 """Deregistered; kept for the record."""
 STAGE_STATE_FAILED: StageState.ValueType  # 11
-"""A rank of its engine is gone: it serves nothing and takes no write until its engine has been started again, as a new incarnation."""
+"""A rank of the engine is lost. The stage serves nothing and takes no write until its engine has started again, as a new
+incarnation.
+"""
 Global___StageState: _TypeAlias = StageState  # noqa: Y015
 
 class _WorkerType:
@@ -228,7 +232,7 @@ class _MemoryTagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryTag.V
     MEMORY_TAG_KV_CACHE: _MemoryTag.ValueType  # 1
     """The KV cache; its content is dropped."""
     MEMORY_TAG_WEIGHTS: _MemoryTag.ValueType  # 2
-    """The weights; unless the engine keeps their content they are STALE after the resume."""
+    """The weights. They are STALE after the resume, unless the engine keeps their content."""
     MEMORY_TAG_CUDA_GRAPH: _MemoryTag.ValueType  # 3
     """Captured CUDA graphs."""
 
@@ -240,7 +244,7 @@ MEMORY_TAG_UNSPECIFIED: MemoryTag.ValueType  # 0
 MEMORY_TAG_KV_CACHE: MemoryTag.ValueType  # 1
 """The KV cache; its content is dropped."""
 MEMORY_TAG_WEIGHTS: MemoryTag.ValueType  # 2
-"""The weights; unless the engine keeps their content they are STALE after the resume."""
+"""The weights. They are STALE after the resume, unless the engine keeps their content."""
 MEMORY_TAG_CUDA_GRAPH: MemoryTag.ValueType  # 3
 """Captured CUDA graphs."""
 Global___MemoryTag: _TypeAlias = MemoryTag  # noqa: Y015
@@ -280,11 +284,13 @@ class _VerificationLevel:
 class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerificationLevel.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     VERIFICATION_LEVEL_UNSPECIFIED: _VerificationLevel.ValueType  # 0
-    """AUTO: the highest level of the bytes that each target reaches; the result names it."""
+    """AUTO: for each target the highest level of the bytes that it reaches. The result names the level."""
     VERIFICATION_LEVEL_NONE: _VerificationLevel.ValueType  # 1
-    """No evidence of the bytes; refused for targets whose evidence is only ENGINE, unless a probe is passed."""
+    """No evidence of the bytes. Refused for targets whose evidence is only ENGINE, unless the update has a probe."""
     VERIFICATION_LEVEL_PROBE: _VerificationLevel.ValueType  # 2
-    """Log probabilities of fixed prompts against those that the trainer passes with the update. Asked for by name: the probe alone, without evidence of the bytes."""
+    """Log probabilities of fixed prompts, compared with the trainer's own, which the update carries. As UpdateOptions.verify: the
+    probe alone, without evidence of the bytes.
+    """
     VERIFICATION_LEVEL_RECEIVED: _VerificationLevel.ValueType  # 3
     """Digest of the bytes that each rank took in."""
     VERIFICATION_LEVEL_REPLICA: _VerificationLevel.ValueType  # 4
@@ -293,14 +299,18 @@ class _VerificationLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ver
     """The model digest equals the one that the sources computed from what they sent."""
 
 class VerificationLevel(_VerificationLevel, metaclass=_VerificationLevelEnumTypeWrapper):
-    """Evidence for an update. There are two kinds. RECEIVED, REPLICA and EXPECTED, weakest first, are evidence of the bytes that ranks hold. PROBE is evidence of the values that an engine computes with them. An update can have one of each."""
+    """Evidence for an update, of two kinds. RECEIVED, REPLICA and EXPECTED, weakest first, are evidence of the bytes that ranks
+    hold. PROBE is evidence of the values that an engine computes with them. An update can have one of each kind.
+    """
 
 VERIFICATION_LEVEL_UNSPECIFIED: VerificationLevel.ValueType  # 0
-"""AUTO: the highest level of the bytes that each target reaches; the result names it."""
+"""AUTO: for each target the highest level of the bytes that it reaches. The result names the level."""
 VERIFICATION_LEVEL_NONE: VerificationLevel.ValueType  # 1
-"""No evidence of the bytes; refused for targets whose evidence is only ENGINE, unless a probe is passed."""
+"""No evidence of the bytes. Refused for targets whose evidence is only ENGINE, unless the update has a probe."""
 VERIFICATION_LEVEL_PROBE: VerificationLevel.ValueType  # 2
-"""Log probabilities of fixed prompts against those that the trainer passes with the update. Asked for by name: the probe alone, without evidence of the bytes."""
+"""Log probabilities of fixed prompts, compared with the trainer's own, which the update carries. As UpdateOptions.verify: the
+probe alone, without evidence of the bytes.
+"""
 VERIFICATION_LEVEL_RECEIVED: VerificationLevel.ValueType  # 3
 """Digest of the bytes that each rank took in."""
 VERIFICATION_LEVEL_REPLICA: VerificationLevel.ValueType  # 4
@@ -351,16 +361,18 @@ Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final
 class Verification(_message.Message):
-    """The evidence that there is for weights, of each kind."""
+    """Evidence for the weights of a version, of each kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELD_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     held: Global___VerificationLevel.ValueType
-    """Of the bytes that ranks hold: NONE, RECEIVED, REPLICA or EXPECTED. UNSPECIFIED: no update has brought them."""
+    """Of the bytes that ranks hold: NONE, RECEIVED, REPLICA or EXPECTED. UNSPECIFIED: the weights come from no update."""
     computed: Global___VerificationLevel.ValueType
-    """Of the values that engines compute with them: PROBE, or NONE where no probe was passed. UNSPECIFIED: no update has brought them."""
+    """Of the values that engines compute: PROBE, or NONE for an update without a probe. UNSPECIFIED: the weights come from no
+    update.
+    """
     def __init__(
         self,
         *,

@@ -343,7 +343,7 @@ Global___GetFleetRequest: _TypeAlias = GetFleetRequest  # noqa: Y015
 
 @_typing.final
 class ListVersionsRequest(_message.Message):
-    """Which model."""
+    """Selects a model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -365,7 +365,7 @@ Global___ListVersionsRequest: _TypeAlias = ListVersionsRequest  # noqa: Y015
 
 @_typing.final
 class ListVersionsResponse(_message.Message):
-    """Its versions."""
+    """The versions of a model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -377,7 +377,7 @@ class ListVersionsResponse(_message.Message):
 
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.PublishedVersion]:
-        """The latest first, and up to 50 before it."""
+        """The latest version first, then up to 50 earlier ones."""
 
     def __init__(
         self,
@@ -514,7 +514,7 @@ class SetStageEnabledRequest(_message.Message):
     enabled: _builtins.bool
     """Let them be routed to."""
     reason: _builtins.str
-    """Of a disabling: why, for people. Kept until they are enabled again."""
+    """Reason for disabling the stages, for display. Kept until they are enabled again."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
@@ -541,7 +541,7 @@ Global___SetStageEnabledRequest: _TypeAlias = SetStageEnabledRequest  # noqa: Y0
 
 @_typing.final
 class ReportEngineFailureRequest(_message.Message):
-    """What a launcher knows of an engine."""
+    """A launcher's report of a failed engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -549,14 +549,14 @@ class ReportEngineFailureRequest(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
-    """Which slot. Required."""
+    """Slot of the engine. Required."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, timeout."""
 
     @_builtins.property
     def failure(self) -> _fleet_pb2.EngineFailure:
-        """What has become of its engine. Required."""
+        """The failure. Required."""
 
     def __init__(
         self,
@@ -599,7 +599,7 @@ Global___ReportEngineFailureResponse: _TypeAlias = ReportEngineFailureResponse  
 
 @_typing.final
 class AdmitSlotsRequest(_message.Message):
-    """Slots that may be filled, or no more."""
+    """Slots to admit and to dismiss."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -612,11 +612,11 @@ class AdmitSlotsRequest(_message.Message):
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Admitted from now on."""
+        """Slots that are admitted from now on."""
 
     @_builtins.property
     def dismissed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Admitted no more, also where the topology has them."""
+        """Slots that are not admitted from now on, even if they are in the topology."""
 
     def __init__(
         self,
@@ -635,7 +635,7 @@ Global___AdmitSlotsRequest: _TypeAlias = AdmitSlotsRequest  # noqa: Y015
 
 @_typing.final
 class AdmitSlotsResponse(_message.Message):
-    """Which slots may be filled."""
+    """The slots that stages may fill."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -643,14 +643,14 @@ class AdmitSlotsResponse(_message.Message):
     EVERY_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     every: _builtins.bool
-    """Every slot may be filled: the fleet has no topology of its own."""
+    """Stages may fill every slot: the fleet has no topology."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that may be filled, where not every slot may be."""
+        """The admitted slots, if `every` is false."""
 
     def __init__(
         self,
@@ -681,7 +681,7 @@ class TakeOverStagesRequest(_message.Message):
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Which stages. Required."""
+        """Slots of the stages. Required."""
 
     def __init__(
         self,

@@ -54,8 +54,9 @@ class CoordinatorServiceStub:
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.Operation]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause is kept in the fleet's
-    record until a continue by name ends it: a stage of the target that was not there, is restarted or joins later is paused before it serves.
+    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause stays in
+    force until its ttl or a continue by name ends it. A stage of the target that is absent, restarts or joins later is paused before it
+    serves.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
@@ -65,9 +66,9 @@ class CoordinatorServiceStub:
     ContinueGeneration: _grpc.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.Operation]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for its
-    stages that are not there, but not for those that refuse. An open implicit update of theirs is committed first; if it does not succeed,
-    nothing goes on.
+    Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for
+    absent stages, but not for stages that refuse the continue. An open implicit update of theirs is committed first; if it does not
+    succeed, nothing goes on.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
     ASLEEP goes on later, if when_resident asks for that.
@@ -141,8 +142,8 @@ class CoordinatorServiceStub:
 
     Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
     joins one operation with them.
-    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. One with
-    another store or shape is left first: its source was started anew.
+    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. The
+    ranks leave a group with another store or shape first, since its source has restarted.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -254,8 +255,8 @@ class CoordinatorServiceStub:
     RegisterStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterStageRequest, _coordinator_pb2.RegisterStageResponse]
     """A stage joins, or comes back.
 
-    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
-    refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
+    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` started
+    refuses a slot that is neither in its topology nor admitted (SLOT_NOT_ADMITTED).
     Idempotency: the same boot_id gets the same incarnation, another one the next.
     States: -; a lower contract version than N-1 is refused.
     Partial failure: none.
@@ -405,7 +406,7 @@ class CoordinatorServiceStub:
     Deadline: 30 s.
     """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListVersionsRequest, _coordinator_pb2.ListVersionsResponse]
-    """Lists the versions that a model has had, the latest first.
+    """Lists the published versions of a model, the latest first.
 
     Effect: none.
     Idempotency: a read.
@@ -446,9 +447,9 @@ class CoordinatorServiceStub:
     Deadline: 30 s.
     """
     ReportEngineFailure: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEngineFailureRequest, _coordinator_pb2.ReportEngineFailureResponse]
-    """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+    """Reports why a slot is empty. Launchers call it, since the ended process of a stage reports nothing.
 
-    Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+    Effect: the failure is shown with the stage while the coordinator has no link to it, until another process registers. Not journaled.
     Idempotency: yes; the latest counts.
     States: every one.
     Partial failure: none.
@@ -456,9 +457,10 @@ class CoordinatorServiceStub:
     Deadline: 30 s.
     """
     AdmitSlots: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AdmitSlotsRequest, _coordinator_pb2.AdmitSlotsResponse]
-    """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+    """Admits or dismisses slots of a fleet that is restricted to its topology (`rlctl coordinator --admit-only`).
 
-    Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+    Effect: admitted slots are kept in the journal. A stage of an admitted slot may join from now on. A stage in a dismissed slot stays
+    until it leaves.
     Idempotency: yes.
     States: -.
     Partial failure: none.
@@ -466,13 +468,13 @@ class CoordinatorServiceStub:
     Deadline: 30 s.
     """
     TakeOverStages: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]
-    """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+    """Takes charge of stages that obey the epoch of another fleet's coordinator.
 
-    Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
-    this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+    Effect: the fleet's epoch becomes higher than all epochs that these stages have seen, and every link is made again. A stage that
+    this coordinator holds already stays as it is. A coordinator that holds one of the stages now is fenced.
     Idempotency: yes.
     States: UNREACHABLE, JOINING.
-    Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+    Partial failure: none: an unknown slot refuses the whole request; a stage that does not answer fails it, and it can be repeated.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
@@ -519,8 +521,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.PauseGenerationRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Stops generation.
 
-    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause is kept in the fleet's
-    record until a continue by name ends it: a stage of the target that was not there, is restarted or joins later is paused before it serves.
+    Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause stays in
+    force until its ttl or a continue by name ends it. A stage of the target that is absent, restarts or joins later is paused before it
+    serves.
     Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
     States: STALE, READY, PAUSED, ASLEEP, DIRTY.
     Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
@@ -530,9 +533,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ContinueGeneration: _aio.UnaryUnaryMultiCallable[_verbs_pb2.ContinueGenerationRequest, _results_pb2.Operation]  # type: ignore[assignment]
     """Starts generation again.
 
-    Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for its
-    stages that are not there, but not for those that refuse. An open implicit update of theirs is committed first; if it does not succeed,
-    nothing goes on.
+    Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for
+    absent stages, but not for stages that refuse the continue. An open implicit update of theirs is committed first; if it does not
+    succeed, nothing goes on.
     Idempotency: with the same request_id, yes; continuing a running stage confirms.
     States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
     ASLEEP goes on later, if when_resident asks for that.
@@ -606,8 +609,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
     joins one operation with them.
-    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. One with
-    another store or shape is left first: its source was started anew.
+    Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. The
+    ranks leave a group with another store or shape first, since its source has restarted.
     States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
     Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -719,8 +722,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     RegisterStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterStageRequest, _coordinator_pb2.RegisterStageResponse]  # type: ignore[assignment]
     """A stage joins, or comes back.
 
-    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
-    refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
+    Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` started
+    refuses a slot that is neither in its topology nor admitted (SLOT_NOT_ADMITTED).
     Idempotency: the same boot_id gets the same incarnation, another one the next.
     States: -; a lower contract version than N-1 is refused.
     Partial failure: none.
@@ -870,7 +873,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Deadline: 30 s.
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListVersionsRequest, _coordinator_pb2.ListVersionsResponse]  # type: ignore[assignment]
-    """Lists the versions that a model has had, the latest first.
+    """Lists the published versions of a model, the latest first.
 
     Effect: none.
     Idempotency: a read.
@@ -911,9 +914,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Deadline: 30 s.
     """
     ReportEngineFailure: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEngineFailureRequest, _coordinator_pb2.ReportEngineFailureResponse]  # type: ignore[assignment]
-    """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+    """Reports why a slot is empty. Launchers call it, since the ended process of a stage reports nothing.
 
-    Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+    Effect: the failure is shown with the stage while the coordinator has no link to it, until another process registers. Not journaled.
     Idempotency: yes; the latest counts.
     States: every one.
     Partial failure: none.
@@ -921,9 +924,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Deadline: 30 s.
     """
     AdmitSlots: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AdmitSlotsRequest, _coordinator_pb2.AdmitSlotsResponse]  # type: ignore[assignment]
-    """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+    """Admits or dismisses slots of a fleet that is restricted to its topology (`rlctl coordinator --admit-only`).
 
-    Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+    Effect: admitted slots are kept in the journal. A stage of an admitted slot may join from now on. A stage in a dismissed slot stays
+    until it leaves.
     Idempotency: yes.
     States: -.
     Partial failure: none.
@@ -931,13 +935,13 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Deadline: 30 s.
     """
     TakeOverStages: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
-    """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+    """Takes charge of stages that obey the epoch of another fleet's coordinator.
 
-    Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
-    this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+    Effect: the fleet's epoch becomes higher than all epochs that these stages have seen, and every link is made again. A stage that
+    this coordinator holds already stays as it is. A coordinator that holds one of the stages now is fenced.
     Idempotency: yes.
     States: UNREACHABLE, JOINING.
-    Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+    Partial failure: none: an unknown slot refuses the whole request; a stage that does not answer fails it, and it can be repeated.
     Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
     Deadline: 30 s.
     """
@@ -993,8 +997,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Stops generation.
 
-        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause is kept in the fleet's
-        record until a continue by name ends it: a stage of the target that was not there, is restarted or joins later is paused before it serves.
+        Effect: waiting and running requests are treated as the mode says; the stages stop being routable. The pause stays in
+        force until its ttl or a continue by name ends it. A stage of the target that is absent, restarts or joins later is paused before it
+        serves.
         Idempotency: with the same request_id, yes; pausing a paused stage with the same mode confirms. in_place to abort is refused: continue or retract first.
         States: STALE, READY, PAUSED, ASLEEP, DIRTY.
         Partial failure: unless every target pauses, those that did are continued again: REJECTED, CANCELLED. UNKNOWN and DIRTY quarantine a target.
@@ -1010,9 +1015,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_results_pb2.Operation, _abc.Awaitable[_results_pb2.Operation]]:
         """Starts generation again.
 
-        Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for its
-        stages that are not there, but not for those that refuse. An open implicit update of theirs is committed first; if it does not succeed,
-        nothing goes on.
+        Effect: requests that were kept go on; stages at an admitted version become routable. Pauses by name of the target end, also for
+        absent stages, but not for stages that refuse the continue. An open implicit update of theirs is committed first; if it does not
+        succeed, nothing goes on.
         Idempotency: with the same request_id, yes; continuing a running stage confirms.
         States: READY, PAUSED. A stage that is STALE, DIRTY, UPDATING or ASLEEP refuses before its engine is called; one that is
         ASLEEP goes on later, if when_resident asks for that.
@@ -1128,8 +1133,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: a group stands at every rank; no weights change. A call with for_slot waits until those for the other engines have come, and
         joins one operation with them.
-        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. One with
-        another store or shape is left first: its source was started anew.
+        Idempotency: with the same request_id, yes; a group that stands with the same name, store and shape is confirmed. The
+        ranks leave a group with another store or shape first, since its source has restarted.
         States: STALE, READY, PAUSED, ASLEEP, UPDATING, DIRTY.
         Partial failure: each target has its own outcome; UNKNOWN and DIRTY quarantine it.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
@@ -1307,8 +1312,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.RegisterStageResponse, _abc.Awaitable[_coordinator_pb2.RegisterStageResponse]]:
         """A stage joins, or comes back.
 
-        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` has started
-        refuses a slot that is neither in its topology nor admitted: SLOT_NOT_ADMITTED.
+        Effect: the slot is filled by this incarnation, which starts STALE; the coordinator dials the stage. A fleet that `rlctl up` started
+        refuses a slot that is neither in its topology nor admitted (SLOT_NOT_ADMITTED).
         Idempotency: the same boot_id gets the same incarnation, another one the next.
         States: -; a lower contract version than N-1 is refused.
         Partial failure: none.
@@ -1548,7 +1553,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListVersionsResponse, _abc.Awaitable[_coordinator_pb2.ListVersionsResponse]]:
-        """Lists the versions that a model has had, the latest first.
+        """Lists the published versions of a model, the latest first.
 
         Effect: none.
         Idempotency: a read.
@@ -1613,9 +1618,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ReportEngineFailureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ReportEngineFailureResponse, _abc.Awaitable[_coordinator_pb2.ReportEngineFailureResponse]]:
-        """Says why nothing fills a slot, as its launcher knows it: the process of a stage that has ended says nothing.
+        """Reports why a slot is empty. Launchers call it, since the ended process of a stage reports nothing.
 
-        Effect: shown with the stage while the coordinator has no link to it, and until another process registers. Not journaled.
+        Effect: the failure is shown with the stage while the coordinator has no link to it, until another process registers. Not journaled.
         Idempotency: yes; the latest counts.
         States: every one.
         Partial failure: none.
@@ -1629,9 +1634,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.AdmitSlotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AdmitSlotsResponse, _abc.Awaitable[_coordinator_pb2.AdmitSlotsResponse]]:
-        """Says which slots may be filled beside those of the topology, of a fleet that admits no others (`rlctl coordinator --admit-only`).
+        """Admits or dismisses slots of a fleet that is restricted to its topology (`rlctl coordinator --admit-only`).
 
-        Effect: kept in the journal. A stage of an admitted slot that registers from now on joins. What fills a dismissed slot stays until it leaves.
+        Effect: admitted slots are kept in the journal. A stage of an admitted slot may join from now on. A stage in a dismissed slot stays
+        until it leaves.
         Idempotency: yes.
         States: -.
         Partial failure: none.
@@ -1645,13 +1651,13 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.TakeOverStagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
-        """Takes charge of stages that obey the epoch of a coordinator that is none of this fleet's.
+        """Takes charge of stages that obey the epoch of another fleet's coordinator.
 
-        Effect: the fleet's epoch becomes higher than any that they have seen, and every link is made again under it. A stage that is held by
-        this coordinator is left as it is. A coordinator that holds a stage now is fenced.
+        Effect: the fleet's epoch becomes higher than all epochs that these stages have seen, and every link is made again. A stage that
+        this coordinator holds already stays as it is. A coordinator that holds one of the stages now is fenced.
         Idempotency: yes.
         States: UNREACHABLE, JOINING.
-        Partial failure: none: unknown slots refuse the whole request; a stage that does not answer ends it, after which it can be made again.
+        Partial failure: none: an unknown slot refuses the whole request; a stage that does not answer fails it, and it can be repeated.
         Retry: UNAVAILABLE, DEADLINE_EXCEEDED.
         Deadline: 30 s.
         """

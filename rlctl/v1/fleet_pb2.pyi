@@ -100,7 +100,7 @@ class Capabilities(_message.Message):
     draft_model: _builtins.bool
     """It has a draft model, whose weights can be updated apart."""
     keeps_weights: _builtins.bool
-    """It can keep the content of its weights while their memory is released: ReleaseMemory with keep_weights."""
+    """The engine can keep the content of its weights while their memory is released (ReleaseMemory with keep_weights)."""
     @_builtins.property
     def verbs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the verbs that the engine has."""
@@ -285,20 +285,20 @@ class EngineFailure(_message.Message):
     RETRY_TIME_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why, the latest."""
+    """Cause of the latest failure."""
     failures: _builtins.int
-    """How often it has ended or failed to start since it last ran for a minute. More than once: it is in a crash loop."""
+    """Failures since the engine last ran for a minute: its ends and its failed starts. More than one is a crash loop."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """When it failed first."""
+        """Time of the first of these failures."""
 
     @_builtins.property
     def retry_time(self) -> _timestamp_pb2.Timestamp:
-        """When it is started again. Unset: it is being started, or nothing starts it."""
+        """Time of its next start. Unset: the engine is starting now, or nothing starts it."""
 
     @_builtins.property
     def log(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The last lines that it has logged."""
+        """Last lines of its log."""
 
     def __init__(
         self,
@@ -375,13 +375,13 @@ class StageReport(_message.Message):
     cache_in_doubt: _builtins.bool
     """A release of its KV cache failed half-way: it counts as released, and may hold entries."""
     update_staged: _builtins.bool
-    """The open update fills a shadow copy or is of an adapter, and has not touched what is served: the state is what it would be
-    without it.
+    """The open update fills a shadow copy or an adapter, and has not touched the served weights. The state is the same as without the
+    update.
     """
     update_prepared: _builtins.bool
-    """That shadow copy, or the adapter, is complete: a commit only swaps."""
+    """The shadow copy, or the adapter, is complete: a commit only swaps."""
     closed_adapter: _builtins.str
-    """Name of the adapter that the open update replaces, while no new requests with it are taken. Empty: none."""
+    """Adapter that the open update replaces, while the stage takes no new requests with it. Empty: none."""
     @_builtins.property
     def weight_version(self) -> _common_pb2.WeightVersion:
         """Version that the weights are at; sequence 0: a checkpoint that no version was published for."""
@@ -400,7 +400,7 @@ class StageReport(_message.Message):
 
     @_builtins.property
     def engine_failure(self) -> Global___EngineFailure:
-        """Of state FAILED: what has become of its engine."""
+        """Failure of the engine, in state FAILED."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
@@ -533,7 +533,7 @@ Global___StageRegistration: _TypeAlias = StageRegistration  # noqa: Y015
 
 @_typing.final
 class Pause(_message.Message):
-    """A pause by name. It is in force until a continue by name ends it, whatever happens to the stages that it covers."""
+    """A pause by name. It is in force until its end or a continue by name, also for stages that restart or join later."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -544,20 +544,20 @@ class Pause(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
-    """Operation that asked for it: a PauseGeneration, or an update whose stages stay paused."""
+    """Operation that made the pause: a PauseGeneration, or an update whose stages stay paused."""
     mode: _common_pb2.PauseMode.ValueType
-    """What happened to the requests. A stage that joins later is paused in the same way."""
+    """Treatment of the requests. A stage that joins later is paused in the same mode."""
     by: _builtins.str
-    """Who asked for it, in the caller's own words. Empty: not said."""
+    """Caller, as the request named it. Empty: not named."""
     reason: _builtins.str
-    """Why, in the caller's own words. Empty: not said."""
+    """Reason, as the request gave it. Empty: none given."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """Since when, by the coordinator's wall clock; for display only."""
+        """Start of the pause, by the coordinator's wall clock; for display only."""
 
     @_builtins.property
     def until(self) -> _timestamp_pb2.Timestamp:
-        """When it ends by itself, by the coordinator's wall clock. Unset: it stays until somebody continues."""
+        """Time when the pause ends by itself, by the coordinator's wall clock. Unset: only a continue by name ends it."""
 
     def __init__(
         self,
@@ -614,7 +614,7 @@ class Stage(_message.Message):
     unhealable: _builtins.bool
     """Its version has no source to heal it from."""
     disabled_reason: _builtins.str
-    """Why it is disabled, as the caller of SetStageEnabled said it."""
+    """Reason for which it is disabled, from SetStageEnabled."""
     @_builtins.property
     def registration(self) -> Global___StageRegistration:
         """What it said when it joined."""
@@ -633,19 +633,19 @@ class Stage(_message.Message):
 
     @_builtins.property
     def disable_time(self) -> _timestamp_pb2.Timestamp:
-        """Since when it is disabled."""
+        """Time when it was disabled."""
 
     @_builtins.property
     def engine_failure(self) -> Global___EngineFailure:
-        """What has become of its engine, where it has failed: the stage's own word, or its launcher's (ReportEngineFailure)."""
+        """Failure of its engine, as the stage itself or its launcher (ReportEngineFailure) reports it. Unset: none."""
 
     @_builtins.property
     def pause(self) -> Global___Pause:
-        """The pause by name that is in force for it. Until it has paused it gets no serving lease. Unset: none."""
+        """The pause by name in force for this stage. The stage gets no serving lease until it has paused. Unset: none."""
 
     @_builtins.property
     def heal_time(self) -> _timestamp_pb2.Timestamp:
-        """When it is healed by itself, unless an update reaches it before. Unset: it waits for no heal, or is due for one."""
+        """Time of its automatic heal, unless an update reaches the stage before. Unset: no heal is planned, or the heal is due."""
 
     def __init__(
         self,
@@ -721,11 +721,11 @@ class Model(_message.Message):
 
     @_builtins.property
     def verification(self) -> _common_pb2.Verification:
-        """Evidence for the latest version: of each kind, the weakest among the stages that its update brought to it."""
+        """Evidence for the latest version: of each kind, the weakest among the stages that its update reached."""
 
     @_builtins.property
     def update_lease(self) -> _duration_pb2.Duration:
-        """Of an open update: time until it is aborted, unless its owner is heard before."""
+        """Time until the open update is aborted, unless its owner renews the lease before."""
 
     def __init__(
         self,
@@ -764,14 +764,14 @@ class PublishedVersion(_message.Message):
     model_digest: _builtins.str
     """Model digest of its weights, hex; empty: not known."""
     checkpoint: _builtins.str
-    """Checkpoint that it was read from; empty: it came from a trainer."""
+    """Checkpoint of the version; empty: a trainer sent it."""
     @_builtins.property
     def version(self) -> _common_pb2.WeightVersion:
         """Label and sequence."""
 
     @_builtins.property
     def publish_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was published. Unset: before times were recorded."""
+        """Time of its publication. Unset: the version is older than this field."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class FleetRecord(_message.Message):
     fleet_epoch: _builtins.int
     """Epoch of the coordinator that wrote it."""
     first_sequence: _builtins.int
-    """Sequence from which the versions of models count that have none yet. Lower ones were given before the fleet was started over. 0: 1."""
+    """First sequence of a model without versions. Lower sequences were used before the fleet was started over. 0 means 1."""
     def __init__(
         self,
         *,
@@ -114,7 +114,7 @@ class SlotRecord(_message.Message):
     unseen: _builtins.bool
     """Its process took another one's place, and has not been attached to since."""
     disabled_reason: _builtins.str
-    """Why the operator's flag is off."""
+    """Reason for which the slot is disabled."""
     @_builtins.property
     def registration(self) -> _fleet_pb2.StageRegistration:
         """Registration of the present incarnation."""
@@ -129,7 +129,7 @@ class SlotRecord(_message.Message):
 
     @_builtins.property
     def disable_time(self) -> _timestamp_pb2.Timestamp:
-        """Since when it is off."""
+        """Time when the slot was disabled."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class ModelRecord(_message.Message):
     group_generation: _builtins.int
     """Generation of its groups."""
     first_sequence: _builtins.int
-    """Sequence of its first version. 0: 1."""
+    """Sequence of its first version. 0 means 1."""
     @_builtins.property
     def latest(self) -> _common_pb2.WeightVersion:
         """Version published last."""
@@ -204,15 +204,15 @@ class ModelRecord(_message.Message):
 
     @_builtins.property
     def verification(self) -> _common_pb2.Verification:
-        """Evidence for the published version: of each kind, the weakest among the stages that its update brought to it."""
+        """Evidence for the published version: of each kind, the weakest among the stages that its update reached."""
 
     @_builtins.property
     def publish_time(self) -> _timestamp_pb2.Timestamp:
-        """When its latest version was published."""
+        """Time of the publication of its latest version."""
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.PublishedVersion]:
-        """Versions before the latest one, oldest first; a number of them."""
+        """Earlier versions, oldest first, at most 50."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
@@ -256,15 +256,15 @@ class PauseRecord(_message.Message):
     CONTINUED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pause(self) -> _fleet_pb2.Pause:
-        """Who, when, in which mode."""
+        """Caller, time, mode and reason."""
 
     @_builtins.property
     def target(self) -> _common_pb2.Target:
-        """Stages that it covers, those that join later among them."""
+        """Stages that it covers, including stages that join later."""
 
     @_builtins.property
     def continued(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Slots of the target that were continued since."""
+        """Slots of the target that have been continued since."""
 
     def __init__(
         self,

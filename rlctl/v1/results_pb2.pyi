@@ -215,7 +215,7 @@ class StageResult(_message.Message):
     state: _common_pb2.StageState.ValueType
     """State of the stage afterwards."""
     verified: _common_pb2.VerificationLevel.ValueType
-    """Verification that was reached, for updates: the level of the bytes or, where there is none, PROBE if a probe has passed."""
+    """Verification that an update reached: the level of the bytes. Without evidence of the bytes: PROBE, if a probe has passed."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader:
         """Who answered, under which epoch, when."""
@@ -242,7 +242,7 @@ class StageResult(_message.Message):
 
     @_builtins.property
     def verification(self) -> _common_pb2.Verification:
-        """Verification that was reached, for updates, of each kind."""
+        """Verification that an update reached, of each kind."""
 
     def __init__(
         self,

@@ -127,8 +127,8 @@ class SamplingParams(_message.Message):
     repetition_penalty: _builtins.float
     """Divides (multiplies negative) logits of tokens seen. Default 1."""
     spaces_between_special_tokens: _builtins.bool
-    """Put a space between adjacent special tokens in the text. Default true. Tokenizers that never do so ignore it: the fast
-    tokenizers of Hugging Face.
+    """Put a space between adjacent special tokens in the text. Default true. The fast tokenizers of Hugging Face
+    insert no such spaces, and ignore it.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

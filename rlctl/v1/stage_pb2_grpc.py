@@ -519,10 +519,10 @@ class StageServiceServicer(object):
         """Completes the shadow copy of a staged update, or an adapter.
 
         Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+        written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
         stopped until the commit or the abort.
         Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
         Partial failure: every rank has its own entry in rank_results; the outcome is never better than the worst rank's.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.

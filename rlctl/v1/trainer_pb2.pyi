@@ -157,7 +157,7 @@ class Offer(_message.Message):
     goes_on: _builtins.bool
     """It goes on as soon as its weights have been sent: nobody goes through them again after that."""
     local: _builtins.bool
-    """It can look for values that are not finite in what it holds itself, without gathering."""
+    """The trainer rank can check its own shards for values that are not finite, without gathering."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.TensorInfo]:
         """Tensors that it sends, in order. Empty for a rank that only iterates."""
@@ -168,7 +168,7 @@ class Offer(_message.Message):
 
     @_builtins.property
     def spares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpareName]:
-        """Names of tensors that come under others too: they are sent where the rollout checkpoint has them."""
+        """Further names of offered tensors. They are sent if the rollout checkpoint has them."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class SpareName(_message.Message):
-    """Another name of tensors: of one that is tied, or of all experts of a layer in one tensor."""
+    """A further name for tensors that are also offered under their usual names: a tied tensor, or all experts of a layer as one tensor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -210,10 +210,10 @@ class SpareName(_message.Message):
     name: _builtins.str
     """The name."""
     explicit: _builtins.bool
-    """The trainer gave the tensor under this name itself: it is sent where the names of the checkpoint are not known."""
+    """The trainer itself uses this name. The tensor is sent under it if the names of the checkpoint are not known."""
     @_builtins.property
     def stands_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names under which the same contents come usually."""
+        """Usual names of the same contents."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class Sent(_message.Message):
 
     @_builtins.property
     def not_finite(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tensors in which values were found that are NaN or infinite."""
+        """Tensors with NaN or infinite values."""
 
     def __init__(
         self,
@@ -394,9 +394,9 @@ class Attempt(_message.Message):
     published: _builtins.bool
     """A batch of the update serves the version already: it can no longer be cancelled."""
     finite: _builtins.bool
-    """Look for values that are NaN or infinite in what the buckets name. Set for passes that send nothing."""
+    """Check the tensors of the buckets for NaN and infinite values. Set for passes that send nothing."""
     local: _builtins.bool
-    """Look in what each trainer rank holds itself: nothing is gathered."""
+    """Each trainer rank checks only its own shards: nothing is gathered."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.GroupPlan]:
         """Groups, in the one order in which they are formed."""

@@ -669,7 +669,7 @@ class AbortWeightUpdateRequest(_message.Message):
 
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
-        """The failure that the owner aborts for: the operation ends with its reason and field. Empty: CANCELLED."""
+        """Failure that makes the owner abort. The operation ends with its reason and field. Empty: CANCELLED."""
 
     def __init__(
         self,

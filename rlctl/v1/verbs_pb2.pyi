@@ -336,16 +336,16 @@ class PauseGenerationRequest(_message.Message):
     mode: _common_pb2.PauseMode.ValueType
     """What happens to the requests that are waiting or running. Default ABORT."""
     by: _builtins.str
-    """Who pauses, kept with the pause; the command line says user@host by itself. At most 200 characters."""
+    """Caller, kept with the pause. The command line sends user@host. At most 200 characters."""
     reason: _builtins.str
-    """Why; kept with the pause. At most 1000 characters."""
+    """Reason, kept with the pause. At most 1000 characters."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """After this long the pause ends by itself, as if it were continued by name. Unset: it stays until somebody continues."""
+        """Duration after which the pause ends by itself, like a continue by name. Unset: only a continue ends it."""
 
     def __init__(
         self,
@@ -530,8 +530,8 @@ class ReleaseMemoryRequest(_message.Message):
     TAGS_FIELD_NUMBER: _builtins.int
     KEEP_WEIGHTS_FIELD_NUMBER: _builtins.int
     keep_weights: _builtins.bool
-    """The content of the weights comes back with the resume. UNSUPPORTED at an engine without Capabilities.keeps_weights;
-    MEMORY_RELEASED where the weights were released before and their content is lost.
+    """Keep the content of the weights: the resume restores it. UNSUPPORTED at an engine without Capabilities.keeps_weights;
+    MEMORY_RELEASED if an earlier release has lost the content.
     """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
@@ -603,7 +603,7 @@ class MemoryReport(_message.Message):
 
     @_builtins.property
     def kept(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.MemoryTag.ValueType]:
-        """Released regions whose content comes back with the resume."""
+        """Released regions whose content the resume restores."""
 
     def __init__(
         self,
@@ -646,7 +646,7 @@ class UpdateOptions(_message.Message):
     after: Global___AfterUpdate.ValueType
     """What to do after publishing. Default: resume what was generating before."""
     verify: _common_pb2.VerificationLevel.ValueType
-    """Evidence of the bytes that is wanted before publishing. Default AUTO. PROBE: none of the bytes, the probe alone."""
+    """Evidence of the bytes that an update needs before it is published. Default AUTO. PROBE: the probe alone, no evidence of the bytes."""
     quorum: _builtins.int
     """Number of targets that must confirm. 0: all of them; fewer end PARTIAL at best."""
     recapture_cuda_graph: _builtins.bool
@@ -659,7 +659,9 @@ class UpdateOptions(_message.Message):
     """Whether loaded adapters survive a base update."""
     @_builtins.property
     def probe(self) -> Global___Probe:
-        """What the new weights must give. Every target computes it before it serves them, at every level of verify. An update is refused where a target cannot compute it. Not for adapters."""
+        """Log probabilities that the new weights must reproduce. Every target computes them before it serves, at every level of verify.
+        The update is refused if a target cannot compute them. Not for adapters.
+        """
 
     def __init__(
         self,
@@ -2172,7 +2174,7 @@ Global___Loads: _TypeAlias = Loads  # noqa: Y015
 @_typing.final
 class PrepareUpdateRequest(_message.Message):
     """Opens an update at a participant: opens the weights for writing and lets the engine prepare its load. Until the update ends, no request
-    runs, unless the update is staged or of an adapter.
+    runs, unless the update is staged or updates an adapter.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2201,8 +2203,8 @@ class PrepareUpdateRequest(_message.Message):
     digest_received: _builtins.bool
     """Digest what comes, before it is put into place; CommitUpdate answers with the digest."""
     pause: _common_pb2.PauseMode.ValueType
-    """Adapter updates: what happens to the requests with the adapter at SealUpdate; requests of other adapters and of the base go on.
-    UNSPECIFIED: refused while there are any, and no new ones are taken until the update ends.
+    """Adapter updates: treatment of the requests with the adapter at SealUpdate. Other requests go on.
+    UNSPECIFIED: the update is refused while such requests exist, and the stage takes no new ones until the update ends.
     """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:

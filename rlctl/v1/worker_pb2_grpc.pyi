@@ -282,10 +282,10 @@ class WorkerServiceStub:
     """Completes the shadow copy of a staged update, or an adapter.
 
     Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+    written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
     stopped until the commit or the abort.
     Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -554,10 +554,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Completes the shadow copy of a staged update, or an adapter.
 
     Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-    written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+    written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
     stopped until the commit or the abort.
     Idempotency: with the same request_id, yes.
-    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
+    States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
     Partial failure: none: one rank answers for itself.
     Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
     Deadline: 120 s.
@@ -973,10 +973,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Completes the shadow copy of a staged update, or an adapter.
 
         Effect: the load is finalised beside generation and every parameter found written; the participant is PREPARED: nothing more is
-        written, and a commit only swaps. What is served does not change. Of an adapter: the requests with the adapter that it replaces are
+        written, and a commit only swaps. What is served does not change. For an adapter: the requests with the replaced adapter are
         stopped until the commit or the abort.
         Idempotency: with the same request_id, yes.
-        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, staged or of an adapter.
+        States: READY, PAUSED, ASLEEP, STALE and DIRTY, with this update open, if it is staged or updates an adapter.
         Partial failure: none: one rank answers for itself.
         Retry: UNAVAILABLE and DEADLINE_EXCEEDED, with the same request_id.
         Deadline: 120 s.
