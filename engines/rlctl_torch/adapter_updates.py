@@ -116,10 +116,12 @@ class LoadAdapter(InUpdate):
         super().__init__(rank, update_id)
         self._request = request
 
-    def run(self) -> Later:
-        """Check the files on all ranks, then read them, beside generation."""
+    def run(self) -> AdapterList | Later:
+        """Check the files on all ranks, then read them, beside generation. An update of the base weights refuses it at
+        the step itself: its ranks agree in the engine's thread only.
+        """
         update = self._open()
-        return Later(lambda: self._load(update))
+        return Later(lambda: self._load(update)) if update.aside else self._load(update)
 
     def _load(self, update: OpenUpdate) -> AdapterList:
         rank = self._rank
