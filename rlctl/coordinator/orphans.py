@@ -124,6 +124,9 @@ class Orphans:
             self._steps += 1
             update_id = request.header.fence.update_id or type(request).DESCRIPTOR.name
             try:
+                if isinstance(request, PauseGenerationRequest):
+                    # The pause may be taken back, or end, before its operation knows of this stage.
+                    await self._waking.remember([slot])
                 [result] = await self._fanout.run(
                     request,
                     [slot],

@@ -62,6 +62,11 @@ class Pauses:
                 return record
         return None
 
+    def beside(self, slot: Addressed, key: str) -> bool:
+        """Whether another pause than this one covers a slot."""
+        records = (record for name, record in self._records.items() if name != key)
+        return any(covers(record.target, slot) and slot.name not in record.continued for record in records)
+
     @property
     def in_force(self) -> list[PauseRecord]:
         """Every one, oldest first."""
@@ -98,8 +103,12 @@ class Pauses:
             except RlctlError as error:
                 log.warning("pause %s was taken back, which could not be recorded: %s", key, error)
 
-    async def end(self, target: Target, slots: Sequence[Addressed], refused: Collection[str]) -> None:
-        """A continue ends what its target covers, durably, but for slots that ``refused``. ``slots``: all there are."""
+    async def end(
+        self, target: Target, slots: Sequence[Addressed], refused: Collection[str], with_it: Sequence[Put] = ()
+    ) -> None:
+        """A continue ends what its target covers, durably, but for slots that ``refused``. ``slots``: all there are.
+        ``with_it``: recorded in the same write.
+        """
         async with self._writing:
             changed: dict[str, PauseRecord | None] = {}
             for key, record in self._records.items():
@@ -117,11 +126,11 @@ class Pauses:
                     rest = None if record.target.slots and not left else rest
                 if rest != record:
                     changed[key] = rest
+            ends = [Delete("pause", key) if rest is None else _put(rest) for key, rest in changed.items()]
+            if ends or with_it:
+                await self._journal.write([*ends, *with_it])
             if not changed:
                 return
-            await self._journal.write(
-                [Delete("pause", key) if rest is None else _put(rest) for key, rest in changed.items()]
-            )
             for key, rest in changed.items():
                 if rest is None:
                     del self._records[key]

@@ -9,7 +9,7 @@ were paused before stay paused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -58,7 +58,6 @@ class Pausing:
             for slot in targets
             if slot.report is not None and (not slot.report.paused or slot.held) and slot.pause is None
         }
-        await self._waking.forget(self._roster.covered(target))
         with _in_hand(targets):
             replaced = await self._roster.pauses.begin(
                 PauseRecord(
@@ -117,21 +116,22 @@ class Pausing:
         stages of the request's target that are not there.
         """
         target = request.header.target
-        covered = self._roster.covered(target)
-        absent = [slot for slot in covered if slot not in targets and slot.pause is not None]
         with _in_hand(targets):
             await self._waking.go_on(request, targets, run, deadline)
             going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in going]
             if going:
-                await self._roster.pauses.end(target, list(self._roster.slots.values()), refused)
-                await self._waking.remember([slot for slot in absent if slot.pause is None])
+                await self._end(target, refused, told=targets)
 
     async def go_on_later(self, target: Target) -> None:
-        """End the pauses of a target's stages, none of which is there: each goes on when it comes."""
-        absent = [slot for slot in self._roster.covered(target) if slot.pause is not None]
-        await self._roster.pauses.end(target, list(self._roster.slots.values()), ())
-        await self._waking.remember([slot for slot in absent if slot.pause is None])
+        """End the pauses of a target's stages, none of which can go on now: each goes on as soon as it can."""
+        await self._end(target, (), told=())
+
+    async def _end(self, target: Target, refused: Collection[str], told: Collection[Slot]) -> None:
+        """End pauses. The same write records that the stages of the target that were not ``told`` go on later."""
+        later = [slot for slot in self._roster.covered(target) if slot not in told and slot.pause is not None]
+        every = list(self._roster.slots.values())
+        await self._waking.remember(later, lambda puts: self._roster.pauses.end(target, every, refused, puts))
 
 
 def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:

@@ -7,13 +7,13 @@ would run into memory that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.operations import Run
 from rlctl.coordinator.roster import Roster, Slot
 from rlctl.errors import Reason
-from rlctl.ports import Clock
+from rlctl.ports import Clock, Put
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_SKIPPED,
@@ -35,7 +35,7 @@ class Waking:
         self._clock = clock
 
     async def forget(self, targets: Sequence[Slot]) -> None:
-        """Somebody pauses them by name or continues them now, or their update leaves them paused."""
+        """They are continued now, or their update leaves them paused."""
         await self._remember([slot for slot in targets if slot.record.continue_when_resident], False)
 
     async def go_on(
@@ -52,7 +52,8 @@ class Waking:
         """Resume regions, and let those go on that somebody continued and that are whole now."""
         results = await self._carry_out(request, targets, run, "1", deadline)
         whole = {r.slot for r in results if r.outcome == OUTCOME_APPLIED and r.state == STAGE_STATE_PAUSED}
-        continued = [slot for slot in targets if slot.name in whole and slot.record.continue_when_resident]
+        free = [slot for slot in targets if slot.name in whole and slot.pause is None]
+        continued = [slot for slot in free if slot.record.continue_when_resident]
         if continued:
             memory = {result.slot: result for result in results}
             for result in await self._carry_out(ContinueGenerationRequest(), continued, run, "2", deadline):
@@ -79,16 +80,25 @@ class Waking:
             await self.forget([slot for slot in targets if slot.name in done])
         return results
 
-    async def remember(self, slots: Sequence[Slot]) -> None:
-        """Stages that somebody continued while they were out of reach: they go on when they come back paused."""
-        await self._remember(slots, True)
+    async def remember(
+        self, slots: Sequence[Slot], write: Callable[[Sequence[Put]], Awaitable[None]] | None = None
+    ) -> None:
+        """Record that stages go on as soon as they can and no pause by name is in force for them. ``write``: as for
+        :meth:`Roster.change`.
+        """
+        await self._remember(slots, True, write)
 
-    async def _remember(self, slots: Sequence[Slot], later: bool) -> None:
+    async def _remember(
+        self,
+        slots: Sequence[Slot],
+        later: bool,
+        write: Callable[[Sequence[Put]], Awaitable[None]] | None = None,
+    ) -> None:
         def set_(record: SlotRecord) -> None:
             record.continue_when_resident = later
 
-        if slots:
-            await self._roster.change(slots, set_)
+        if slots or write is not None:
+            await self._roster.change(slots, set_, write)
 
 
 def _may_wait(slot: Slot) -> bool:

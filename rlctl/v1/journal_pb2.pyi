@@ -110,7 +110,9 @@ class SlotRecord(_message.Message):
     retired: _builtins.bool
     """Deregistered."""
     continue_when_resident: _builtins.bool
-    """Somebody continued it while memory was released: generation goes on when the last region is resumed."""
+    """Generation goes on as soon as no memory is released and no pause by name is in force: it was continued when it could not go on
+    yet, or was paused because a pause by name was in force when it came.
+    """
     unseen: _builtins.bool
     """Its process took another one's place, and has not been attached to since."""
     disabled_reason: _builtins.str

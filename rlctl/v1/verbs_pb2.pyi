@@ -345,7 +345,9 @@ class PauseGenerationRequest(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """Duration after which the pause ends by itself, like a continue by name. Unset: only a continue ends it."""
+        """Duration after which the pause ends by itself. Stages under another pause by name, older or newer, stay paused. A stage that cannot
+        go on then goes on as soon as it can. Unset: only a continue ends the pause.
+        """
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from updating import begin, commit, digest, join, refusal, write
 from rlctl.coordinator import lifting, pausing
 from rlctl.engine import Call, EngineConfig
 from rlctl.errors import Reason, RlctlError
+from rlctl.ports import Delete, Put
 from rlctl.stage.core import Stage
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.testing import fake_engine
@@ -23,6 +24,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader, Target
+from rlctl.v1.journal_pb2 import SlotRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
 
 PAUSED, READY, UNREACHABLE = (
@@ -413,3 +415,135 @@ async def test_an_end_that_is_none_is_refused(fleet: InProcessFleet) -> None:
     error = await refusal(fleet.stub.PauseGeneration(v.PauseGenerationRequest(header=header, ttl=duration(1))))
     assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, "ttl")
     assert on_record(fleet) == []
+
+
+async def continues(fleet: InProcessFleet) -> list[Operation]:
+    answer = await fleet.stub.ListOperations(c.ListOperationsRequest(verb="ContinueGeneration"))
+    return list(answer.operations)
+
+
+def refuse_pauses(fleet: InProcessFleet, slot: str) -> asyncio.Event:
+    """Have an engine refuse pauses, once the returned event is set."""
+    refusing, may = fleet.stages[slot]._engine, asyncio.Event()
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if engine is refusing and name == "pause_generation":
+            await may.wait()
+            raise Reason.ENGINE_FAILED.error("no pause")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    return may
+
+
+@pytest.mark.usefixtures("often")
+async def test_the_end_of_a_pause_waits_for_one_that_is_asleep(fleet: InProcessFleet) -> None:
+    await pause(fleet, ttl=duration(1))
+    sleep = v.ReleaseMemoryRequest(tags=[common.MEMORY_TAG_KV_CACHE])
+    assert (await fleet.stub.ReleaseMemory(sleep)).state == OPERATION_STATE_OK
+    await eventually(lambda: on_record(fleet) == [])
+    assert await continues(fleet) == [], "nothing could be continued"
+    assert (await fleet.stub.ResumeMemory(v.ResumeMemoryRequest())).state == OPERATION_STATE_OK
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+@pytest.mark.usefixtures("often")
+async def test_the_end_of_a_pause_of_a_slot_that_is_empty_makes_no_operations(fleet: InProcessFleet) -> None:
+    await pause(fleet, "a", ttl=duration(1))
+    spec = await kill(fleet, "a")
+    await eventually(lambda: on_record(fleet) == [])
+    assert await continues(fleet) == []
+    await fleet.start_stage(spec)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_pause_that_cannot_be_lifted_is_tried_less_and_less_often(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifting, "AGAIN_S", (0.0, 3600.0))
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "continue_generation":
+            raise Reason.ENGINE_FAILED.error("no")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+    await pause(fleet, ttl=duration(0.2))
+    await eventually(lambda: len(fleet.server.coordinator._lifting._tries) == 1)
+    await asyncio.sleep(1)
+    assert 1 <= len(await continues(fleet)) <= 2
+
+
+@pytest.mark.usefixtures("often")
+async def test_the_end_of_a_pause_ends_no_older_one(fleet: InProcessFleet) -> None:
+    older = await pause(fleet)
+    newer = await pause(fleet, "a", ttl=duration(1))
+    assert on_record(fleet) == [older.operation_id, newer.operation_id]
+    await eventually(lambda: on_record(fleet) == [older.operation_id])
+    assert fleet.stage("a").pause.operation_id == older.operation_id
+    await paused_for_good(fleet, "a", "b")
+
+
+@pytest.mark.usefixtures("often")
+async def test_the_end_of_a_pause_and_what_goes_on_later_are_one_write(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pause(fleet, ttl=duration(1))
+    comes_back = await cut_off(fleet, "a", monkeypatch)
+    journal = fleet.server.coordinator._journal
+    write, failed = journal.write, []
+
+    async def fail_once(changes: list[Put | Delete]) -> None:
+        slots = [change for change in changes if isinstance(change, Put) and change.kind == "slot"]
+        if not failed and any(SlotRecord.FromString(slot.body).continue_when_resident for slot in slots):
+            failed.append(len(on_record(fleet)))
+            raise Reason.JOURNAL_FAILED.error("full")
+        await write(changes)
+
+    monkeypatch.setattr(journal, "write", fail_once)
+    await eventually(lambda: bool(failed))
+    assert failed == [1], "the pause had not ended yet"
+    await eventually(lambda: on_record(fleet) == [])
+    comes_back()
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
+
+
+async def test_one_that_was_paused_for_a_pause_that_is_taken_back_goes_on(fleet: InProcessFleet) -> None:
+    may = refuse_pauses(fleet, "b")
+    pausing_ = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
+    await eventually(lambda: len(on_record(fleet)) == 1)
+    fleet.specs.append(StageSpec("new", fleet.specs[0].model_path))
+    await fleet.start_stage(fleet.specs[-1])
+    await paused_for_good(fleet, "new")
+    may.set()
+    assert (await pausing_).state == OPERATION_STATE_FAILED
+    fake_engine.FAULTS.clear()
+    assert on_record(fleet) == []
+    await fleet.until(lambda _: fleet.stage("new").routable)
+
+
+async def test_a_pause_that_is_taken_back_leaves_what_was_continued_while_asleep(fleet: InProcessFleet) -> None:
+    await pause(fleet)
+    header = RequestHeader(target=Target(slots=["a"]))
+    sleep = v.ReleaseMemoryRequest(header=header, tags=[common.MEMORY_TAG_KV_CACHE])
+    assert (await fleet.stub.ReleaseMemory(sleep)).state == OPERATION_STATE_OK
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(when_resident=True))
+    refuse_pauses(fleet, "b").set()
+    await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    assert on_record(fleet) == []
+    fake_engine.FAULTS.clear()
+    assert (await fleet.stub.ResumeMemory(v.ResumeMemoryRequest(header=header))).state == OPERATION_STATE_OK
+    await fleet.until(lambda _: fleet.stage("a").routable)
+
+
+async def test_a_resume_under_a_pause_lets_nothing_go_on(fleet: InProcessFleet, served: set[str]) -> None:
+    await pause(fleet)
+    sleep = v.ReleaseMemoryRequest(tags=[common.MEMORY_TAG_KV_CACHE])
+    assert (await fleet.stub.ReleaseMemory(sleep)).state == OPERATION_STATE_OK
+    await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(when_resident=True))
+    await pause(fleet)
+    served.clear()
+    assert (await fleet.stub.ResumeMemory(v.ResumeMemoryRequest())).state == OPERATION_STATE_OK
+    await paused_for_good(fleet, "a", "b")
+    assert served == set()
+    await go_on(fleet)
+    await fleet.until(lambda stages: all(stage.routable for stage in stages))
