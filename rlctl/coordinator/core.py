@@ -77,6 +77,11 @@ STOP_S = 4.0
 than launchers wait. An operation's own time may be hours, that of a pause that drains say.
 """
 
+TOO_HIGH = 1 << 62
+"""An epoch that no fleet comes to. A coordinator follows no stage there: stages obey no epoch beyond twice that, and
+the journal would hold it for good.
+"""
+
 STRANGERS = 100
 """Stages of slots that are not admitted, of which the log tells."""
 
@@ -510,6 +515,7 @@ class Coordinator:
         Whoever held it before is fenced: this coordinator's epoch becomes higher than any that the stage has seen.
         """
         attached = await self._ask_who(address)
+        _refuse_epoch(attached, "")
         await self._take_over(attached.report.fleet_epoch)
         registration = attached.registration
         registration.address = address
@@ -602,8 +608,11 @@ class Coordinator:
         check(request)
         named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         taken = [slot for slot in named if not slot.linked]
-        attached = [await self._ask_who(slot.record.registration.address) for slot in taken]
-        seen = max((each.report.fleet_epoch for each in attached), default=0)
+        attached = {slot.name: await self._ask_who(slot.record.registration.address) for slot in taken}
+        for index, name in enumerate(request.slots):
+            if name in attached:
+                _refuse_epoch(attached[name], f"slots[{index}]")
+        seen = max((each.report.fleet_epoch for each in attached.values()), default=0)
         if taken and not request.header.validate_only:
             if seen > self.roster.epoch:
                 await self._take_over(seen)
@@ -637,6 +646,17 @@ class Coordinator:
                 versions.publish(model, record)
                 self.roster.changed()
         self.updates.look_after(slot)
+
+
+def _refuse_epoch(attached: Attached, field: str) -> None:
+    """Raise EPOCH_FENCED for a stage that obeys an epoch that this coordinator must not follow, or return."""
+    held = attached.report.fleet_epoch
+    if held >= TOO_HIGH:
+        raise Reason.EPOCH_FENCED.error(
+            f"{attached.registration.slot} is held by epoch {held}, which no fleet comes to",
+            field=field,
+            next_step="Restart its engine: it then obeys no epoch.",
+        )
 
 
 def _header(request: Message) -> RequestHeader:

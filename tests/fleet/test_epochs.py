@@ -12,6 +12,7 @@ import pytest
 from updating import refusal
 
 from rlctl.control.commander import Commander
+from rlctl.coordinator.core import TOO_HIGH
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
 from rlctl.stage.core import MOST_AHEAD, MOST_EPOCH
@@ -23,7 +24,7 @@ from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import RequestHeader
-from rlctl.v1.control_pb2 import Attach, ServingGrant
+from rlctl.v1.control_pb2 import Attach, Attached, ServingGrant
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 from rlctl.v1.stage_pb2_grpc import StageServiceStub
 from rlctl.version import CONTRACT_VERSION
@@ -160,3 +161,30 @@ async def kill(fleet: InProcessFleet, slot: str) -> None:
 async def test_a_stage_that_cannot_be_reached_says_why(fleet: InProcessFleet) -> None:
     await kill(fleet, "a")
     await fleet.until(lambda _: fleet.stage("a").not_routable.startswith("UNREACHABLE: "))
+
+
+@pytest.mark.parametrize("reported", [TOO_HIGH, MOST_EPOCH, 2**64 - 1])
+async def test_no_stage_raises_the_epoch_to_one_that_none_can_follow(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch, reported: int
+) -> None:
+    """The epoch is durable, and every stage of the fleet would refuse it."""
+    coordinator = fleet.server.coordinator
+    epoch = coordinator.roster.epoch
+    ask = coordinator._ask_who
+
+    async def says_so(address: str) -> Attached:
+        attached = await ask(address)
+        attached.report.fleet_epoch = reported
+        return attached
+
+    monkeypatch.setattr(coordinator, "_ask_who", says_so)
+    async with attached(fleet, "a", epoch + 1):
+        await fleet.until(lambda _: "take-over" in fleet.stage("a").not_routable, 30.0)
+        error = await refusal(fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["a"])))
+        assert (error.reason, error.field) == (Reason.EPOCH_FENCED, "slots[0]")
+        assert str(reported) in error.message
+        assert "restart" in error.next_step.lower()
+        with pytest.raises(RlctlError, match=str(reported)):
+            await coordinator.adopt(fleet.stages["a"].address)
+    assert coordinator.roster.epoch == epoch
+    assert fleet.stage("b").routable
