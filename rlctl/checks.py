@@ -447,6 +447,8 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
         raise _invalid("an update reaches every stage of its model; leave the target empty", "header.target")
     if request.HasField("lease_ttl"):
         timeout_s(request.lease_ttl, "lease_ttl")
+    if request.HasField("renew_interval"):
+        timeout_s(request.renew_interval, "renew_interval")
     _options(request.options)
 
 

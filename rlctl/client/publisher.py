@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rlctl.client.enums import number
 from rlctl.client.following import follow
-from rlctl.client.leading import Leading
+from rlctl.client.leading import RENEW_S, Leading
 from rlctl.client.part import STOP_S, Part, stopped
 from rlctl.client.passing import in_thread
 from rlctl.client.pending import AsyncPending, Pending, Progress
@@ -253,6 +253,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                             apply=_number(verbs_pb2.ApplyMode, apply, "apply"),
                             rollout=rollout,
                             lease_ttl=duration(LEASE_TTL_S),
+                            renew_interval=duration(RENEW_S),
                             retries=retries,
                         )
                         operation, sent = await self._leading.run(

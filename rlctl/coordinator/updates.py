@@ -465,8 +465,11 @@ class Updates:
         ttl = seconds(plan.lease_ttl)
         lease_until = self._clock.now() + ttl if content is None else session.deadline
         leased = content is None and not begin.implicit  # others show by their writes that they are there
+        grace_s = 0.0  # an owner that may renew less often than that is alive though it is silent
+        if leased and begin.HasField("renew_interval"):
+            grace_s = max(self._owner_grace_s, 2 * seconds(begin.renew_interval))
         opened = self._open[plan.update_id] = OpenUpdate(
-            session, run, ttl, lease_until, abandoned=abandoned, owner_grace_s=self._owner_grace_s if leased else 0.0
+            session, run, ttl, lease_until, abandoned=abandoned, owner_grace_s=grace_s
         )
         model.lease_until = lease_until
         if run.given_up:

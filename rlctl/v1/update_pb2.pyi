@@ -121,6 +121,7 @@ class BeginWeightUpdateRequest(_message.Message):
     APPLY_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
+    RENEW_INTERVAL_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
@@ -173,6 +174,12 @@ class BeginWeightUpdateRequest(_message.Message):
         """The session is aborted when it was not renewed for this long. Unset: 30 s."""
 
     @_builtins.property
+    def renew_interval(self) -> _duration_pb2.Duration:
+        """Longest time between two renewals by the owner. With it, the lease ends earlier after a failed write: when the owner is silent for
+        the coordinator's grace, which is at least twice this time. Unset: the lease has its full time after a failed write, too.
+        """
+
+    @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Transport.ValueType]:
         """Transports that the source can use, preferred first: each target is fed by the first that it offers, in groups of its own. Empty: gloo."""
 
@@ -199,6 +206,7 @@ class BeginWeightUpdateRequest(_message.Message):
         apply: _verbs_pb2.ApplyMode.ValueType = ...,
         rollout: Global___RolloutStrategy | None = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
+        renew_interval: _duration_pb2.Duration | None = ...,
         retries: _builtins.int = ...,
         adapter: _builtins.str = ...,
         transports: _abc.Iterable[_common_pb2.Transport.ValueType] | None = ...,
@@ -206,9 +214,9 @@ class BeginWeightUpdateRequest(_message.Message):
         adapter_config: _verbs_pb2.AdapterConfig | None = ...,
         implicit: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "header", b"header", "lease_ttl", b"lease_ttl", "options", b"options", "renew_interval", b"renew_interval", "rollout", b"rollout", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "implicit", b"implicit", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_config", b"adapter_config", "apply", b"apply", "base", b"base", "header", b"header", "host_ids", b"host_ids", "implicit", b"implicit", "kind", b"kind", "lease_ttl", b"lease_ttl", "model", b"model", "num_sources", b"num_sources", "options", b"options", "path", b"path", "renew_interval", b"renew_interval", "retries", b"retries", "rollout", b"rollout", "trainer", b"trainer", "transports", b"transports", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

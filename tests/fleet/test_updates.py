@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from updating import abort, begin, commit, digest, fault, join, refusal, unreachable, version_of, weights, write
@@ -208,7 +209,7 @@ BROKEN = Reason.GROUP_FAILED.error("connection closed by peer", outcome=OUTCOME_
 
 async def test_an_owner_that_is_silent_after_a_failed_write_is_not_waited_for(make_fleet: Callable) -> None:
     async with make_fleet(a=1, b=1, graces=Graces(owner_s=0.3)) as fleet:
-        plan = await begin(fleet, lease_ttl=duration(1000))
+        plan = await begin(fleet, lease_ttl=duration(1000), renew_interval=duration(0.1))
         await join(fleet, plan)
         assert fleet.server.coordinator.roster.fleet().models[0].update_lease.seconds >= 990
         fault(fleet, 0, 1, "update_weights_from_distributed", BROKEN)
@@ -224,9 +225,24 @@ async def test_an_owner_that_is_silent_after_a_failed_write_is_not_waited_for(ma
         assert version_of(fleet) == ("initial", 1)
 
 
+@pytest.mark.parametrize("says", [{}, {"renew_interval": duration(100)}])
+async def test_an_owner_that_renews_seldom_has_its_whole_lease_after_a_failed_write(
+    make_fleet: Callable, says: dict[str, Any]
+) -> None:
+    """As clients do that know of no grace: they renew every third part of the lease."""
+    async with make_fleet(a=1, graces=Graces(owner_s=0.1)) as fleet:
+        plan = await begin(fleet, lease_ttl=duration(1000), retries=1, **says)
+        await join(fleet, plan)
+        fault(fleet, 0, 1, "update_weights_from_distributed", BROKEN)
+        assert (await write(fleet, plan, "w1")).state == OPERATION_STATE_FAILED
+        fake_engine.FAULTS.clear()
+        await asyncio.sleep(1.0)
+        assert fleet.server.coordinator.updates.is_open(plan.update_id)
+
+
 async def test_an_owner_that_is_heard_after_a_failed_write_has_its_whole_lease(make_fleet: Callable) -> None:
     async with make_fleet(a=1, graces=Graces(owner_s=0.5)) as fleet:
-        plan = await begin(fleet, lease_ttl=duration(1000), retries=1)
+        plan = await begin(fleet, lease_ttl=duration(1000), renew_interval=duration(0.1), retries=1)
         await join(fleet, plan)
         fault(fleet, 0, 1, "update_weights_from_distributed", BROKEN)
         assert (await write(fleet, plan, "w1")).state == OPERATION_STATE_FAILED
