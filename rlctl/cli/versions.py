@@ -66,8 +66,9 @@ def rollback(settings: Settings, version: str, model: str, pause: str) -> None:
     """Publish an earlier version of a model again, from its checkpoint.
 
     VERSION is LABEL, LABEL#SEQUENCE or #SEQUENCE; without it, the version before the latest. It gets a new sequence
-    under its old label. What the stages hold must have the digest that was published; else the update fails. A version
-    of a trainer's is in no checkpoint: only the trainer can send it again.
+    under its old label. If the version has a digest on record, the weights must have that digest; else the update
+    fails. Files of a version without a digest are read as they are now. A trainer's version is in no checkpoint: only
+    the trainer can send it again.
     """
     settings.mutating = not settings.dry_run
     options = UpdateOptions(pause=number(PauseMode.DESCRIPTOR, pause, "pause"))  # type: ignore[arg-type]

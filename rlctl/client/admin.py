@@ -314,8 +314,8 @@ class AsyncAdmin:
         """Publish an earlier version of a model again, from its checkpoint: its label, under a new sequence.
 
         ``version``: LABEL, LABEL#SEQUENCE or #SEQUENCE; "": the one before the latest. The weights must have the digest
-        that was published. Raises FIELD_INVALID for a version that is not on record, or that is the latest; UNHEALABLE
-        for one that is in no checkpoint; and as :meth:`update_weights_from_disk`.
+        that is on record, if there is one. Raises FIELD_INVALID for a version that is not on record, or that is the
+        latest; UNHEALABLE for one that is in no checkpoint; and as :meth:`update_weights_from_disk`.
         """
         found = chosen(model, await self.versions(model), version)
         return await self.update_weights_from_disk(
