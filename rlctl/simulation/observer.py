@@ -22,6 +22,7 @@ from rlctl.v1.journal_pb2 import (
     ModelRecord,
     OperationRecord,
     PauseRecord,
+    SlotRecord,
     UpdateRecord,
 )
 from rlctl.v1.results_pb2 import (
@@ -125,6 +126,8 @@ class Observer:
         """What paused an incarnation of a stage by name, until somebody asks for it to go on."""
         self._pauses_of_the_fleet: dict[str, tuple[PauseRecord, set[str]]] = {}
         """Pauses by name that were OK, by operation, until a continue; with slots that were continued since."""
+        self._retired: set[str] = set()
+        """Slots that are retired on record."""
         self._recorded: dict[str, PauseRecord] = {}
         """Every pause by name that is on record."""
         self._continued: dict[str, int] = {}
@@ -160,6 +163,8 @@ class Observer:
                 self._rolled(lambda entry: entry[1] == change.key and self._rolling[entry] == self._reign[1])
             elif change.kind == "operation":  # forgotten, perhaps before its end could be recorded
                 self._outcomes.pop(change.key, None)
+            elif change.kind == "slot":
+                self._retired.discard(change.key)
             elif change.kind == "pause":
                 self._recorded.pop(change.key, None)
                 self._pauses_of_the_fleet.pop(change.key, None)
@@ -170,6 +175,8 @@ class Observer:
             record = UpdateRecord.FromString(change.body)
             if record.request.rollout.max_unavailable and record.phase != UPDATE_PHASE_PUBLISHED:
                 self._rolling[record.request.model, change.key, self.sequence(record.request.model)] = self._reign[1]
+        elif change.kind == "slot":
+            (self._retired.add if SlotRecord.FromString(change.body).retired else self._retired.discard)(change.key)
         elif change.kind == "pause":
             pause = self._recorded[change.key] = PauseRecord.FromString(change.body)
             if change.key in self._pauses_of_the_fleet:
@@ -212,8 +219,11 @@ class Observer:
     def _pauses(self, operation: Operation) -> None:
         """Take in who has been paused by name, and who is to go on."""
         if operation.verb in _GO_ON and operation.state == OPERATION_STATE_RUNNING:
-            # A continue reaches the stages that are not there when they come back.
-            absent = [each.slot for each in operation.excluded if operation.verb == "ContinueGeneration"]
+            # A continue reaches the stages that are not there when they come back. An operation names no retired slots.
+            absent = {each.slot for each in operation.excluded} | {
+                slot for slot in self._retired if operation.model in ("", self._slots[slot].model)
+            }
+            absent = absent if operation.verb == "ContinueGeneration" else set()
             for slot in (*operation.targets, *absent):
                 self._continued[slot] = operation.create_time.ToNanoseconds()
                 self._paused = {key: by for key, by in self._paused.items() if key[0] != slot}
