@@ -11,6 +11,7 @@ from rlctl import calls, memory
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
 from rlctl.coordinator import verification
+from rlctl.coordinator.attempts import OpenUpdate
 from rlctl.coordinator.core import Coordinator
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
@@ -185,7 +186,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "kept_weights": [(memory, "kept", _all_kept)],
     "late_results": [(Commander, "_take", _by_order)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
-    "lease_expiry": [(Updates, "_decision", _no_lease)],
+    "lease_expiry": [(Updates, "_decision", _no_lease), (OpenUpdate, "_run_until", lambda *_: None)],
     "kept_pauses": [(Slot, "owes_pause", False)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
     "probe": [(verification, "judge_probe", _always_computed)],
