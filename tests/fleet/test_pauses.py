@@ -379,8 +379,10 @@ async def test_a_pause_with_an_end_is_lifted_by_itself(fleet: InProcessFleet) ->
     assert kept.until.ToNanoseconds() - operation.create_time.ToNanoseconds() == 1_000_000_000
     await fleet.until(lambda stages: all(stage.routable for stage in stages))
     await eventually(lambda: on_record(fleet) == [])
-    (lifted, *_) = (await fleet.stub.ListOperations(c.ListOperationsRequest(verb="ContinueGeneration"))).operations
-    assert lifted.state == OPERATION_STATE_OK
+    (lifting, *_) = (await fleet.stub.ListOperations(c.ListOperationsRequest(verb="ContinueGeneration"))).operations
+    async for lifted in fleet.stub.WatchOperation(c.WatchOperationRequest(operation_id=lifting.operation_id)):
+        ended = lifted
+    assert ended.state == OPERATION_STATE_OK
 
 
 @pytest.mark.usefixtures("often")

@@ -380,11 +380,12 @@ async def test_a_sample_that_cannot_go_on_is_refused_where_cut_ones_are_returned
 ) -> None:
     """Whoever resumes until all have finished would do so for ever."""
     rollout = client.rollout("actor", resume="return")
-    generating = asyncio.create_task(rollout.generate([0], presence_penalty=1.0, max_new_tokens=LONG))
+    # Far more tokens than come before the update, also on a busy machine.
+    generating = asyncio.create_task(rollout.generate([0], presence_penalty=1.0, max_new_tokens=100 * LONG))
     await begun(fleet)
     await new_weights(fleet, checkpoint("two"))
     (cut,) = await generating
-    assert cut.output_ids
+    assert (bool(cut.output_ids), cut.finish) == (True, "abort")
     for again in (rollout.resume([cut]), rollout.generate_until(1, [cut])):
         with pytest.raises(RlctlError) as caught:
             await again
