@@ -217,8 +217,8 @@ class Reason(enum.Enum):
     )
     TOO_MANY_STREAMS = (
         Exhausted,
-        "The caller's host has as many streams of this method open as the server keeps for one.",
-        "End those that nobody reads.",
+        "The caller's host has too many streams of this method open.",
+        "End streams that are no longer read.",
     )
     PLACE_UNAVAILABLE = (
         Exhausted,
@@ -233,7 +233,7 @@ class Reason(enum.Enum):
     GROUP_NOT_FOUND = (NotFound, "No such process group stands.", "Initialise it first.")
     GROUP_EXISTS = (
         PreconditionFailed,
-        "A group of this name stands with another store or shape.",
+        "A group of this name exists with another store or shape.",
         "Destroy it first.",
     )
     ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")
@@ -266,7 +266,7 @@ class Reason(enum.Enum):
     )
     SLOT_NOT_ADMITTED = (
         PreconditionFailed,
-        "The fleet admits only the slots of its topology, and those that an operator admits.",
+        "The fleet admits only the slots of its topology, and slots that an operator admits.",
         "`rlctl admit SLOT`.",
     )
     EPOCH_FENCED = (
@@ -301,13 +301,13 @@ class Reason(enum.Enum):
     )
     WEIGHTS_NOT_FINITE = (
         InvalidRequest,
-        "Weights that are to be published hold NaN or infinite values.",
-        "Go back to the step before them; with finite=False they are published all the same.",
+        "The weights to publish hold NaN or infinite values.",
+        "Go back to an earlier training step, or publish them with finite=False.",
     )
     WEIGHTS_INCOMPLETE = (
         PreconditionFailed,
         "A full update has not written every parameter.",
-        "Send every tensor, or begin an update of some as a partial one (`update_kind` in SGLang's dialect).",
+        "Send every tensor, or begin a partial update (`update_kind` in SGLang's dialect).",
     )
     DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from what was sent or expected.", "")
     BASE_MISMATCH = (
@@ -498,8 +498,7 @@ def typed(error: BaseException) -> RlctlError:
 
 
 def without_frames(error: E) -> E:
-    """The error without its traceback and those of its causes. For errors that are stored, and for those that were
-    answered.
+    """The error without its traceback and those of its causes; for errors that are stored or already answered.
 
     A traceback holds the frames that the error passed, and these their variables, a request's body among them. Where
     a variable refers to the error in turn, only the garbage collector frees them.

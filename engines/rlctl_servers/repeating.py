@@ -19,7 +19,7 @@ from rlctl_servers.requests import Limits
 from rlctl_servers.stamps import TRYING
 
 RUNS = 3
-"""How often the prompt is computed on each side: kernels that are not deterministic differ from run to run."""
+"""Runs of the prompt on each side: kernels that are not deterministic differ from run to run."""
 
 TOLERANCE = 1e-4
 """Largest difference of log probabilities beyond that of the runs."""
@@ -47,7 +47,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Refuted:
-    """Why loads of an engine are not proven to repeat.
+    """A failed or missing trial.
 
     Attributes:
         why: the reason.
@@ -59,7 +59,7 @@ class Refuted:
 
 
 Compute = Callable[[Sequence[int], int], Awaitable[Computed]]
-"""Computes so many tokens after a prompt."""
+"""Computes a number of tokens after a prompt."""
 
 
 def refuse_tried(label: str, product: str, url: str) -> None:
@@ -69,12 +69,12 @@ def refuse_tried(label: str, product: str, url: str) -> None:
 
 
 def spoilt(refuted: Refuted, product: str, url: str) -> RlctlError:
-    """The error of a server that somebody else has started, and that the trial has left without a version."""
+    """The error for an attached server that did not pass the trial: its weights have no version."""
     return Reason.ENGINE_FAILED.error(
-        f"{product} at {url} takes no updates: {refuted.why}; it held other weights than its checkpoint's, or a step "
+        f"{product} at {url} takes no updates: {refuted.why}; its weights were not the checkpoint's, or a step "
         "of its first load is not repeated",
         field="options.url",
-        next_step="Start it again: its weights are of no version now. A server that rlctl launches serves its "
+        next_step="Start the server again: its weights have no version now. A server that rlctl launches serves its "
         "checkpoint without updates.",
     )
 
@@ -110,17 +110,17 @@ async def trial(limits: Limits, compute: Compute, load: Callable[[], Awaitable[N
 
 
 def differing(before: Sequence[Computed], after: Sequence[Computed]) -> str:
-    """How the runs after a load differ from those before it; "": no more than runs of one side do."""
+    """Difference between the runs before and after the load; "": no more than between runs of one side."""
     noise = max(_distance(a, b) for runs in (before, after) for a in runs for b in runs)
     apart = min(_distance(a, b) for a in before for b in after)
     if not apart <= noise + TOLERANCE:  # NaN is no proof
         return (
-            "the checkpoint was loaded a second time and computes something else: log probabilities of a prompt "
+            "a second load of the checkpoint computes other values: log probabilities of a prompt "
             f"differ by {apart:.2g}"
         )
     outputs = [{tuple(run.tokens) for run in runs} for runs in (before, after)]
     if outputs[0].isdisjoint(outputs[1]) and all(len(each) == 1 for each in outputs):
-        return "the checkpoint was loaded a second time and computes something else: greedy tokens differ"
+        return "a second load of the checkpoint computes other values: greedy tokens differ"
     return ""
 
 

@@ -41,9 +41,8 @@ class _Store:
 class Groups:
     """The groups of one server. SGLang serves nothing while it waits for the other members of one.
 
-    What has become of a group's other members is known to SGLang's ranks alone, and they do not say. So a connection to
-    the store of each group is kept. It ends with the source's process: what comes then under the same name, also at the
-    same address, is another group.
+    SGLang's ranks do not report the state of a group's other members. So a connection to the store of each group is
+    kept, which closes with the source's process. A later group is a new one, even with the same name and address.
     """
 
     def __init__(self, control: Control, state: State, *, ranks: int) -> None:

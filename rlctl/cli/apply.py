@@ -32,7 +32,7 @@ class Request:
     Attributes:
         deployment: the fleet as it is wanted.
         against: what it was planned against, as :attr:`FleetState.deployment` had it.
-        restart: slots whose engines are to be started again.
+        restart: slots whose engines are started again.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ def apply(
 
     ``running``: what ``deployment`` was planned against; ``restart``: slots whose engines are started again.
 
-    Raises what the supervisor refuses with or an engine fails with; OPERATION_CONFLICT when it is not ready to be
-    asked, or somebody else has changed the fleet since then, or does before this is done; DEADLINE_EXCEEDED after
-    ``timeout_s``: it goes on all the same.
+    Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT when the supervisor is not ready, or
+    another command changes the fleet between the plan and the end of this one. Raises DEADLINE_EXCEEDED after
+    ``timeout_s``; the supervisor continues.
     """
     directory = Path(running.directory)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s

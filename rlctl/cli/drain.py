@@ -1,4 +1,4 @@
-"""``rlctl drain``: take stages out of routing, and wait until nothing runs on them."""
+"""``rlctl drain``: take stages out of routing, and wait until they are idle."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ DRAIN_S = 300.0
 
 @click.command(cls=Command)
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
-@click.option("--for", "reason", default="", metavar="REASON", help="Why; shown until the stages are enabled again.")
+@click.option("--for", "reason", default="", metavar="REASON", help="Reason; shown until the stages are enabled again.")
 @pass_settings
 def drain(settings: Settings, slots: tuple[str, ...], reason: str) -> None:
-    """Disable stages, and wait until nothing runs on them.
+    """Disable stages, and wait until they are idle.
 
-    Requests that run end by themselves; none is aborted. An open update of the model is waited for, too. Exit code 6
-    when the time is up, 5 minutes unless --timeout says otherwise: the stages stay disabled all the same. `rlctl
-    enable` lets them serve again.
+    Running requests end by themselves; none is aborted. A stage is busy while an update of its model is open. The
+    command fails with exit code 6 after --timeout, by default 5 minutes; the stages stay disabled. `rlctl enable` lets
+    them serve again.
     """
     settings.mutating = not settings.dry_run
-    said: dict[str, str] = {}
+    reported: dict[str, str] = {}
 
-    def tell(busy: dict[str, str]) -> None:
+    def report(busy: dict[str, str]) -> None:
         for slot, why in busy.items():
-            if said.get(slot) != why:
+            if reported.get(slot) != why:
                 settings.say(f"{slot}: {why}")
-        said.update(busy)
+        reported.update(busy)
 
     def farewell() -> None:
         click.echo(f"\nStopped waiting; {', '.join(slots)} stay disabled. `rlctl enable` ends that.", err=True)
@@ -41,7 +41,7 @@ def drain(settings: Settings, slots: tuple[str, ...], reason: str) -> None:
             after = fleet.set_enabled(slots, False, validate_only=True)
         else:
             with interruptible(farewell):
-                after = fleet.drain(slots, reason=reason, timeout_s=settings.timeout_s or DRAIN_S, tell=tell)
+                after = fleet.drain(slots, reason=reason, timeout_s=settings.timeout_s or DRAIN_S, on_busy=report)
     show(settings, roster.stages_view([stage for stage in after.stages if stage.registration.slot in slots]))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained.")

@@ -1,4 +1,4 @@
-"""``rlctl logs``: what a process of a fleet that ``rlctl up`` started on this machine has logged."""
+"""``rlctl logs``: the logs of a fleet that ``rlctl up`` started on this machine."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ BLOCK = 1 << 16
 @click.command(cls=Command)
 @click.argument("process", metavar="SLOT[.RANK]")
 @click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(1), help="Last lines to show.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log until Ctrl-C.")
 @click.option("--name", default="default", show_default=True, help="Name of the fleet.")
 @pass_settings
 def logs(settings: Settings, process: str, lines: int, follow: bool, name: str) -> None:
-    """Show the log of an engine: of its rank 0, or of a rank beside it (`actor-0.1`).
+    """Show the log of an engine: of its rank 0, or of another rank (`actor-0.1`).
 
-    `coordinator`, `supervisor` and `gateway-MODEL` are processes of a fleet, too. A fleet that is down keeps its logs.
-    Of an engine on another machine the last lines are in `rlctl describe stage`, once it has failed.
+    `coordinator`, `supervisor` and `gateway-MODEL` name the other processes of a fleet. A fleet that is down keeps its
+    logs. `rlctl describe stage` shows the last lines of a failed engine, also of one on another machine.
     """
     log = _find(name, process)
-    found, end = _last(log, lines)
+    tail, end = _last(log, lines)
     if settings.output in MACHINE_FORMATS:
-        about = {"process": process, "log": str(log), "lines": found}
-        show(settings, View(about, lambda _: [prose(found)], lambda: [str(log)]))
+        about = {"process": process, "log": str(log), "lines": tail}
+        show(settings, View(about, lambda _: [prose(tail)], lambda: [str(log)]))
     else:
-        for line in found:
+        for line in tail:
             click.echo(line)
     if follow:
         _follow(log, end)
 
 
 def _find(name: str, process: str) -> Path:
-    """The log of a process. Raises a usage error that names those which are there."""
+    """The log of a process. Raises a usage error that lists the existing logs."""
     directory = state.state_directory(name) / "logs"
     there = {path.name.removesuffix(".log"): path for path in directory.glob("*.log")}
     if process not in there:
@@ -55,7 +55,7 @@ def _find(name: str, process: str) -> Path:
 
 
 def _last(log: Path, lines: int) -> tuple[list[str], int]:
-    """The last lines, and where the log ends after them. A line that is not ended yet is not read."""
+    """The last lines, and the offset of their end. An unfinished line is not read."""
     with log.open("rb") as file:
         end = start = file.seek(0, os.SEEK_END)
         data = b""
@@ -69,7 +69,7 @@ def _last(log: Path, lines: int) -> tuple[list[str], int]:
 
 
 def _follow(log: Path, position: int) -> None:
-    """Print lines as they are logged. A log that begins anew is read from its beginning."""
+    """Print lines as they are logged. A rotated log is read from its start."""
     while True:
         with log.open("rb") as file:
             if os.fstat(file.fileno()).st_size < position:

@@ -1,4 +1,4 @@
-"""``rlctl restart``: engines of a fleet that ``rlctl up`` started are drained, ended and started again."""
+"""``rlctl restart``: drain engines that ``rlctl up`` started, and start them again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rlctl.launch.deployment import Deployment
 @click.option("--name", default="default", show_default=True, help="Name of the fleet.")
 @pass_settings
 def restart(settings: Settings, slots: tuple[str, ...], name: str) -> None:
-    """Start engines of a fleet on this machine again, one after the other of each model.
+    """Drain engines of a fleet on this machine, and start them again, one engine of a model at a time.
 
-    Each is taken out of routing and drained first, and healed to the published version after its start. One that has
-    failed is started at once. A stage that was disabled stays disabled. Ctrl-C stops waiting; the supervisor goes on.
+    An engine is healed to the published version after its start. A failed engine is started without a drain. A disabled
+    stage stays disabled. Ctrl-C ends the wait only: the supervisor goes on.
     """
     from rlctl.cli.apply import apply
 
@@ -46,7 +46,7 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str) -> None:
     settings.confirm(f"Drain and start again {', '.join(slots)}?")
 
     def farewell() -> None:
-        click.echo(f"\nStopped waiting; the supervisor goes on.\n  How it stands: rlctl status, and "
+        click.echo(f"\nStopped waiting; the supervisor goes on.\n  Progress: rlctl status, and "
                    f"{running.directory}/logs", err=True)  # fmt: skip
 
     with interruptible(farewell):

@@ -125,7 +125,7 @@ def _healed(stage: Stage) -> str:
 
 
 def _disabled(stage: Stage) -> str:
-    """That the operator has taken it out of routing, and why."""
+    """Whether the operator has disabled it, with the reason."""
     if stage.enabled:
         return ""
     return f"disabled: {stage.disabled_reason}" if stage.disabled_reason else "disabled"
@@ -152,7 +152,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Updatable", text.yes(model.updatable)),
                 ("Open update", model.update_id),
                 ("Held by", model.update_owner),
-                ("Its lease", f"{text.duration(model.update_lease)} left" if model.HasField("update_lease") else ""),
+                ("Update lease", f"{text.duration(model.update_lease)} left" if model.HasField("update_lease") else ""),
                 ("Trainer incarnation", str(model.trainer_incarnation)),
             ]
         )
@@ -220,7 +220,7 @@ def _starts_again(stage: Stage) -> str:
     failure = stage.engine_failure
     if not failure.reason:
         return ""
-    return text.moment(failure.retry_time) or "it is being started, or nothing starts it"
+    return text.moment(failure.retry_time) or "starting now, or not restarted"
 
 
 def _ranks(stage: Stage) -> Table:
@@ -259,7 +259,7 @@ def _known(stage: Stage) -> bool:
 
 
 def _pause(stage: Stage) -> str:
-    """Since when the pause by name is in force, who asked for it, and why."""
+    """Start, caller, end and reason of the pause by name."""
     pause = stage.pause
     return (
         f"since {text.moment(pause.since)}"

@@ -20,7 +20,7 @@ DEVICE_OPTION = click.option(
     show_default=True,
     type=DEVICE,
     metavar="auto|cpu|cuda|cuda:N",
-    help="What it computes on; auto: GPUs, if any.",
+    help="Device to compute on; auto: GPUs, if any.",
 )
 
 
@@ -63,7 +63,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 @click.option(
     "--journal", default="", help="File of the journal.  [default: journal.db in the state directory of the fleet]"
 )
-@click.option("--new", is_flag=True, help="Start over: put the records of the fleet before aside as NAME.previous.db.")
+@click.option("--new", is_flag=True, help="Start over: put the journal of the earlier fleet aside as NAME.previous.db.")
 @click.option(
     "--heal-by-hand",
     multiple=True,
@@ -73,13 +73,13 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 @click.option(
     "--admit-only",
     metavar="SLOT,...",
-    help="Slots that may be filled; others are refused until `rlctl admit` lets them in.  [default: every slot]",
+    help="Admitted slots; other slots are refused until `rlctl admit` admits them.  [default: every slot]",
 )
 @click.option(
     "--owner-grace",
     type=DURATION,
     metavar="DURATION",
-    help="How long the owner of an update may be silent after a write has failed.  [default: 5s]",
+    help="How long the owner of an update may be silent after a failed write.  [default: 5s]",
 )
 @click.option(
     "--heal-grace",

@@ -44,7 +44,7 @@ _READY = "Ready."
 @click.option(
     "--new",
     is_flag=True,
-    help="Start over: put the journal of a fleet of this name aside. Its versions are served no more.",
+    help="Start over: put the journal of the earlier fleet of this name aside, with its versions.",
 )
 @click.option("--deployment", type=click.Path(path_type=Path, dir_okay=False), hidden=True, help="For the supervisor.")
 @click.option("--lock", type=int, hidden=True, help="For the supervisor: descriptor of the fleet's lock.")
@@ -65,9 +65,10 @@ def up(
 
     In the foreground Ctrl-C takes it down; from another terminal `rlctl down` does. When the fleet is up already, a
     file is applied to it: engines are added, replaced one after another, or drained and removed; the others are not
-    touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME. A fleet that was up before goes on from its
-    journal: engines serve the version that was published last, or nothing until a heal or an update brings it. With
-    --new the fleet starts over: the journal is kept as journal.previous.db, epoch and sequence numbers go on.
+    touched. Journal and logs are kept in XDG_STATE_HOME/rlctl/NAME. A fleet that was up before continues from
+    its journal: engines serve the last published version, or nothing until a heal or an update brings that version.
+    With --new the fleet starts over: it keeps the journal as journal.previous.db, and epoch and
+    sequence numbers continue.
     """
     from rlctl.cli.prepare import plan_view, prepare, token, warn
     from rlctl.cli.supervisor import supervise, taken
@@ -89,7 +90,7 @@ def up(
         raise taken(wanted.name)
     if prepared.running is not None and new:
         raise Reason.OPERATION_CONFLICT.error(
-            f"fleet {wanted.name!r} is up, and cannot be started over meanwhile",
+            f"fleet {wanted.name!r} is up, so it cannot be started over",
             field="--new",
             next_step=f"`rlctl down --name {wanted.name}` first.",
         )
@@ -112,8 +113,8 @@ def up(
 
 
 def _await_survivors(settings: Settings, name: str) -> None:
-    """Wait for the processes of a supervisor that died: they end by themselves, and hold journal, ports and GPUs until
-    they have. Raises OPERATION_CONFLICT for those that do not end.
+    """Wait until the processes of a dead supervisor have ended and released journal, ports and GPUs. Raises
+    OPERATION_CONFLICT for processes that do not end.
     """
     former = state.read(name)
     if former is None or former.alive or not (left := former.survivors):

@@ -1,4 +1,4 @@
-"""``rlctl versions`` and ``rlctl rollback``: the versions that models have had, and the way back to one."""
+"""``rlctl versions`` and ``rlctl rollback``: list the published versions, and publish an earlier one again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _HEADERS = ("MODEL", "VERSION", "SEQ", "PUBLISHED", "SERVED", "CHECKPOINT", "DIG
 @click.option("--model", default="", metavar="NAME", help="Only this model.")
 @pass_settings
 def versions(settings: Settings, model: str) -> None:
-    """List the versions that models have had, the latest first: up to 50 before it.
+    """List the published versions of models, the latest first, then up to 50 earlier ones.
 
-    One that has a checkpoint can be published again by `rlctl rollback`, as long as its files are there.
+    `rlctl rollback` publishes a version again if its checkpoint still exists.
     """
     with bounded(settings) as fleet:
         status = fleet.status(model)
@@ -44,22 +44,24 @@ def versions(settings: Settings, model: str) -> None:
             each.checkpoint,
             each.model_digest,
         ]
-        for name, found in listed.items()
-        for each in found
+        for name, published in listed.items()
+        for each in published
     ]
-    everything = [each for found in listed.values() for each in found]
+    everything = [each for published in listed.values() for each in published]
     show(settings, View(everything, lambda _: [Table(_HEADERS, rows)], lambda: [row[1] for row in rows]))
 
 
 @click.command(cls=Command)
 @click.argument("version", default="", metavar="[VERSION]")
-@click.option("--model", default="", metavar="NAME", help="Of this model.  [default: the only one that is updatable]")
+@click.option(
+    "--model", default="", metavar="NAME", help="Model to roll back.  [default: the only one that is updatable]"
+)
 @click.option(
     "--pause",
     default="retract",
     show_default=True,
     type=click.Choice(["abort", "retract", "in_place", "drain"]),
-    help="What becomes of requests that run.",
+    help="Treatment of the running requests.",
 )
 @pass_settings
 def rollback(settings: Settings, version: str, model: str, pause: str) -> None:
@@ -67,7 +69,7 @@ def rollback(settings: Settings, version: str, model: str, pause: str) -> None:
 
     VERSION is LABEL, LABEL#SEQUENCE or #SEQUENCE; without it, the version before the latest. It gets a new sequence
     under its old label. If the version has a digest on record, the weights must have that digest; else the update
-    fails. Files of a version without a digest are read as they are now. A trainer's version is in no checkpoint: only
+    fails. Files of a version without a digest are read as they are now. A trainer's version has no checkpoint: only
     the trainer can send it again.
     """
     settings.mutating = not settings.dry_run

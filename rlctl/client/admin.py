@@ -26,7 +26,7 @@ DRAIN_S = 300.0
 LOADS_S = 5.0
 LOOK_S = 0.2
 QUIET_LOOKS = 2
-"""So often in a row a stage must be idle: a client that picked it before may still be on its way."""
+"""Consecutive polls with an idle stage that end a drain: a request may be on its way to the stage."""
 
 COMMIT_S = 10.0
 """How long whoever closes a fleet waits for updates that are being committed: what becomes of them is known then."""
@@ -118,7 +118,7 @@ class AsyncAdmin:
     ) -> Operation:
         """Stop generation. Modes: abort, retract, in_place, drain.
 
-        ``by``, ``reason``: who and why, shown while the pause lasts. ``ttl_s``: it ends by itself after so long.
+        ``by``, ``reason``: shown while the pause is in force. ``ttl_s``: seconds after which it ends by itself.
         """
         value = number(common_pb2.PauseMode.DESCRIPTOR, mode, "mode")
         request = verbs_pb2.PauseGenerationRequest(mode=value, by=by, reason=reason)  # type: ignore[arg-type]
@@ -289,14 +289,14 @@ class AsyncAdmin:
     async def set_enabled(
         self, slots: Sequence[str], enabled: bool, *, reason: str = "", validate_only: bool = False
     ) -> Fleet:
-        """Let stages be routed to, or not. ``reason``: why not; shown until they are enabled again."""
+        """Let stages be routed to, or not. ``reason``: shown while they are disabled."""
         request = coordinator_pb2.SetStageEnabledRequest(slots=_listed(slots), enabled=enabled, reason=reason)
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
 
     async def versions(self, model: str) -> list[PublishedVersion]:
-        """The versions that a model has had, the latest first."""
+        """The published versions of a model, the latest first."""
         request = coordinator_pb2.ListVersionsRequest(model=model)
         answer: coordinator_pb2.ListVersionsResponse = await self.connection.call("ListVersions", request, READ_S)
         return list(answer.versions)
@@ -330,8 +330,8 @@ class AsyncAdmin:
         )
 
     async def busy(self, slots: Sequence[str]) -> dict[str, str]:
-        """What runs on stages, by slot; {} when nothing does: requests, an open update of the model, or that it is not
-        known. Nothing runs on a stage whose engine has failed. Raises STAGE_NOT_FOUND.
+        """Why stages are busy, by slot; {} when all are idle. Causes are requests, an open update of the model, and a
+        stage that does not answer. A failed engine is idle. Raises STAGE_NOT_FOUND.
         """
         slots = _listed(slots)
         fleet = await self.status()
@@ -351,8 +351,8 @@ class AsyncAdmin:
             elif stage is not None and stage.state == common_pb2.STAGE_STATE_FAILED:
                 continue
             elif not loads:
-                why = results[slot].error.message or "it does not say"
-                busy[slot] = f"what runs there is not known: {why}"
+                why = results[slot].error.message or "it does not report its load"
+                busy[slot] = f"its load is unknown: {why}"
             elif requests:
                 busy[slot] = f"{requests} request{'s' if requests > 1 else ''} run or wait"
         return busy
@@ -363,25 +363,25 @@ class AsyncAdmin:
         *,
         reason: str = "",
         timeout_s: float = DRAIN_S,
-        tell: Callable[[dict[str, str]], object] = lambda _: None,
+        on_busy: Callable[[dict[str, str]], object] = lambda _: None,
     ) -> Fleet:
-        """Disable stages, and wait until nothing runs on them; none of what runs is aborted. The fleet as it is then.
+        """Disable stages, and wait until they are idle; no request is aborted. Returns the fleet.
 
-        ``tell`` is told what runs (:meth:`busy`), look by look. Raises DEADLINE_EXCEEDED: something still runs, and the
-        stages stay disabled.
+        ``on_busy`` is called with the result of every poll (:meth:`busy`). Raises DEADLINE_EXCEEDED for stages that are
+        still busy; they stay disabled.
         """
         loop = asyncio.get_running_loop()
         deadline, busy, quiet = loop.time() + timeout_s, dict[str, str](), 0
         await self.set_enabled(slots, False, reason=reason)
         while quiet < QUIET_LOOKS:
             if loop.time() > deadline:
-                said = "; ".join(f"{slot}: {why}" for slot, why in busy.items()) or "it was not looked at often enough"
+                causes = "; ".join(f"{slot}: {why}" for slot, why in busy.items()) or "polled too few times"
                 raise Reason.DEADLINE_EXCEEDED.error(
-                    f"not idle after {timeout_s:g} s: {said}",
-                    next_step="They stay disabled. `rlctl drain` waits on; `rlctl abort --slot SLOT` ends requests.",
+                    f"not idle after {timeout_s:g} s: {causes}",
+                    next_step="They stay disabled. `rlctl drain` waits again; `rlctl abort --slot SLOT` ends requests.",
                 )
             busy = await self.busy(slots)
-            tell(busy)
+            on_busy(busy)
             quiet = 0 if busy else quiet + 1
             await asyncio.sleep(LOOK_S)
         return await self.status()
@@ -395,21 +395,21 @@ class AsyncAdmin:
         await self.connection.call("DeregisterStage", request, READ_S)
 
     async def report_engine_failure(self, slot: str, failure: EngineFailure) -> None:
-        """Say why nothing fills a slot, as the launcher of its engine."""
+        """Report why a slot is empty, as the launcher of its engine."""
         request = coordinator_pb2.ReportEngineFailureRequest(slot=slot, failure=failure)
         await self.connection.call("ReportEngineFailure", request, READ_S)
 
     async def admit(
         self, slots: Sequence[str], dismissed: Sequence[str] = (), *, validate_only: bool = False
     ) -> coordinator_pb2.AdmitSlotsResponse:
-        """Let slots be filled that are not in the topology of a fleet that `rlctl up` has started, or no more."""
+        """Admit slots beside the topology of a fleet that `rlctl up` started, and dismiss other slots."""
         request = coordinator_pb2.AdmitSlotsRequest(slots=_listed(slots), dismissed=_listed(dismissed))
         request.header.validate_only = validate_only
         answer: coordinator_pb2.AdmitSlotsResponse = await self.connection.call("AdmitSlots", request, READ_S)
         return answer
 
     async def take_over(self, slots: Sequence[str], *, validate_only: bool = False) -> Fleet:
-        """Take charge of stages that obey a coordinator that is none of this fleet's."""
+        """Take charge of stages that obey another fleet's coordinator."""
         request = coordinator_pb2.TakeOverStagesRequest(slots=_listed(slots))
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("TakeOverStages", request, READ_S)
@@ -435,16 +435,16 @@ def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> Pub
         raise Reason.FIELD_INVALID.error(
             f"{model} has had no earlier version {wanted!r}" if wanted else f"{model} has had no earlier version",
             field="version",
-            next_step=f"`rlctl versions --model {model}` lists them; in a checkpoint: {readable}.",
+            next_step=f"`rlctl versions --model {model}` lists them; versions with a checkpoint: {readable}.",
         )
-    found = earlier[0]
-    if not found.checkpoint:
+    version = earlier[0]
+    if not version.checkpoint:
         raise Reason.UNHEALABLE.error(
-            f"version {found.version.label}#{found.version.sequence} of {model} is in no checkpoint",
+            f"version {version.version.label}#{version.version.sequence} of {model} has no checkpoint",
             field="version",
-            next_step=f"In a checkpoint: {readable}. The trainer can send it again.",
+            next_step=f"Versions with a checkpoint: {readable}. The trainer can send this version again.",
         )
-    return found
+    return version
 
 
 def _tags(tags: Sequence[str]) -> Any:

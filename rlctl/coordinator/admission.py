@@ -1,5 +1,5 @@
-"""Which slots may be filled: of a fleet that a launcher has started, those of its topology and those that an operator
-admits; of any other fleet, every slot.
+"""Admission of slots. The fleet of a launcher admits the slots of its topology, and slots that an operator admits. Any
+other fleet admits every slot.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from rlctl.ports import Delete, Journal, Put
 
 
 class Admission:
-    """The slots that may be filled for the first time. A slot that is on record may be filled again."""
+    """The admitted slots. A slot that is on record needs no admission."""
 
     def __init__(self, journal: Journal, topology: Collection[str] | None) -> None:
-        """``topology``: the slots that may be filled; None: every slot."""
+        """``topology``: slots that are admitted from the start; None: every slot."""
         self._journal = journal
         self.open = topology is None
         self._topology = frozenset(topology or ())
@@ -26,11 +26,11 @@ class Admission:
 
     @property
     def slots(self) -> list[str]:
-        """Those that may be filled, where not every slot may be."""
+        """The admitted slots, unless every slot is (:attr:`open`)."""
         return sorted(self._topology | self._admitted)
 
     def refuse(self, slot: str) -> None:
-        """Raise SLOT_NOT_ADMITTED, or return."""
+        """Raise SLOT_NOT_ADMITTED for a slot that is not admitted."""
         if not self.open and slot not in self._topology and slot not in self._admitted:
             raise Reason.SLOT_NOT_ADMITTED.error(
                 f"slot {slot!r} is not in the fleet's topology",
@@ -39,7 +39,7 @@ class Admission:
             )
 
     async def change(self, admitted: Collection[str], dismissed: Collection[str]) -> None:
-        """Admit slots, and others no more, durably. What fills a slot stays. Raises JOURNAL_FAILED."""
+        """Admit and dismiss slots, durably. Present stages stay. Raises JOURNAL_FAILED."""
         puts = [Put("admitted", slot, b"") for slot in sorted(set(admitted) - self._admitted)]
         deletes = [Delete("admitted", slot) for slot in sorted(self._admitted.intersection(dismissed))]
         if puts or deletes:

@@ -51,7 +51,7 @@ class OpenUpdate:
         turned: set once the present batch is committed, or the update has ended.
         ended: it is not open any more.
         planning: held while it is planned anew, for another attempt or the next batch: nobody is told the half of it.
-        owner_grace_s: how long its owner may be silent after a write has failed; 0: for as long as always.
+        owner_grace_s: seconds that its owner may be silent after a failed write; 0: no shorter than the lease.
     """
 
     session: Session
@@ -82,8 +82,8 @@ class OpenUpdate:
         self._run_until(now + self.lease_ttl_s, self.lease_ttl_s, now)
 
     def fail(self, now: float) -> None:
-        """A write of the present attempt has failed. A living owner retries, aborts or renews; a silent one is taken to
-        have died, which is what breaks groups most often.
+        """A write of the present attempt has failed. A living owner retries, aborts or renews. A silent owner counts as
+        dead: the death of a source is the most frequent cause of a broken group.
         """
         self.broken = True
         if self.owner_grace_s and now + self.owner_grace_s < self.lease_until:
@@ -96,8 +96,8 @@ class OpenUpdate:
             limit = min(until, self.session.deadline) - now
             self._limit.reschedule(asyncio.get_running_loop().time() + max(0.0, limit))
 
-    async def word(self, now: float) -> None:
-        """Return once it is decided, its lease has run out or its time is up."""
+    async def wait_decided(self, now: float) -> None:
+        """Return once it is decided, its lease has run out or its deadline has passed."""
         until = min(self.lease_until, self.session.deadline)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(until - now) as self._limit:

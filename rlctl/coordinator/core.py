@@ -78,12 +78,12 @@ than launchers wait. An operation's own time may be hours, that of a pause that 
 """
 
 TOO_HIGH = 1 << 62
-"""An epoch that no fleet comes to. A coordinator follows no stage there: stages obey no epoch beyond twice that, and
-the journal would hold it for good.
+"""An epoch that no fleet reaches. A coordinator does not follow a stage to it: stages obey no epoch above twice this
+one, and the journal would keep it forever.
 """
 
-STRANGERS = 100
-"""Stages of slots that are not admitted, of which the log tells."""
+MOST_REFUSED = 100
+"""Most refused slots that are logged."""
 
 REPLY_S = 0.5
 """Kept back of a call's own deadline, at most a tenth of it, so that the answer arrives before the caller leaves."""
@@ -106,16 +106,15 @@ class Coordinator:
     ) -> None:
         """``lease_s``: how long a stage may serve without hearing from here; ``heal_by_hand``: models whose late
         joiners and restarted engines wait until somebody asks, where others are brought to the published version;
-        ``retained``: ended operations that are kept; ``topology``: the slots that may be filled, beside those on
-        record and those that an operator admits. None: every slot. ``graces``: how long is waited for trainers that
-        may be gone.
+        ``retained``: ended operations that are kept; ``topology``: admitted slots, beside the slots on record and
+        slots that an operator admits. None: every slot. ``graces``: times to wait for trainers that may be dead.
         """
         self._journal = journal
         self._dialer = dialer
         self._clock = clock
         self._raising = asyncio.Lock()
-        self._strangers: set[str] = set()
-        """Slots that were refused, and where: told in the log."""
+        self._refused: set[str] = set()
+        """Refused slots with their addresses, as logged."""
         self.roster = Roster(journal, clock)
         self.admission = Admission(journal, topology)
         self.operations = Operations(journal, self.roster, clock, retained)
@@ -311,7 +310,7 @@ class Coordinator:
                     )
 
         if isinstance(request, PauseGenerationRequest) and not update_id:
-            pausing.say_later(excluded)
+            pausing.mark_paused_later(excluded)
         return await self.operations.start(
             request,
             verb=verb.name,
@@ -458,7 +457,7 @@ class Coordinator:
     async def register_stage(self, request: rpc.RegisterStageRequest) -> rpc.RegisterStageResponse:
         """A stage joins, or comes back."""
         check(request)
-        self._refuse_stranger(request.registration)
+        self._refuse_unadmitted(request.registration)
         slot = await self._register(request.registration)
         return rpc.RegisterStageResponse(
             header=self.roster.header(), incarnation=slot.record.incarnation, contract_version=CONTRACT_VERSION
@@ -475,7 +474,7 @@ class Coordinator:
         self._peers.connect(slot)
         return slot
 
-    def _refuse_stranger(self, registration: StageRegistration) -> None:
+    def _refuse_unadmitted(self, registration: StageRegistration) -> None:
         known = self.roster.slots.get(registration.slot)
         if known is not None and not known.record.retired:
             return
@@ -483,8 +482,8 @@ class Coordinator:
             self.admission.refuse(registration.slot)
         except RlctlError as error:
             who = f"{registration.slot} at {registration.address}"
-            if who not in self._strangers and len(self._strangers) < STRANGERS:  # each asks once a second
-                self._strangers.add(who)
+            if who not in self._refused and len(self._refused) < MOST_REFUSED:  # each stage retries once a second
+                self._refused.add(who)
                 log.warning("%s is refused: %s", who, error)
             raise
 
@@ -556,7 +555,7 @@ class Coordinator:
         return self.roster.fleet(request.model)
 
     async def list_versions(self, request: rpc.ListVersionsRequest) -> rpc.ListVersionsResponse:
-        """Read the versions that a model has had."""
+        """Read the published versions of a model."""
         check(request)
         record = self.roster.model(request.model).record
         return rpc.ListVersionsResponse(header=self.roster.header(), versions=versions.history(record))
@@ -585,7 +584,7 @@ class Coordinator:
         return self.roster.fleet()
 
     async def report_engine_failure(self, request: rpc.ReportEngineFailureRequest) -> rpc.ReportEngineFailureResponse:
-        """A launcher says why nothing fills a slot."""
+        """Record a launcher's report of why a slot is empty."""
         check(request)
         slot = self.roster.slot(request.slot)
         if not request.header.validate_only:
@@ -594,17 +593,17 @@ class Coordinator:
         return rpc.ReportEngineFailureResponse(header=self.roster.header())
 
     async def admit_slots(self, request: rpc.AdmitSlotsRequest) -> rpc.AdmitSlotsResponse:
-        """Say which slots may be filled beside those of the topology."""
+        """Admit and dismiss slots."""
         check(request)
         if not request.header.validate_only:
             await self.admission.change(request.slots, request.dismissed)
-            self._strangers.clear()
+            self._refused.clear()
         return rpc.AdmitSlotsResponse(
             header=self.roster.header(), every=self.admission.open, slots=self.admission.slots
         )
 
     async def take_over_stages(self, request: rpc.TakeOverStagesRequest) -> Fleet:
-        """Take charge of stages that obey another coordinator's epoch, on an operator's word."""
+        """Take charge of stages that obey another coordinator's epoch, by order of an operator."""
         check(request)
         named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
         taken = [slot for slot in named if not slot.linked]

@@ -1,4 +1,4 @@
-"""Pauses by name that end by themselves: continued once their time is up, by this coordinator or its successor."""
+"""End pauses by name at their ttl, also after a restart of the coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlctl.v1.verbs_pb2 import ContinueGenerationRequest
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often it is looked whether a pause is over: wall time may be set meanwhile."""
+"""Seconds between two checks: the wall clock may be set in between."""
 
 AGAIN_S = (0.0, 1.0, 5.0, 15.0)
 """Waits between attempts to lift a pause. Each attempt may be an operation on record."""
@@ -44,11 +44,11 @@ class Lifting:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start the task."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""The pauses by name that are in force: journaled before the first stage hears of them, until a continue by name.
+"""The pauses by name in force. A pause is journaled before its first command is sent, and ends with a continue by name.
 
-A pause belongs to the fleet, not to the stages that it has reached: a stage that was out of reach, is restarted, or
-joins later is paused before it may serve.
+A pause belongs to the fleet, not to the stages that it has reached: a stage that was out of reach, restarts or joins
+later is paused before it may serve.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Addressed(Protocol):
 
 
 def covers(target: Target, slot: Addressed) -> bool:
-    """Whether a target means a slot."""
+    """Whether a target includes a slot."""
     return (
         target.model in ("", slot.model)
         and (not target.slots or slot.name in target.slots)
@@ -38,7 +38,7 @@ def covers(target: Target, slot: Addressed) -> bool:
 
 
 class Pauses:
-    """Every pause in force, oldest first; of two that cover a slot the newer one counts."""
+    """Every pause in force, oldest first. The newest pause that covers a slot decides."""
 
     def __init__(self, journal: Journal, changed: Callable[[], None]) -> None:
         """``changed`` is called after every change of what is in force."""
@@ -46,7 +46,7 @@ class Pauses:
         self._changed = changed
         self._records: dict[str, PauseRecord] = {}
         self._unrecorded: set[str] = set()
-        """Pauses whose end the journal did not take when it came."""
+        """Ended pauses, and restored ones, that are not journaled yet."""
         self._writing = asyncio.Lock()
 
     def load(self) -> None:
@@ -73,7 +73,7 @@ class Pauses:
         return list(self._records.values())
 
     async def begin(self, record: PauseRecord) -> list[PauseRecord]:
-        """Put a pause in force, durably. Returns the earlier ones that it takes the place of. Raises JOURNAL_FAILED."""
+        """Put a pause in force, durably. Returns the earlier pauses that it replaces. Raises JOURNAL_FAILED."""
         key = record.pause.operation_id
         async with self._writing:
             others = [other for name, other in self._records.items() if name != key]
@@ -88,10 +88,10 @@ class Pauses:
         return replaced
 
     async def take_back(self, key: str, replaced: Iterable[PauseRecord]) -> None:
-        """End a pause that not every target took; those that it had replaced are in force again.
+        """End a pause that a target did not confirm; the pauses that it replaced are in force again.
 
-        It has ended whether or not the journal takes that: a coordinator that comes after this one would believe in a
-        pause that was taken back, until somebody continues.
+        The pause also ends if the journal fails. A restarted coordinator would then restore the pause, until a
+        continue by name.
         """
         async with self._writing:
             self._records.pop(key, None)
@@ -106,8 +106,8 @@ class Pauses:
     async def end(
         self, target: Target, slots: Sequence[Addressed], refused: Collection[str], with_it: Sequence[Put] = ()
     ) -> None:
-        """A continue ends what its target covers, durably, but for slots that ``refused``. ``slots``: all there are.
-        ``with_it``: recorded in the same write.
+        """End the pauses of a continue's target, durably, except for slots that ``refused``. ``slots``: all slots.
+        ``with_it``: further puts of the same write.
         """
         async with self._writing:
             changed: dict[str, PauseRecord | None] = {}
@@ -140,7 +140,7 @@ class Pauses:
             self._changed()
 
     async def record_ended(self) -> None:
-        """Record what the journal did not take when it came. Raises JOURNAL_FAILED: it still does not."""
+        """Journal the changes that failed before. Raises JOURNAL_FAILED if they fail again."""
         async with self._writing:
             await self._record()
 
@@ -154,7 +154,7 @@ class Pauses:
 
 
 def _within(inner: Target, outer: Target) -> bool:
-    """Whether a target means nothing that another one does not, whatever joins later."""
+    """Whether a target is part of another one, also for stages that join later."""
     return (
         outer.model in ("", inner.model)
         and (not outer.slots or bool(inner.slots and set(inner.slots) <= set(outer.slots)))

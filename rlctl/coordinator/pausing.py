@@ -1,9 +1,9 @@
-"""Pauses and continues by name: the fleet's record of what is paused, and what its stages do, are changed together.
+"""Pauses and continues by name: change the fleet's record of pauses and its stages together.
 
-The record comes first (:mod:`.pauses`), so that a stage that comes meanwhile is paused, too. A pause that not every
-target takes is taken back: the targets that it paused go on, and the operation has failed. Otherwise a fleet of which
-one stage refused would stand still for the most part, with no caller who knows that it has to lift that. Stages that
-were paused before stay paused.
+The record comes first (:mod:`.pauses`), so that a stage that joins meanwhile is paused, too. A pause that a target
+does not confirm is taken back: the targets that it paused go on, and the operation has failed. Otherwise one refusal
+would leave most of the fleet paused, and no caller would know that it has to continue. Stages that were paused before
+stay paused.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TAKE_BACK_S = 5.0
 """How long continuing may take, which comes after the deadline of the pause if that was used up."""
 
 PAUSED_LATER = "not there; it is paused before it serves again"
-"""Why a stage that is absent is no target of a pause, and what becomes of it."""
+"""Reason for which an absent stage is excluded from a pause."""
 
 
 class Pausing:
-    """Carries out both."""
+    """Carries out pauses and continues by name."""
 
     def __init__(self, roster: Roster, peers: Peers, fanout: Fanout, waking: Waking, clock: Clock) -> None:
         self._roster = roster
@@ -48,11 +48,11 @@ class Pausing:
     async def pause(self, request: PauseGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float) -> None:
         """Pause all targets or, as far as they answer, none; the results are filed in ``run``.
 
-        A stage of the request's target that is not there has stopped to serve when this returns, and is paused before
-        it serves again.
+        An absent stage of the request's target has stopped serving when this returns, and is paused before it serves
+        again.
         """
         target, operation_id = request.header.target, run.operation.operation_id
-        # An update's pause whose update has ended is about to be lifted. A pause by name that is in force is not.
+        # The pause of an ended update is about to be lifted, unlike a pause by name.
         generating = {
             slot.name
             for slot in targets
@@ -73,7 +73,7 @@ class Pausing:
                 )
             )
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
-            # Lenient: a stage that is paused goes on, or is told to, whatever a full disk keeps off the record.
+            # Lenient: a paused stage must go on again, even if a full disk prevents the record.
             results = await self._fanout.run(
                 request,
                 targets,
@@ -107,13 +107,13 @@ class Pausing:
             if result.outcome == OUTCOME_APPLIED:
                 run.add(_taken_back(result, because_of))
             elif result.outcome in POSSIBLY_DONE:
-                run.add(result)  # that it was paused says nothing of what it does now
+                run.add(result)  # its pause was confirmed, but its present state is not known
 
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
     ) -> None:
-        """Continue the targets. Pauses by name end for those that go on or will once their memory is back, and for
-        stages of the request's target that are not there.
+        """Continue the targets. Pauses by name end for stages that go on now or with the resume of their memory, and
+        for absent stages of the request's target.
         """
         target = request.header.target
         with _in_hand(targets):
@@ -121,21 +121,21 @@ class Pausing:
             going = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in going]
             if going:
-                await self._end(target, refused, told=targets)
+                await self._end(target, refused, addressed=targets)
 
     async def go_on_later(self, target: Target) -> None:
-        """End the pauses of a target's stages, none of which can go on now: each goes on as soon as it can."""
-        await self._end(target, (), told=())
+        """End the pauses of a target whose stages cannot go on now: each goes on as soon as it can."""
+        await self._end(target, (), addressed=())
 
-    async def _end(self, target: Target, refused: Collection[str], told: Collection[Slot]) -> None:
-        """End pauses. The same write records that the stages of the target that were not ``told`` go on later."""
-        later = [slot for slot in self._roster.covered(target) if slot not in told and slot.pause is not None]
+    async def _end(self, target: Target, refused: Collection[str], addressed: Collection[Slot]) -> None:
+        """End pauses. The same write records that the stages besides the ``addressed`` ones go on later."""
+        later = [slot for slot in self._roster.covered(target) if slot not in addressed and slot.pause is not None]
         every = list(self._roster.slots.values())
         await self._waking.remember(later, lambda puts: self._roster.pauses.end(target, every, refused, puts))
 
 
 def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
-    """When a pause ends by itself."""
+    """Time when a pause ends by itself, or None."""
     if not request.HasField("ttl"):
         return None
     end = Timestamp()
@@ -143,8 +143,8 @@ def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
     return end
 
 
-def say_later(excluded: Sequence[ExcludedStage]) -> None:
-    """Stages that are not there when a pause begins are told of it when they come."""
+def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
+    """Record that the absent stages are paused when they return."""
     for stage in excluded:
         stage.reason = PAUSED_LATER
 

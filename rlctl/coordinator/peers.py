@@ -157,15 +157,16 @@ class Peers:
 
         await self._passed(until)
 
-    async def generating(self, target: Target, told: Collection[Slot], deadline: float) -> str:
-        """Wait until no stage that a target means generates, apart from those that were ``told`` to stop: each has
-        paused, or its lease must have run out. Returns "", or at the deadline the stage that may still generate.
+    async def generating(self, target: Target, addressed: Collection[Slot], deadline: float) -> str:
+        """Wait until no stage of a target generates, besides the ``addressed`` stages, which confirm the pause
+        themselves: each stage has paused, or its lease has run out. Returns "", or at the deadline a stage that may
+        still generate.
         """
         slots = self._roster.slots
-        absent = [slot for slot in slots.values() if covers(target, slot) and slot not in told]
+        absent = [slot for slot in slots.values() if covers(target, slot) and slot not in addressed]
 
         def may() -> dict[str, float]:
-            """Until when, by name."""
+            """End of the lease, by name."""
             times = {"an engine that was replaced": self._roster.formers.meant(target)}
             times |= {slot.name: slot.lease_until for slot in absent if not (slot.gone or self._has_paused(slot))}
             return {name: until for name, until in times.items() if until > self._clock.now()}
@@ -386,7 +387,7 @@ class Peers:
 
     def _reported(self, slot: Slot, report: StageReport) -> None:
         first = slot.report is None
-        _tell_of_damage(slot.name, slot.report, report)
+        _log_damage(slot.name, slot.report, report)
         slot.report = report
         admitted = report.weight_version in self._roster.models[slot.model].admitted
         slot.late = slot.late and not (report.state == STAGE_STATE_READY and admitted)
@@ -418,8 +419,8 @@ class Peers:
             return
 
 
-def _tell_of_damage(name: str, before: StageReport | None, report: StageReport) -> None:
-    """Log what an operator would look for: weights that are a mixture, ranks that are gone, and the end of both."""
+def _log_damage(name: str, before: StageReport | None, report: StageReport) -> None:
+    """Log changes to and from DIRTY, and lost ranks."""
     known = before or StageReport()
     if STAGE_STATE_DIRTY in (known.state, report.state) and known.state != report.state:
         log.warning("%s was %s, and is %s", name, _state_name(known.state), _state_name(report.state))
@@ -434,7 +435,7 @@ def _state_name(state: StageState.ValueType) -> str:
 
 
 def _is_taken(error: RlctlError) -> bool:
-    """Whether a stage obeys an epoch that is none of this fleet's."""
+    """Whether a stage obeys the epoch of another fleet's coordinator."""
     return error.reason is Reason.EPOCH_FENCED
 
 

@@ -71,7 +71,7 @@ would otherwise take half of the coordinator's time."""
 
 
 MOST_NAMED = 3
-"""Stages of which a refusal says why they cannot be addressed."""
+"""Most stages that the error of a request without targets names."""
 
 RETIRED = 1024
 """Slots that were left for good and are remembered, so that what comes back in one is a later incarnation. In a fleet
@@ -101,16 +101,16 @@ class Slot:
         restoring: it is being brought to the published version: whatever it says it holds, it may not serve it yet.
         late: it came after the version that is served, or was left out of it: not to be STALE for long.
         leaving: how many are about to take it out of service (:meth:`Roster.leaving`).
-        heal_at: when, on the clock's ``now``, it is healed because something spoilt it, or tried again after a failed
-            heal; None: it does not wait.
+        heal_at: time on the clock's ``now`` of its heal, or of the next try after a failed heal; None: no heal is
+            planned.
         heal_time: the same as wall time, for people.
         unhealable: why it needs a heal and can get none, or "".
         misread: a heal from its version's checkpoint failed: another stage is asked first, if there is one.
-        engine_failure: why its process has ended, as its launcher says it; None: it has said nothing.
+        engine_failure: failure of its process, as its launcher reports it; None: no report.
         pause: the pause by name that is in force for it, or None.
-        away: why there is no link to it, as far as is known, or "".
-        taken: it obeys the epoch of a coordinator that is none of this fleet's.
-        in_hand: operations by name that pause it or let it go on now. Their outcome decides what it does.
+        away: cause of the missing link, if known, or "".
+        taken: it obeys the epoch of another fleet's coordinator.
+        in_hand: number of running operations by name that pause or continue it. Their outcome decides its pause.
     """
 
     record: SlotRecord
@@ -155,13 +155,13 @@ class Slot:
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
 
     def pauses_in(self, mode: PauseMode.ValueType) -> bool:
-        """Whether it pauses in this way; one that publishes no modes is asked itself."""
+        """Whether it supports a pause mode; a stage that publishes no modes may support it."""
         modes = self.capabilities.pause_modes
         return not modes or mode in modes
 
     @property
     def owes_pause(self) -> bool:
-        """Whether a pause by name is in force that it has not taken yet: until it has, it may serve nothing."""
+        """Whether a pause by name is in force that it has not carried out yet. Until then it may serve nothing."""
         if self.pause is None or self.in_hand or self.report is None or self.report.paused:
             return False
         return "PauseGeneration" in self.verbs and self.pauses_in(self.pause.mode)
@@ -189,7 +189,7 @@ class Slot:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """What has become of its engine: its own word while it has a link, else its launcher's, or None."""
+        """Failure of its engine: from its own report while it is linked, else from its launcher, or None."""
         if not self.linked:
             return self.engine_failure
         if self.report is not None and self.report.HasField("engine_failure"):
@@ -247,7 +247,7 @@ class ModelState:
         only: while a version is being published, the stages that may serve; None: all may.
         update_id: open update, or "".
         update_owner: who holds it.
-        lease_until: when, on the clock's ``now``, it is aborted unless its owner is heard; None: none is open.
+        lease_until: end of the open update's lease on the clock's ``now``; None: no update is open.
         fingerprints: what the sources said of each tensor of the published version; empty when they did not, or not to
             this coordinator.
         opening: held while an update of it is planned and accepted, or a stage of it leaves.
@@ -338,7 +338,7 @@ class Roster:
         return slot
 
     def covered(self, target: Target) -> list[Slot]:
-        """The slots that a target means, whatever their state."""
+        """The slots of a target, in any state."""
         return [slot for slot in self.slots.values() if covers(target, slot)]
 
     def _take_pause(self, slot: Slot) -> None:
@@ -487,7 +487,7 @@ class Roster:
         return targets, excluded
 
     def _none_there(self, target: Target) -> RlctlError:
-        """Why no stage that a target means can be addressed."""
+        """The error of a target without a stage that can be addressed."""
         absent = [slot for slot in self.covered(target) if not slot.record.retired]
         why = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
         if absent and all(slot.taken for slot in absent):
@@ -634,19 +634,19 @@ class Roster:
             heal_time=slot.heal_time if slot.heal_at is not None and self._clock.now() < slot.heal_at else None,
         )
         if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
-            stage.report.lease_held = False  # it said otherwise while there was a link, and has heard of none since
+            stage.report.lease_held = False  # its last report is older than the end of the lease
         return stage
 
 
 def failed(failure: EngineFailure) -> str:
-    """What has become of an engine, in a line."""
+    """A failure of an engine, in one line."""
     if failure.failures > 1:
         return f"crash loop, {failure.failures} failures in a row: {failure.reason}"
     return failure.reason
 
 
 def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:
-    """Set the operator's flag."""
+    """Set the operator's flag, with its reason and time."""
     if enabled:
         record.ClearField("disable_time")
     elif not record.HasField("disable_time"):

@@ -1,4 +1,4 @@
-"""A fleet that is started over: its records are put aside, and its numbers go on."""
+"""Start a fleet over: put its journal aside, and continue its epoch and sequence numbers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
 
 
 def previous(path: Path) -> Path:
-    """Where the records of the fleet before are kept: ``journal.previous.db`` beside ``journal.db``."""
+    """Path of the journal that was put aside: ``journal.previous.db`` beside ``journal.db``."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
 def start_over(path: Path) -> None:
-    """Put a journal aside as :func:`previous`, in the place of the one before. A journal takes its place that holds
-    only how far epoch and sequences have come: stages that outlive the fleet obey no lower epoch, and a sequence never
-    stands for two versions. Nothing happens where there is no journal.
+    """Put a journal aside as :func:`previous`, over an earlier one. The new journal holds only the epoch and the first
+    free sequence: stages that outlive the fleet obey no lower epoch, and a sequence never names two versions. Without a
+    journal nothing happens.
 
-    Raises JOURNAL_FAILED, then nothing has changed: another coordinator holds it, or it is damaged.
+    Raises JOURNAL_FAILED, without a change, if another coordinator holds the journal or the journal is damaged.
     """
     if not path.exists():
         return
@@ -39,7 +39,7 @@ def start_over(path: Path) -> None:
         aside = previous(path)
         for suffix in ("", "-wal", "-shm"):
             aside.with_name(aside.name + suffix).unlink(missing_ok=True)
-        os.link(path, aside)  # there is a journal of this name at every moment, whatever ends this process
+        os.link(path, aside)  # a journal of this name exists at every moment, even if this process dies
         os.replace(draft, path)
     except OSError as error:
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: {error}") from error
@@ -57,7 +57,7 @@ async def _begin(path: Path, reached: FleetRecord) -> None:
 
 
 def _reached(path: Path) -> FleetRecord:
-    """How far a fleet's epoch and sequences have come, as the record that a fleet after it begins with."""
+    """The epoch and the first free sequence of a journal, as the first record of the next one."""
     reached = FleetRecord()
     journal = SqliteJournal(path)
     try:

@@ -58,7 +58,7 @@ TRAINERS_UPDATE = "WeightUpdate"
 """What the update of a trainer, of several calls, is recorded as."""
 
 OWNER_S = 5.0
-"""For a word of an update's owner after a write has failed, where nothing else is configured."""
+"""Default of :attr:`Graces.owner_s`."""
 
 STOPPED_S = 1.0
 """Whoever sees this much too late that a lease ran out was stopped itself: what the owner said meanwhile is unread."""
@@ -71,11 +71,11 @@ did not take is written again, too.
 
 @dataclass(frozen=True)
 class Graces:
-    """How long is waited for a trainer that may be gone, seconds.
+    """Seconds to wait for a trainer that may be dead.
 
     Attributes:
-        owner_s: for a word of an update's owner after a write has failed, where its lease would be longer.
-        heal_s: for the next update, before a stage that is DIRTY or quarantined is healed.
+        owner_s: for a renewal by the owner of an update after a failed write, if its lease is longer.
+        heal_s: for the next update, before a DIRTY or quarantined stage is healed.
     """
 
     owner_s: float = OWNER_S
@@ -269,9 +269,9 @@ class Updates:
         if opened is None:
             return self._operations.get(update_id)
         cause = cause or Reason.CANCELLED.error()
-        said = f"aborted: {reason or cause.message}"
+        message = f"aborted: {reason or cause.message}"
         opened.decide(
-            verdict=cause.reason.error(said, field=cause.field, next_step=cause.next_step, metadata=cause.metadata)
+            verdict=cause.reason.error(message, field=cause.field, next_step=cause.next_step, metadata=cause.metadata)
         )
         return opened.run
 
@@ -375,7 +375,7 @@ class Updates:
                 self.look_after(slot)
 
     def look_after_all(self, target: Target) -> None:
-        """See to every stage that a target means."""
+        """Look after every stage of a target."""
         for slot in self._roster.covered(target):
             self.look_after(slot)
 
@@ -533,7 +533,7 @@ class Updates:
     async def _decision(self, opened: OpenUpdate) -> None:
         """Wait for the owner's word, no longer than its lease and the update's deadline. Raises when it is against."""
         while not opened.decided.is_set():
-            await opened.word(self._clock.now())
+            await opened.wait_decided(self._clock.now())
             if opened.decided.is_set():
                 break
             if self._clock.now() >= opened.session.deadline:

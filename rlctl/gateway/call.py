@@ -129,12 +129,15 @@ class Call:
     @property
     def notes(self) -> dict[str, str]:
         """Headers of an answer that is no error."""
-        told = {UNKNOWN_FIELDS: self.unknown, EXCLUDED: [f"{slot}={state}" for slot, state in self._excluded.items()]}
-        return {name: ", ".join(map(_printable, each))[:1000] for name, each in told.items() if each}
+        headers = {
+            UNKNOWN_FIELDS: self.unknown,
+            EXCLUDED: [f"{slot}={state}" for slot, state in self._excluded.items()],
+        }
+        return {name: ", ".join(map(_printable, each))[:1000] for name, each in headers.items() if each}
 
     @property
     def unknown(self) -> list[str]:
-        """Fields of the body that nobody took, where somebody took some. Each is there once."""
+        """Fields of the body that no parser accepted, if any parser read it; each once."""
         return list(dict.fromkeys([*self._unknown, *(name for fields in self._fields for name in fields.unknown)]))
 
     @property
@@ -169,16 +172,16 @@ class Call:
 
 
 def confirmed(result: StageResult | RankResult, *, update: bool = False) -> bool:
-    """Whether an engine, or a rank, has done what was asked, or will: a continue that waits for memory is SKIPPED.
+    """Whether an engine, or a rank, has carried out the step, or will. A continue that waits for memory is SKIPPED.
 
-    Any other SKIPPED result is of an engine that cannot do it. ``update``: of weights, which nothing defers.
+    Any other SKIPPED result is of an engine without support for the step. ``update``: of weights, which nothing defers.
     """
     deferred = result.outcome == OUTCOME_SKIPPED and result.error.reason == Reason.MEMORY_RELEASED.name
     return result.outcome == OUTCOME_APPLIED or (deferred and not update)
 
 
 def refuse_skipped(operation: Operation, *, partly: bool = False) -> None:
-    """Raise OperationFailed for an operation that an engine skipped since it cannot do it; ``partly``: that all did."""
+    """Raise OperationFailed for an operation that an engine does not support; ``partly``: that no engine supports."""
     skipped = [
         result for result in operation.stage_results if result.outcome == OUTCOME_SKIPPED and not confirmed(result)
     ]
@@ -188,10 +191,10 @@ def refuse_skipped(operation: Operation, *, partly: bool = False) -> None:
     failed.CopyFrom(operation)
     failed.error.CopyFrom(skipped[0].error)
     names = ", ".join(result.slot for result in skipped)
-    failed.error.message = f"{names} cannot do it: {skipped[0].error.message}"
+    failed.error.message = f"not supported by {names}: {skipped[0].error.message}"
     raise OperationFailed(failed)
 
 
 def _printable(name: str) -> str:
-    """What a header can hold: a client may call a field whatever JSON can."""
+    """The text, with the characters escaped that a header cannot hold."""
     return "".join(sign if " " <= sign <= "~" else sign.encode("unicode_escape").decode() for sign in name)

@@ -101,9 +101,9 @@ async def _addresses(host: str) -> set[str]:
 
 
 def foreign(url: str) -> RlctlError:
-    """What is said of an address that is no engine's of the fleet."""
+    """The error for an address without an engine of the fleet."""
     return Reason.UNSUPPORTED.error(
-        f"{url} is no engine of this fleet's: an engine comes into it by its stage server",
+        f"{url} is not an engine of this fleet: an engine joins by its stage server",
         field="url",
         next_step="Attach to a server that runs with `rlctl stage --engine sglang --option url=URL --slot NAME"
         " --model-path DIR --coordinator ADDRESS`, or by `external: [HOST:PORT]` in the topology.",
@@ -142,7 +142,7 @@ async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
 
 
 def unreachable(slot: str, state: StageState.ValueType, reason: str = "") -> RlctlError:
-    """Why an engine cannot be asked, or was left out for this reason."""
+    """The error for an engine that is unreachable, or was left out for this reason."""
     name = StageState.Name(state).removeprefix("STAGE_STATE_")
     cause = Reason.UNREACHABLE if state in GONE else Reason.STAGE_NOT_SERVING
     return cause.error(f"{slot} is {name}{f': {reason}' if reason else ''}")

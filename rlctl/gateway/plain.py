@@ -1,4 +1,4 @@
-"""Messages as JSON whose numbers are numbers: protobuf's own writes those of 64 bits as texts."""
+"""Protobuf messages as JSON with 64-bit integers as numbers; protobuf's own JSON has them as strings."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _WIDE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """The message's fields, by their names in the contract; those that are not set too, unless they say so."""
-    told: dict[str, Any] = MessageToDict(
+    """The message's fields, by their names in the contract. Unset fields are included, unless they track presence."""
+    converted: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for field in message.DESCRIPTOR.fields:
-        if field.name in told:
-            told[field.name] = _value(field, getattr(message, field.name), told[field.name])
-    return told
+        if field.name in converted:
+            converted[field.name] = _value(field, getattr(message, field.name), converted[field.name])
+    return converted
 
 
-def _value(field: Any, value: Any, told: Any) -> Any:
+def _value(field: Any, value: Any, converted: Any) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         kind = field.message_type.fields_by_name["value"]
-        return {str(key): _one(kind, value[key], told[str(key)]) for key in value}
-    if isinstance(told, list):
-        return [_one(field, each, said) for each, said in zip(value, told, strict=True)]
-    return _one(field, value, told)
+        return {str(key): _one(kind, value[key], converted[str(key)]) for key in value}
+    if isinstance(converted, list):
+        return [_one(field, each, item) for each, item in zip(value, converted, strict=True)]
+    return _one(field, value, converted)
 
 
-def _one(field: Any, value: Any, told: Any) -> Any:
+def _one(field: Any, value: Any, converted: Any) -> Any:
     if field.cpp_type in _WIDE:
-        return int(told)
-    return plain(value) if isinstance(told, dict) and isinstance(value, Message) else told
+        return int(converted)
+    return plain(value) if isinstance(converted, dict) and isinstance(value, Message) else converted

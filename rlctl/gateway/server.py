@@ -46,7 +46,7 @@ class GatewayConfig:
         middleware_paths: the first is the outermost.
         share_port: other processes listen there too (SO_REUSEPORT).
         drain_s: how long requests may go on once the gateway is to end.
-        warm: tokenizers are read in the background from the start, not with the first request that needs one.
+        warm: load tokenizers in the background at the start, not with the first request that needs one.
         router: an sglang-router, not started yet, that is to run in front of it.
     """
 
@@ -235,14 +235,14 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def _of_the_request(route: Route, error: RlctlError) -> RlctlError:
-    """A field of a generation request that is not supported is 400, as with engines: OpenAI's client repeats a 501."""
+    """An unsupported field of a generation request is 400, as in engines: OpenAI's client retries a 501."""
     if route.scope is Scope.ROLLOUT and error.reason is Reason.UNSUPPORTED and error.field:
         error.http_status = 400
     return error
 
 
 def _defect(request: web.Request, error: Exception) -> RlctlError:
-    """What is said of an error that nobody here foresaw."""
+    """The error for an unexpected exception."""
     log.error("%s %s", request.method, request.path, exc_info=error)
     without_frames(error)
     return Reason.INTERNAL.error("the gateway failed; its log says more")

@@ -103,8 +103,8 @@ class LaunchedFleet:
         self._client: Fleet | None = None
         self._ask_at = 0.0
         self._replacing: set[str] = set()
-        """Slots whose engines are to be started again."""
-        self._failures_told: dict[str, tuple[int, int]] = {}
+        """Slots whose engines are due for a restart."""
+        self._failures_reported: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         """Start."""
@@ -137,7 +137,7 @@ class LaunchedFleet:
             self._start_coordinator(self._listen, new=self._new)
             self._say(f"coordinator at {self.address}")
             if resumed:
-                self._tell_resumed()
+                self._announce_resumed()
             self.settle()
             if resumed:
                 self._dismiss_absent()
@@ -292,21 +292,21 @@ class LaunchedFleet:
                 self._replacing.discard(slot)
                 self._say(f"{slot}: stopped")
                 if spec is None:
-                    self._dismiss_absent()  # one that had failed took no leave
+                    self._dismiss_absent()  # a failed engine did not deregister
         for spec in self.engines:
             if spec.slot not in self.runs and not self._gpus_held(spec):
                 run = self.runs[spec.slot] = self._run(spec)
                 run.start()
-        self._tell_failures(restart=restart)
+        self._report_failures(restart=restart)
         self.gateways.look(self.address, restart=restart)
 
-    def _tell_failures(self, *, restart: bool) -> None:
-        """Tell the coordinator why slots are empty; each failure once, and again where another coordinator runs."""
+    def _report_failures(self, *, restart: bool) -> None:
+        """Report to the coordinator why slots are empty: each failure once per coordinator process."""
         coordinator = self.coordinator.pid if self.coordinator is not None else 0
         for slot, run in self.runs.items():
             failure = run.failure(restart=restart)
             key = (run.failures, coordinator)
-            if failure is None or self._failures_told.get(slot) == key:
+            if failure is None or self._failures_reported.get(slot) == key:
                 continue
 
             def tell(client: Fleet, slot: str = slot, failure: EngineFailure = failure) -> None:
@@ -314,7 +314,7 @@ class LaunchedFleet:
                     client.report_engine_failure(slot, failure)
 
             if self._asked(tell):
-                self._failures_told[slot] = key
+                self._failures_reported[slot] = key
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         """Take it out of routing before it is drained."""
@@ -369,7 +369,7 @@ class LaunchedFleet:
         self._told_by_hand, self._told_slots = self._by_hand, slots
 
     def _tell_policies(self) -> None:
-        """Which slots may be filled and who heals what, where the coordinator was told otherwise."""
+        """Send the admitted slots and the models to heal by hand, if they have changed."""
         slots = {spec.slot for spec in self.engines}
         if slots != self._told_slots:
             new, gone = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
@@ -380,8 +380,8 @@ class LaunchedFleet:
             if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
                 self._told_by_hand ^= {model}
 
-    def _tell_resumed(self) -> None:
-        """Say which versions the fleet of the journal is at: engines that come up with others serve nothing."""
+    def _announce_resumed(self) -> None:
+        """Announce the published versions of the journal: engines that start with other weights serve nothing."""
         fleet = self._status()
         if fleet is None or not (models := [model for model in fleet.models if model.latest.sequence]):
             return
@@ -389,8 +389,8 @@ class LaunchedFleet:
         self._say(f"the fleet of {self.journal} goes on (epoch {fleet.header.fleet_epoch}): {versions}")
 
     def _dismiss_absent(self) -> None:
-        """Take slots off the record that are not wanted and that nothing fills: engines of an earlier topology. A stage
-        that is only out of reach registers again.
+        """Deregister empty slots that are not in the topology: engines of an earlier topology. A stage that is only
+        unreachable registers again.
         """
         fleet = self._status()
         wanted = {spec.slot for spec in self.engines}
@@ -399,7 +399,7 @@ class LaunchedFleet:
             if slot in wanted or stage.state not in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE):
                 continue
             if self._asked(lambda client, slot=slot: client.deregister(slot)):  # type: ignore[misc]
-                self._say(f"{slot}: on record, not wanted and not there: taken off the record")
+                self._say(f"{slot}: empty and not in the topology: taken off the record")
 
     def _refuse_failed(self) -> None:
         if self.coordinator is not None and self.coordinator.returncode is not None:

@@ -38,10 +38,10 @@ from rlctl.verbs import Verb, of_request, spoils
 from rlctl.version import CONTRACT_VERSION
 
 MOST_AHEAD = 100
-"""How much higher than the fleet's own coordinator has said the epoch of a commander may be: for its restarts since."""
+"""Most that the epoch of a commander may exceed the epoch at the registration: restarts raise it."""
 
 MOST_EPOCH = 1 << 63
-"""Higher than any fleet comes to, and low enough for another epoch to follow."""
+"""Highest epoch that is accepted. No fleet reaches it, and a higher epoch can still follow."""
 
 _LOOKED = (OUTCOME_APPLIED, OUTCOME_REJECTED)
 """Outcomes of a check that has looked: it may have found something else than was expected."""
@@ -61,7 +61,7 @@ class Stage:
         self.registration = registration
         self.incarnation = 0
         self.home_epoch: int | None = None
-        """The epoch that the stage's own coordinator has said when it registered last; None: it has none."""
+        """Epoch of the stage's own coordinator at the last registration; None: the stage has none."""
         self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
         self.attached = asyncio.Event()
         self.left = asyncio.Event()
@@ -209,7 +209,7 @@ class Stage:
         self._changed()
 
     def engine_failed(self, failure: EngineFailure) -> None:
-        """What has become of its engine, whose ranks are lost: why, how often, when it is tried again."""
+        """Take in the failure of an engine whose ranks are lost."""
         self._engine_failure = failure
         self._changed()
 
@@ -217,7 +217,7 @@ class Stage:
 
     @property
     def state(self) -> StageState.ValueType:
-        """FAILED where a rank is lost; else what follows from the facts."""
+        """FAILED if a rank is lost, else the state that follows from the facts."""
         return common_pb2.STAGE_STATE_FAILED if self._obstacle is not None else self.facts.state
 
     def report(self) -> StageReport:
@@ -251,7 +251,7 @@ class Stage:
 
     @property
     def _closed_adapter(self) -> str:
-        """The adapter that no new request is taken for, or ""."""
+        """The adapter for which the stage takes no new requests, or ""."""
         update = self.facts.update
         return self._closing or (update.closed_adapter if update is not None else "")
 
@@ -338,7 +338,7 @@ class Stage:
         aside, spoiling = self.facts.is_aside(verb, request), spoils(request)
         if spoiling:  # a rank may have done it long before the last one answers
             self._spoiling = verb.name
-        # A request that is taken while the ranks carry it out would be one more that they have to stop.
+        # Close the adapter first: the ranks would otherwise have to stop requests that came meanwhile.
         closing = self.facts.closes(request)
         if closing:
             self._closing = closing

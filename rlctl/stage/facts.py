@@ -84,7 +84,7 @@ class OpenUpdate:
 
     @property
     def closed_adapter(self) -> str:
-        """Name of the adapter that no new request is taken for until the update ends, or ""."""
+        """Name of the adapter that takes no new request until the update ends, or ""."""
         closed = self.adapter is not None and (self.prepared or not self.pauses)
         return self.adapter.name if closed and self.adapter is not None else ""
 

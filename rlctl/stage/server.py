@@ -56,7 +56,7 @@ RESTART_AFTER_S = 1.0
 RESTART_AT_MOST_S = 60.0
 LOG_LINES = 20
 MOST_LOG_LINE = 500
-"""Of a failed engine's log a report has so many lines, each of so many characters at most."""
+"""Most lines of a failed engine's log in a report, and most characters of a line."""
 STEADY_S = 60.0
 """An engine that ran for so long is started again at once when it fails; before that, later and later."""
 
@@ -273,7 +273,7 @@ class StageServer:
         """Start the engine again in this process: a new incarnation, which knows nothing of the one before."""
         if self._clock.now() - self._started_at > STEADY_S:
             self._pause_s, self._failures = 0.0, 0
-        self._tell_failure(old, self._failure)
+        self._report_failure(old, self._failure)
         while True:
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(max(2 * self._pause_s, RESTART_AFTER_S), RESTART_AT_MOST_S)
@@ -285,15 +285,15 @@ class StageServer:
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is: nobody else starts it
                 log.error("%s: the engine did not start again: %r", self.config.slot, error)
-                self._tell_failure(old, error)
+                self._report_failure(old, error)
         await old.leave()
         self._register()
         self._restarting = None
         if self._failure is not None:
             self._rank_zero_failed(self._engine, self._failure)
 
-    def _tell_failure(self, stage: Stage, error: Exception | None) -> None:
-        """Have a stage say what has become of its engine, and when it is tried again."""
+    def _report_failure(self, stage: Stage, error: Exception | None) -> None:
+        """Publish the failure of the engine in the report of its stage."""
         now = self._clock.wall()
         if not self._failures:
             self._failing_since = now

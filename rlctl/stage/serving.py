@@ -32,7 +32,7 @@ class Serving(NamedTuple):
         held: names of the adapters that the ranks hold.
         awaited: names of the adapters that the fleet serves, here or elsewhere.
         spoiling: verb that is being carried out and leaves ranks without what they generate with, or "".
-        closed_adapter: adapter that an update is about to replace: no new request is taken for it. "": none.
+        closed_adapter: adapter that an update is about to replace, and that takes no new request. "": none.
         sealed: the engine generates nothing with that adapter until the update ends.
     """
 

@@ -1,6 +1,6 @@
 """Values that are NaN or infinite: the weights of a diverged training step.
 
-A tensor is looked at in the dtype that it is sent in. A value that is finite in float32 may be infinite in float16.
+A tensor is checked in the dtype that it is sent in. A value that is finite in float32 may be infinite in float16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlctl.weights.tensors import as_bytes, castable, dtype_name
 _SHOWN = 5
 
 _CHUNK = 1 << 24
-"""Bytes that are looked at in one piece, so that what is computed of them needs little memory."""
+"""Bytes that are checked in one piece, to keep temporary tensors small."""
 
 _BAD_BITS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "torch.float8_e4m3fn": lambda bits: (bits & 0x7F) == 0x7F,
@@ -25,7 +25,7 @@ _BAD_BITS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "torch.float8_e5m2fnuz": lambda bits: bits == 0x80,
     "torch.float8_e8m0fnu": lambda bits: bits == 0xFF,
 }
-"""Which bytes are NaN or infinite, by dtype. A dtype that is not listed has no such values."""
+"""Tests for bytes that are NaN or infinite, by dtype. Other dtypes of one byte have no such values."""
 
 Held = tuple[tuple[str, ...], torch.Tensor]
 """Checkpoint names, and a tensor whose values go into the tensors of these names."""
@@ -33,14 +33,14 @@ Held = tuple[tuple[str, ...], torch.Tensor]
 
 @runtime_checkable
 class LocalSource(Protocol):
-    """A source that shows the values which this rank holds itself, without gathering."""
+    """A source that exposes the shards of this rank, without gathering."""
 
     def local(self) -> Iterator[Held] | None:
-        """All of them; None where they only come by gathering after all, as those of a source that is wrapped."""
+        """All shards of this rank, or None if the source, a wrapped one say, can only gather."""
 
 
 def local_values(source: object) -> Iterator[Held] | None:
-    """The values that this rank holds of a source, or None where they only come by gathering."""
+    """The shards of this rank, or None if the source can only gather."""
     return source.local() if isinstance(source, LocalSource) else None
 
 
@@ -66,23 +66,23 @@ def is_finite(tensor: torch.Tensor, wire: torch.dtype | None = None) -> bool:
 
 
 def _narrow_is_finite(values: torch.Tensor) -> bool:
-    """Of dtypes of one byte, by their bits: torch finds no extremes of these, and widens them slowly."""
+    """Check dtypes of one byte by their bits: torch has no aminmax for them, and widens them slowly."""
     bad = _BAD_BITS.get(dtype_name(values.dtype))
     return bad is None or not any(bool(bad(part).any()) for part in torch.split(as_bytes(values), _CHUNK))
 
 
 def not_finite(held: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Names of the tensors that are to be sent, in ``dtypes``, and get a value that is not finite."""
-    found = []
+    """Names of the tensors in ``dtypes`` with a value that is not finite."""
+    names_not_finite = []
     for names, tensor in held:
         sent = [name for name in names if name in dtypes]
         if sent and not is_finite(tensor, dtypes[sent[0]]):
-            found += sent
-    return found
+            names_not_finite += sent
+    return names_not_finite
 
 
 def refusal(names: Collection[str], total: int) -> RlctlError:
-    """The error for weights that hold such values."""
+    """The error for weights with NaN or infinite values."""
     ordered = sorted(set(names))
     shown = ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
     return Reason.WEIGHTS_NOT_FINITE.error(

@@ -1,4 +1,4 @@
-"""Names that a checkpoint does not have: which they probably stand for, so that an error can say it."""
+"""Unknown tensor names: find the probable name in the checkpoint for the error message."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlctl.errors import Reason
 from rlctl.weights.modules import WRAPPING
 
 _NEAR = 0.6
-"""How alike, between 0 and 1, a name must be to be called the nearest."""
+"""Least similarity, between 0 and 1, of the nearest name."""
 
 
 def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) -> None:
-    """Raise FIELD_INVALID for names that are not among those of a model's rollout checkpoint."""
+    """Raise FIELD_INVALID for names that are not in a model's rollout checkpoint."""
     unknown = [name for name in given if name not in wanted]
     if not unknown:
         return
@@ -25,11 +25,11 @@ def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) 
     if lost and (not lacking or lost[0][1] >= lacking[0][1]):
         prefix, count, name, right = lost[0]
         message += f": {count} of {len(given)} names hold {prefix!r}, and {name!r} is {right!r} there"
-        next_step = "Give the module inside of the wrapper, or names without what the wrapper adds."
+        next_step = "Give the module inside the wrapper, or remove the wrapper's part from the names."
     elif lacking:
         prefix, count, name, right = lacking[0]
         message += f": {count} of {len(given)} names lack {prefix!r} in front, and {name!r} is {right!r} there"
-        next_step = "Give the whole model, not the part of it that is inside."
+        next_step = "Give the whole model, not its inner module."
     else:
         if len(unknown) > 1:
             message += f"; {len(unknown)} of {len(given)} names are unknown"
@@ -38,12 +38,12 @@ def refuse_unknown(model: str, given: Collection[str], wanted: Collection[str]) 
     raise Reason.FIELD_INVALID.error(message, field="weights", next_step=next_step)
 
 
-_Found = list[tuple[str, int, str, str]]
-"""An affix, how many names have it, the first of these, and what that is called in the checkpoint; most first."""
+_Affixes = list[tuple[str, int, str, str]]
+"""An affix, the number of names with it, the first of them, and its name in the checkpoint; most frequent first."""
 
 
-def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Found:
-    """What wrappers have added: in front, or, as torch's do, anywhere."""
+def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
+    """Parts that wrappers added: in front, or, for torch's wrappers, anywhere."""
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, str]] = {}
     for name in unknown:
@@ -58,8 +58,8 @@ def _prefixes(unknown: Collection[str], wanted: Collection[str]) -> _Found:
     return [(affix, count, *examples[affix]) for affix, count in counts.most_common()]
 
 
-def _lacking(unknown: Collection[str], wanted: Collection[str]) -> _Found:
-    """What is in front of the checkpoint's names and not of those that are given."""
+def _lacking(unknown: Collection[str], wanted: Collection[str]) -> _Affixes:
+    """Prefixes of the checkpoint's names that the given names lack."""
     ends: dict[str, list[str]] = {}
     for name in wanted:
         parts = name.split(".")

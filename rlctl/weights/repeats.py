@@ -1,4 +1,4 @@
-"""Tensors of several names: what is tied, and what a ``state_dict`` repeats of it."""
+"""Tensors with several names: tied tensors, and their repetitions in a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from rlctl.weights.finite import shard_of
 
 _SAMPLE = 64
-"""Elements that are compared before all of them are."""
+"""Elements that are compared first."""
 
 
 @dataclass(frozen=True)
 class Spare:
-    """Why a name may be too much.
+    """A further name of a tensor.
 
     Attributes:
-        stands_for: names under which the same contents come usually.
-        explicit: the trainer gave the tensor under this name itself.
+        stands_for: usual names of the same contents.
+        explicit: the trainer itself uses this name.
     """
 
     stands_for: tuple[str, ...]
@@ -27,10 +27,9 @@ class Spare:
 
 
 def repeated(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Spare]:
-    """Names of tensors that lie in the memory of an earlier one, or are matrices of the same contents; with its name.
+    """Names of tensors that share the memory or the contents of an earlier tensor, with its name.
 
-    Contents are compared of two matrices that are alone in having their shape, as an embedding and the head that is
-    tied to it are.
+    Contents are compared only if exactly two matrices have the same shape, as an embedding and its tied head do.
     """
     found: dict[str, Spare] = {}
     places: dict[object, str] = {}

@@ -270,14 +270,14 @@ async def test_a_stage_is_not_drained_while_an_update_counts_on_it(fleet: InProc
         assert caught.value.reason is Reason.DEADLINE_EXCEEDED
         await abort(fleet, plan)
         told: list[dict[str, str]] = []
-        after = await client.drain("a", reason="maintenance", tell=told.append)
+        after = await client.drain("a", reason="maintenance", on_busy=told.append)
         assert told[-2:] == [{}, {}]
         assert [(s.enabled, s.disabled_reason) for s in after.stages] == [(False, "maintenance"), (True, "")]
         with pytest.raises(RlctlError) as caught:
             await client.drain("zz")
         assert caught.value.reason is Reason.STAGE_NOT_FOUND
     async with unreachable(fleet, "b"), await aio.connect(fleet.server.address) as client:
-        assert "what runs there is not known" in (await client.busy("b"))["b"]
+        assert "its load is unknown" in (await client.busy("b"))["b"]
 
 
 async def test_a_stage_that_is_left_to_the_next_update_says_when_it_is_healed(make_fleet: Callable) -> None:

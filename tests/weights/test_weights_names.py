@@ -171,7 +171,7 @@ def test_the_names_that_a_wrapper_adds_to_are_counted_and_one_is_told() -> None:
         f"actor has no tensor 'policy.{EMBEDDING}': {count} of {total} names hold 'policy.', and 'policy.{EMBEDDING}' "
         f"is '{EMBEDDING}' there"
     )
-    assert "inside of the wrapper" in error.next_step
+    assert "inside the wrapper" in error.next_step
 
 
 @pytest.mark.parametrize(

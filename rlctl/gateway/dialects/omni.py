@@ -157,16 +157,16 @@ async def live(call: Call) -> Reply:
 
 
 async def ready(call: Call) -> Reply:
-    """Whether an engine may be routed to, and how many there are."""
+    """Whether an engine is routable, with the counts of the engines."""
     pool = await _pool(call, await call.generation.fleet.status(call.generation.settings.model))
-    del pool["workers"]  # the caller need not be known
+    del pool["workers"]  # callers need no token
     some = pool["routable_workers"] > 0
     return Reply({"status": "ready" if some else "not_ready", **pool}, 200 if some else 503)
 
 
 async def resolve_journal(call: Call) -> Reply:
-    """Confirm that no journal of the gateway's blocks updates: an engine whose weights are uncertain is quarantined by
-    the coordinator, until it was healed or updated.
+    """Confirm that no journal blocks updates: the coordinator quarantines an engine with uncertain weights until a heal
+    or an update.
     """
     if (await call.fields()).values.get("acknowledge") is not True:
         raise Reason.FIELD_INVALID.error(
@@ -180,7 +180,7 @@ async def resolve_journal(call: Call) -> Reply:
 async def post_worker(call: Call) -> Reply:
     """Enable an engine of the fleet, by its address here. A repeat is harmless."""
     fields = await call.fields()
-    fields.accept("capabilities", "model")  # of what the stage server says when it joins
+    fields.accept("capabilities", "model")  # the stage server reports them when it joins
     given = fields.take("url", str, None) or fields.take("worker_url", str, None)
     url = call.query.get("url") or call.query.get("worker_url") or given
     if not url:
@@ -222,7 +222,7 @@ async def put_worker(call: Call) -> Reply:
     unknown = fields.unknown or (["is_dead"] if dead not in (None, worker["is_dead"]) else [])
     if unknown:
         raise Reason.UNSUPPORTED.error(
-            "whether a worker lives and what it can do its stage server says",
+            "the stage server of a worker reports whether it lives and its capabilities",
             field=unknown[0],
             next_step='{"disabled": true} keeps requests away from it.',
         )

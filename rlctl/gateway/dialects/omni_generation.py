@@ -1,4 +1,4 @@
-"""SGLang-Omni's /generate, whose fields are not SGLang's: token ids, a text or messages, for text that comes back.
+"""SGLang-Omni's /generate, whose fields differ from SGLang's: token ids, a prompt or messages, answered by text.
 
 Written from sglang-omni 0.1.9's ``RolloutGenerateRequest``; a body with SGLang's own fields is taken too.
 """
@@ -25,7 +25,7 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "stage_params": ({},),
     "stage_sampling": ({},),
 }
-"""What no engine here has, and the values that ask for nothing."""
+"""Unsupported fields, and their values without effect."""
 
 
 async def generate(call: Call) -> Answer:
@@ -56,7 +56,7 @@ async def generate(call: Call) -> Answer:
 
 
 def _sampling(params: Fields) -> dict[str, Any]:
-    """SGLang's names for it; what is generated is as long as SGLang's default where nothing is said."""
+    """The request under SGLang's names. The default length is SGLang's."""
     given = dict(params.values)
     most, seed = given.pop("max_tokens", None), given.pop("seed", None)
     if most is not None and given.get("max_new_tokens") not in (None, most):

@@ -31,7 +31,7 @@ _ARGUMENTS: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
 }
-"""Arguments of SGLang's that trainers compare with theirs, for engines that have none of the name."""
+"""Arguments of SGLang that trainers compare, for engines without an argument of this name."""
 
 _MODES = {common_pb2.WORKER_TYPE_PREFILL: "prefill", common_pb2.WORKER_TYPE_DECODE: "decode"}
 
@@ -123,7 +123,7 @@ def _sizes(layouts: Sequence[Sequence[WorkerCoordinates]]) -> dict[str, int]:
 
 
 def _place(call: Call) -> dict[str, Any]:
-    """The host and port that the caller has asked: those of an engine's own server are not to be called beside it."""
+    """Host and port of the request: callers must not bypass the gateway by an engine's own address."""
     try:
         host, port = split(call.headers.get("Host", ""), "Host")
     except RlctlError:

@@ -244,7 +244,7 @@ def told_by_each(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
 
 
 def left_out(slot: str, state: StageState.ValueType, reason: str = "") -> dict[str, Any]:
-    """What is told of an engine that an operation left out, or that cannot be asked."""
+    """The entry of an engine that an operation left out, or that is unreachable."""
     error = engines.unreachable(slot, state, reason)
     return {"status": error.http_status, "error": str(error)}
 

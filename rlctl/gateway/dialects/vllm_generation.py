@@ -58,12 +58,12 @@ async def render(call: Call) -> Reply:
 
 
 async def generate_routed(call: Call) -> Reply:
-    """SkyRL's generation that tells which experts each token was routed to: not supported."""
+    """SkyRL's generation with routed experts: not supported."""
     await call.fields()
     raise Reason.UNSUPPORTED.error(
-        "no engine here tells which experts tokens were routed to",
+        "no engine here returns routed experts",
         field="routed_experts",
-        next_step="With enable_return_routed_experts off SkyRL's client uses /inference/v1/generate.",
+        next_step="Turn enable_return_routed_experts off: SkyRL's client then uses /inference/v1/generate.",
     )
 
 

@@ -219,7 +219,7 @@ async def _answer(
     )
     if stream:
         if asked.prompt_tops is not None:
-            raise Reason.FIELD_CONFLICT.error("a stream has no place for them", field="prompt_logprobs")
+            raise Reason.FIELD_CONFLICT.error("a stream cannot return them", field="prompt_logprobs")
         return Stream(_events(call, asked, samples), failed)
     ended = await running.whole(call, samples)
     reply: dict[str, Any] = {
@@ -246,7 +246,7 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
         raise Reason.FIELD_CONFLICT.error(f"model means adapter {adapter}", field="lora_path")
     for name, ours in _SAMPLING.items():
         value = fields.take(name, object, None)
-        if name == "top_k" and value == 0:  # vLLM's word for all, which SGLang does not take
+        if name == "top_k" and value == 0:  # vLLM's value for no limit, which SGLang refuses
             value = -1
         if value is not None:
             assign(request.sampling_params, ours, value, name)
@@ -261,7 +261,7 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
 
 
 def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
-    """Raise UNSUPPORTED for a field that is here, and has none of the values that ask for nothing."""
+    """Raise UNSUPPORTED for a field whose value has an effect."""
     for name, nothing in without.items():
         value = fields.take(name, object, None)
         if value is not None and value not in nothing:
@@ -280,7 +280,7 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
             continue
         where = f"structured_outputs.{name}"
         if name not in _STRUCTURED:
-            raise Reason.UNSUPPORTED.error(f"there are {', '.join(_STRUCTURED)}", field=where)
+            raise Reason.UNSUPPORTED.error(f"unknown; use one of {', '.join(_STRUCTURED)}", field=where)
         engine[_STRUCTURED[name]] = value if isinstance(value, str) else bodies.dump(value, where).decode()
     form = fields.take_fields("response_format", {})
     kind = form.take("type", str, "text")
@@ -386,7 +386,7 @@ def _choice(
 
 
 def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
-    """What vLLM tells of a prompt: in each choice of a completion, beside the choices of a chat."""
+    """vLLM's data about the prompt: in each choice of a completion, beside the choices of a chat."""
     told: dict[str, Any] = {}
     if asked.ids:
         told["prompt_token_ids"] = list(sample.prompt_ids)

@@ -24,7 +24,7 @@ Here they take some ten times as much.
 
 
 DEFAULT = "default"
-"""The model's name in requests of clients that were given none: SkyRL's, Omni's, OpenAI's by convention."""
+"""Model name of clients without a configured model: SkyRL's, Omni's and OpenAI's clients send it."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Generation:
         return other
 
     async def model(self, named: str = "") -> str:
-        """The model that a request is for. Beside its name a model has two others: the path of a checkpoint that its
-        engines were started with or hold, and :data:`DEFAULT`, where one model alone can be meant.
+        """The model of a request. Beside its name, a model is named by the path of a checkpoint that its engines hold
+        or were started with, and by :data:`DEFAULT` if the gateway serves only one model.
 
-        Raises MODEL_NOT_FOUND, FIELD_REQUIRED where several could be meant.
+        Raises MODEL_NOT_FOUND, and FIELD_REQUIRED for an ambiguous name.
         """
         name = named or self.settings.model
         known = [model.name for model in await self.fleet.models()]
@@ -135,7 +135,7 @@ class Generation:
             return await self.model(name), ""
         except RlctlError as error:
             only = self.settings.model or next(iter(known), "")
-            # With adapters or several models a name that is not known may be a misspelled one of theirs.
+            # With adapters or several models, an unknown name may be a misspelled one.
             ambiguous = adapter or known.get(only) or (len(known) > 1 and not self.settings.model)
             if error.reason is not Reason.MODEL_NOT_FOUND or ambiguous or checked or not self.any_model:
                 raise
