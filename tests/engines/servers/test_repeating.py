@@ -101,3 +101,10 @@ def test_the_prompt_fits_the_server(vocabulary: int, longest: int) -> None:
     ids = prompt(Limits(vocab_size=vocabulary, context_length=longest + 1, longest_prompt=longest))
     assert 1 <= len(ids) <= longest
     assert all(0 <= token < vocabulary for token in ids)
+
+
+@pytest.mark.parametrize("wild", [(-5.0, -10.0, -1.0), (float("nan"), -1.0, -9.0), (-1.0, float("nan"), -9.0)])
+def test_a_second_load_that_computes_something_else_every_time_is_no_noise(wild: tuple[float, ...]) -> None:
+    before = [Computed([7], [-0.5, -0.5]) for _ in wild]
+    after = [Computed([7], [value, -0.5]) for value in wild]
+    assert "log probabilities of a prompt differ" in differing(before, after)
