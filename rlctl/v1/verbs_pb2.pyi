@@ -1361,11 +1361,13 @@ class PullWeightsRequest(_message.Message):
     LOCAL_CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
     TARGET_VERSION_FIELD_NUMBER: _builtins.int
     source_dir: _builtins.str
-    """Where the checkpoint or delta is published."""
+    """Where the checkpoint or delta is published, in the layout of rlctl or of slime (weight_v000008)."""
     local_checkpoint_dir: _builtins.str
     """Directory on the rank's host that holds the checkpoint."""
     target_version: _builtins.str
-    """Version that the directory must be at afterwards."""
+    """Version that the directory must be at afterwards. In slime's layout it is a number; "0" is the checkpoint that the
+    engine was started with.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""

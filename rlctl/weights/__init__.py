@@ -12,6 +12,7 @@ torch, so it is imported only by code that handles tensors.
 - :mod:`rlctl.weights.roots` the directories that paths in requests may lead to.
 - :mod:`rlctl.weights.publishing` versions as files: complete ones and deltas.
 - :mod:`rlctl.weights.pulling` bringing a local copy to a published version.
+- :mod:`rlctl.weights.slime_layout` versions and deltas as slime's trainers publish them.
 - :mod:`rlctl.weights.manifest` what a published version says about itself.
 - :mod:`rlctl.weights.storage` writing so that a crash leaves the old or the new, nothing between.
 - :mod:`rlctl.weights.shards` the shard map: which slice of which full tensor lies where at a rank; the model digest

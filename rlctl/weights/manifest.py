@@ -8,7 +8,8 @@ The manifest (JSON, ``format`` 1) holds ``version``, ``sequence``, ``kind`` ("fu
 (version, sequence and digest of what it is a difference to), ``digest``, ``files`` (name → size and SHA-256 of the
 files that are not weights), ``shards`` (file → size), and per tensor ``dtype``, ``shape``, ``sha256``; in a delta also
 ``base_sha256``, ``encoding`` and ``compression``. The manifest of a copy that was pulled says so (``pulled``, true): a
-pull replaces nothing else.
+pull replaces nothing else. A copy of a version in slime's layout has ``origin``: the identity of that version and,
+where the copy began at the engine's own checkpoint, the identity of that (:mod:`rlctl.weights.slime_layout`).
 
 ``sha256`` is a tensor's digest as everywhere in rlctl (:func:`rlctl.weights.digest.tensor_digest`), and ``digest`` the
 model digest over them: what was published, what was pulled and what the ranks hold are compared in the same terms.
@@ -97,6 +98,7 @@ class Manifest:
         files: files beside the weights.
         shards: size of each file with weights, in bytes.
         pulled: it is a copy of a published version. Those that were made before there was this mark lack it.
+        origin: of a copy of a version in slime's layout: which one.
     """
 
     version: str
@@ -106,6 +108,7 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     shards: Mapping[str, int] = field(default_factory=dict)
     pulled: bool = False
+    origin: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -138,6 +141,8 @@ class Manifest:
             body["base"] = vars(self.base)
         if self.pulled:
             body["pulled"] = True
+        if self.origin:
+            body["origin"] = self.origin
         return json.dumps(body, indent=1).encode()
 
 
@@ -228,7 +233,8 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     for name in (*files, *shards):
         if Path(name).name != name or name in ("", ".", "..", MANIFEST) or b"\0" in os.fsencode(name):
             raise ValueError(f"{name!r} is no file of the directory")
-    manifest = Manifest(version, sequence, tensors, base, files, shards, pulled)
+    origin = tuple(map(text, body.get("origin", ())))
+    manifest = Manifest(version, sequence, tensors, base, files, shards, pulled, origin)
     if manifest.digest != body["digest"]:
         raise ValueError("its digest is not that of its tensors")
     return manifest

@@ -389,18 +389,9 @@ class _DeltaWriter:
 
 
 def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:
-    """A version that was published. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED for a version in slime's layout, and
-    PATH_NOT_ALLOWED for links out of ``roots``.
-    """
+    """A version that was published. Raises CHECKPOINT_NOT_FOUND, and PATH_NOT_ALLOWED for links out of ``roots``."""
     found = look_up(Path(source_dir), version, roots=roots)
     if found is None:
-        theirs = Path(source_dir) / f"weight_v{version:0>6}"
-        if version.isascii() and version.isdigit() and theirs.is_dir():
-            raise Reason.UNSUPPORTED.error(
-                f"{theirs} is in slime's layout, which has no manifest to check a pull by",
-                field="target_version",
-                next_step="Load a full version by its path (UpdateWeightsFromDisk); publish deltas with rlctl.",
-            )
         raise Reason.CHECKPOINT_NOT_FOUND.error(
             f"version {version!r} is not published in {source_dir}", field="target_version"
         )

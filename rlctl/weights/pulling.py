@@ -5,6 +5,10 @@ or the checkpoint that the engine was started with) and all deltas after it, wri
 then the new directory takes the old one's place in one step. The version that a directory is at is written in it, so
 both change together: a delta is applied exactly once, whatever moment a crash comes at. The price is room for a second
 copy on the local disk.
+
+Versions lie in the project's own layout (:mod:`rlctl.weights.publishing`) or in slime's
+(:mod:`rlctl.weights.slime_layout`). Only the plan differs: slime's versions have no digests, so the copy's are computed
+while it is written.
 """
 
 from __future__ import annotations
@@ -13,22 +17,25 @@ import contextlib
 import hashlib
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from rlctl.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
-from rlctl.weights import storage
+from rlctl.weights import slime_layout, storage
 from rlctl.weights.checkpoint import INDEX, SINGLE, compare, open_files
 from rlctl.weights.digest import digest_of_bytes
 from rlctl.weights.manifest import MANIFEST, Entry, Manifest, is_named, read_manifest
 from rlctl.weights.publishing import Published, files_beside, look_up, published, write_files
 from rlctl.weights.regular import read_regular
 from rlctl.weights.roots import Roots
+from rlctl.weights.slime_layout import Slime, SlimeDelta
 from rlctl.weights.storage import Patience
 from rlctl.weights.tensor_file import TensorFile
 from rlctl.weights.tensors import TensorMeta
@@ -86,16 +93,18 @@ def pull(
 ) -> Pulled:
     """Bring ``local_checkpoint_dir`` to a version that is published in ``source_dir``; afterwards it can be loaded.
 
-    ``base_dir`` is the checkpoint that a chain of deltas may begin at when no complete version is published;
+    ``base_dir`` is the checkpoint that a chain of deltas may begin at when no complete version is published. It is
+    version "0" where no such version is published in the project's layout, as for slime's trainers;
     ``threads`` 0 takes one for each core, up to 8; no version may be, or hold, a link that leads out of ``roots``.
     Processes that pull into the same directory take turns; those that come later find it done. Memory: two or three
     times the largest tensor, for each thread.
 
     Raises, and the local directory is as it was: CHECKPOINT_NOT_FOUND (no such version; one that its deltas need is
-    missing; a file is cut short or damaged), CHECKPOINT_MISMATCH (a delta's base is another version than the one
-    there), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL, FIELD_INVALID (the
-    directory cannot be written, or holds something that was not pulled, or the versions themselves), PATH_NOT_ALLOWED
-    (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
+    missing; a file is cut short, damaged or written to), CHECKPOINT_MISMATCH (a delta's base is another version than
+    the one there, or has other tensors), UNSUPPORTED (a form of slime's layout that is not known, or a package that it
+    needs is not installed), DIGEST_MISMATCH (a tensor is not what its checksum says, before or after), DISK_FULL,
+    FIELD_INVALID (the directory cannot be written, or holds something that was not pulled, or the versions or the
+    engine's checkpoint themselves), PATH_NOT_ALLOWED (by ``roots``), DEADLINE_EXCEEDED and CANCELLED (by ``patience``).
     """
     patience = patience or Patience()
     place = Path(os.path.realpath(local_checkpoint_dir))
@@ -108,29 +117,82 @@ def pull(
         with storage.writing(place, LOCAL):
             storage.recover(place)
             here = _local_version(place, ours=ours)
-        target = published(source_dir, target_version, roots)
-        if here is not None and _is_at(here.manifest, target.manifest):
+        plan = _plan(Path(source_dir), target_version, here, base_dir, roots)
+        if here is not None and not plan.deltas and plan.seed.manifest is here.manifest:
             return Pulled(here.manifest, changed=False)
         if Path(os.path.realpath(source_dir)).is_relative_to(place):
             raise Reason.FIELD_INVALID.error(f"{source_dir} lies within {place}, which a pull replaces", field=SOURCE)
-        seed, deltas = _plan(Path(source_dir), target, here, base_dir, roots)
+        if not plan.can_replace(place):
+            raise Reason.FIELD_INVALID.error(
+                f"{plan.seed.path}, which the engine was started with, lies within {place}, which a pull replaces",
+                field=LOCAL,
+                next_step="Name another directory, or start the engine with another checkpoint.",
+            )
         with contextlib.ExitStack() as stack:
-            files = _open(seed.path, stack)
-            changes = [_Delta(delta, stack) for delta in deltas]
-            work = _Replay(seed, files, changes, target.manifest, patience)
+            files = _open(plan.seed.path, stack)
+            changes = [make(stack) for make in plan.deltas]
+            work = _Replay(plan, files, changes, patience)
             with storage.writing(place, LOCAL), storage.building(place) as new:
                 manifest = work.write(new, threads or min(8, os.cpu_count() or 1))
+                plan.check_unchanged()
                 storage.write_file(new / MANIFEST, manifest.to_json())
                 storage.put_in_place(new, place)
-            return Pulled(manifest, changed=True, deltas=len(deltas), bytes_read=work.bytes_read)
+            return Pulled(manifest, changed=True, deltas=len(changes), bytes_read=work.bytes_read)
+
+
+class _Change(Protocol):
+    """A delta, opened."""
+
+    path: Path
+
+    def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
+        """Raise CHECKPOINT_MISMATCH where it is no difference to these tensors, which lie in ``seed``."""
+
+    def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A tensor's bytes after this delta, given those before it, which may be changed; and the bytes read."""
 
 
 @dataclass(frozen=True)
 class _Seed:
-    """Where the replay starts; ``manifest`` says what must be found there."""
+    """Where the replay starts; ``manifest`` says what must be found there. None: a checkpoint without one."""
 
     path: Path
-    manifest: Manifest
+    manifest: Manifest | None
+    field: str = "base_dir"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to make a copy of a version.
+
+    Attributes:
+        version: label of the version.
+        sequence: its sequence.
+        tensors: what must come out; None: nothing says so as a whole, and the copy's digests are computed.
+        seed: where to start.
+        deltas: what opens each delta, in the order of the replay.
+        read: the versions in slime's layout that are read.
+        origin: as in the manifest of the copy.
+    """
+
+    version: str
+    sequence: int
+    tensors: Mapping[str, Entry] | None
+    seed: _Seed
+    deltas: Sequence[Callable[[contextlib.ExitStack], _Change]]
+    read: Sequence[Slime] = ()
+    origin: tuple[str, ...] = ()
+
+    def can_replace(self, place: Path) -> bool:
+        """False where slime's version 0 would be lost, or be another version since the last pull."""
+        return not any(
+            version.number == 0 and Path(os.path.realpath(version.path)).is_relative_to(place) for version in self.read
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise CHECKPOINT_NOT_FOUND when what was read was written to meanwhile."""
+        for version in self.read:
+            version.check_unchanged()
 
 
 def _local_version(place: Path, *, ours: bool) -> Published | None:
@@ -165,7 +227,71 @@ def _is_at(here: Manifest, target: Manifest) -> bool:
     return (here.version, here.sequence, here.digest) == (target.version, target.sequence, target.digest)
 
 
-def _plan(
+def _plan(source: Path, version: str, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
+    """How to make a copy of a version in either layout; of one that is in both, the project's."""
+    found = look_up(source, version, roots=roots)
+    number = slime_layout.number_of(version)
+    if found is None and number is not None:
+        target = slime_layout.find(source, number, roots) if number else None
+        if number == 0 and base_dir and look_up(source) is None:
+            target = slime_layout.version_0(base_dir)
+        if target is not None:
+            return _plan_slime(source, target, here, base_dir, roots)
+    return _plan_ours(source, found or published(source, version, roots), here, base_dir, roots)
+
+
+def _plan_slime(source: Path, target: Slime, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
+    deltas: list[Slime] = []
+    at = target
+    while not (copied := here is not None and _is_copy(here.manifest, at, base_dir)) and at.delta is not None:
+        deltas.append(at)
+        at = _base_of(source, at, base_dir, roots)
+    if here is not None and copied:
+        seed, begun, read = _Seed(here.path, here.manifest), here.manifest.origin[1:], deltas
+    else:
+        seed, begun, read = _Seed(at.path, None, SOURCE if at.number else "base_dir"), (), [*deltas, at]
+        if at.number == 0:
+            begun = (at.identity,)
+    opens = [partial(SlimeDelta, delta) for delta in reversed(deltas)]
+    return _Plan(str(target.number), target.number, None, seed, opens, read, (target.identity, *begun))
+
+
+def _is_copy(here: Manifest, version: Slime, base_dir: str) -> bool:
+    """Whether the local copy is of this very version, and began at the checkpoint that the engine has now."""
+    if here.origin[:1] != (version.identity,) or here.sequence != version.number:
+        return False
+    begun = here.origin[1:]
+    return not begun or (bool(base_dir) and begun == (slime_layout.version_0(base_dir).identity,))
+
+
+def _base_of(source: Path, delta: Slime, base_dir: str, roots: Roots | None) -> Slime:
+    """The version that a delta in slime's layout is a difference to."""
+    assert delta.delta is not None
+    number = delta.delta.base
+    if number == 0 and base_dir:
+        return slime_layout.version_0(base_dir)
+    found = slime_layout.find(source, number, roots) if number else None
+    if found is not None:
+        return found
+    if number:
+        cause = f"version {number}, which is not published: {slime_layout.directory_of(source, number)} is not there"
+        next_step = "Keep the versions back to the newest complete one, or publish a complete one."
+    else:
+        cause = "version 0, the checkpoint that the engine was started with; it has none"
+        next_step = "Start the engine with a checkpoint, or publish a complete version."
+    raise Reason.CHECKPOINT_NOT_FOUND.error(
+        f"{delta.path} is a difference to {cause}", field=SOURCE, next_step=next_step
+    )
+
+
+def _plan_ours(source: Path, target: Published, here: Published | None, base_dir: str, roots: Roots | None) -> _Plan:
+    seed, deltas = _chain(source, target, here, base_dir, roots)
+    manifest = target.manifest
+    opens = [partial(_Delta, delta) for delta in deltas]
+    return _Plan(manifest.version, manifest.sequence, manifest.tensors, seed, opens)
+
+
+def _chain(
     source: Path, target: Published, here: Published | None, base_dir: str, roots: Roots | None
 ) -> tuple[_Seed, list[Published]]:
     """From where to start, and which deltas to replay in which order."""
@@ -234,8 +360,12 @@ class _Delta:
                 f"{found.path}: its files hold other tensors than it says", field=SOURCE
             )
 
+    def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
+        """See :class:`_Change`."""
+        _compare(metas, self.manifest, seed)
+
     def apply(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """A tensor's bytes after this delta, given those before it, which may be changed; and the bytes read."""
+        """See :class:`_Change`."""
         entry = self.manifest.tensors[name]
         if entry.encoding == "same":
             return data, 0
@@ -268,28 +398,19 @@ class _Delta:
 class _Replay:
     """Computes the target from the seed and the deltas, file by file of the seed."""
 
-    def __init__(
-        self,
-        seed: _Seed,
-        files: Sequence[TensorFile],
-        deltas: Sequence[_Delta],
-        target: Manifest,
-        patience: Patience,
-    ) -> None:
-        self._seed = seed
+    def __init__(self, plan: _Plan, files: Sequence[TensorFile], deltas: Sequence[_Change], patience: Patience) -> None:
+        self._plan = plan
+        self._seed = plan.seed
         self._files = files
         self._deltas = deltas
-        self._target = target
         self._patience = patience
         self.bytes_read = 0
+        self._digests: dict[str, str] = {}
         found = {name: meta for file in files for name, meta in file.metas.items()}
-        for manifest in (seed.manifest, *(delta.manifest for delta in deltas)):
-            compare(found, manifest.metas, what=f"what {seed.path} holds")
-            other = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
-            if other:
-                raise Reason.CHECKPOINT_MISMATCH.error(
-                    f"{len(other)} tensors are of another dtype than in {manifest.version!r} ({other[0]})", field=SOURCE
-                )
+        if plan.seed.manifest is not None:
+            _compare(found, plan.seed.manifest, plan.seed.path)
+        for delta in deltas:
+            delta.check(found, plan.seed.path)
 
     def write(self, new: Path, threads: int) -> Manifest:
         """Write all files of the target but the manifest, which is returned. Raises OSError."""
@@ -306,21 +427,23 @@ class _Replay:
                     raise
             for output in outputs:
                 output.finish()
-        entries = {name: Entry(entry.meta, entry.sha256) for name, entry in self._target.tensors.items()}
+        metas = {name: meta for file in self._files for name, meta in file.metas.items()}
         return Manifest(
-            self._target.version,
-            self._target.sequence,
-            entries,
+            self._plan.version,
+            self._plan.sequence,
+            {name: Entry(meta, self._digests[name]) for name, meta in metas.items()},
             files=write_files(files, new),
             shards={output.file.path.name: output.file.size for output in outputs},
             pulled=True,
+            origin=self._plan.origin,
         )
 
     def _files_beside(self) -> dict[str, bytes]:
         """The files that go with the weights: those that the seed's manifest names, of a plain checkpoint all."""
-        path, named = self._seed.path, self._seed.manifest.files
+        path, manifest = self._seed.path, self._seed.manifest
+        named = manifest.files if manifest is not None else {}
         if not named:
-            found = files_beside(path, blame="base_dir")
+            found = files_beside(path, blame=self._seed.field)
             if [file.path.name for file in self._files] != [SINGLE]:
                 found[INDEX] = read_regular(path / INDEX)
             return found
@@ -338,24 +461,37 @@ class _Replay:
         name = meta.name
         data = torch.empty(meta.nbytes, dtype=torch.uint8)
         output.file.read_bytes(output.file.offsets[name], data)
-        self._check(meta, data, self._seed.manifest.tensors[name].sha256, f"before: in {output.file.path}")
-        count = meta.nbytes
+        digest = digest_of_bytes(meta, data)
+        if self._seed.manifest is not None:
+            self._check(name, digest, self._seed.manifest.tensors[name].sha256, f"before: in {output.file.path}")
+        changed = 0
         for delta in self._deltas:
             data, read = delta.apply(name, data)
-            count += read
-        if self._deltas:
-            self._check(meta, data, self._target.tensors[name].sha256, f"after {self._deltas[-1].path}")
+            changed += read
+        if changed:
+            digest = digest_of_bytes(meta, data)
+        if self._deltas and self._plan.tensors is not None:
+            self._check(name, digest, self._plan.tensors[name].sha256, f"after {self._deltas[-1].path}")
+        self._digests[name] = digest
         output.write(name, data)
-        return count
+        return meta.nbytes + changed
 
-    def _check(self, meta: TensorMeta, data: torch.Tensor, expected: str, where: str) -> None:
-        found = digest_of_bytes(meta, data)
+    def _check(self, name: str, found: str, expected: str, where: str) -> None:
         if found != expected:
             raise Reason.DIGEST_MISMATCH.error(
-                f"{meta.name} is not what its checksum says {where}",
+                f"{name} is not what its checksum says {where}",
                 field=SOURCE,
                 metadata={"expected": expected, "found": found},
             )
+
+
+def _compare(found: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) -> None:
+    compare(found, manifest.metas, what=f"what {seed} holds")
+    other = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
+    if other:
+        raise Reason.CHECKPOINT_MISMATCH.error(
+            f"{len(other)} tensors are of another dtype than in {manifest.version!r} ({other[0]})", field=SOURCE
+        )
 
 
 class _Output:

@@ -267,15 +267,6 @@ def test_labels_are_any_text_and_the_latest_of_a_label_counts(world: World) -> N
             publish_full(world.source, [], version=label, sequence=sequence, files_from=world.launch)
 
 
-def test_a_version_in_slimes_layout_is_refused_by_name(tmp_path: Path) -> None:
-    """As slime 624b824 publishes them: ``weight_v{N:06d}/``, N from 1 on."""
-    (tmp_path / "source" / "weight_v000008").mkdir(parents=True)
-    with refused(Reason.UNSUPPORTED, "weight_v000008 is in slime's layout", "target_version"):
-        pull(str(tmp_path / "source"), str(tmp_path / "local"), "8")
-    with refused(Reason.CHECKPOINT_NOT_FOUND, "'9' is not published", "target_version"):
-        pull(str(tmp_path / "source"), str(tmp_path / "local"), "9")
-
-
 def test_publishing_again_confirms_and_other_weights_are_refused(world: World) -> None:
     world.chain(2)
     assert world.delta(2, world.models["v2"]).path.name == "00000002-v2"
