@@ -11,7 +11,6 @@ from rlctl import calls, memory
 from rlctl.control.commander import Commander
 from rlctl.control.executor import Executor
 from rlctl.coordinator import verification
-from rlctl.coordinator.attempts import OpenUpdate
 from rlctl.coordinator.core import Coordinator
 from rlctl.coordinator.fanout import Fanout
 from rlctl.coordinator.finish import Finish
@@ -96,11 +95,11 @@ def _never_known(self: Operations, request_id: str, request: Any) -> None:
 
 
 async def _no_lease(self: Updates, opened: Any) -> None:
-    opened.lease_until = float("inf")
-    await _decision(self, opened)
-
-
-_decision = Updates._decision
+    """Neither the lease nor the deadline, which may be behind the end of a run, ends an update."""
+    del self
+    await opened.decided.wait()
+    if opened.verdict is not None:
+        raise opened.verdict
 
 
 def _unvetted(self: Fanout, slot: Any, verb: Any, request: Any, result: Any, *_: Any, **__: Any) -> Any:
@@ -186,7 +185,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "kept_weights": [(memory, "kept", _all_kept)],
     "late_results": [(Commander, "_take", _by_order)],
     "lease_echo": [(Stage, "grant", _from_receipt)],
-    "lease_expiry": [(Updates, "_decision", _no_lease), (OpenUpdate, "_run_until", lambda *_: None)],
+    "lease_expiry": [(Updates, "_decision", _no_lease)],
     "kept_pauses": [(Slot, "owes_pause", False)],
     "ongoing_gate": [(Serving, "refuse_ongoing", _nothing)],
     "probe": [(verification, "judge_probe", _always_computed)],

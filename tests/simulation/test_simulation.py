@@ -37,7 +37,7 @@ CAUGHT_BY = {
     "kept_weights": 1013,
     "late_results": 1322,
     "lease_echo": 1076,
-    "lease_expiry": 1194,
+    "lease_expiry": 1245,
     "ongoing_gate": 1111,
     "presumed_abort": 1004,
     "probe": 1000,
