@@ -107,7 +107,7 @@ class OpenUpdate:
     @property
     def silence(self) -> str:
         """How long its owner was not heard, once the lease has run out."""
-        if self._silence_s < self.lease_ttl_s:
+        if 0 < self._silence_s < self.lease_ttl_s:
             return f"was not heard for {self._silence_s:g} s after a write had failed"
         return f"did not renew the lease for {self.lease_ttl_s:g} s"
 
