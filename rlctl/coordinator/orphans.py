@@ -112,8 +112,10 @@ class Orphans:
     def _due_pause(self, slot: Slot, pause: Pause) -> PauseGenerationRequest | None:
         """What pauses by name a stage that has not taken a pause in force, or that only an update has paused."""
         assert slot.report is not None
+        # A stage that comes later serves no requests yet, so that any of its modes will do.
+        mode = pause.mode if slot.pauses_in(pause.mode) else slot.capabilities.pause_modes[0]
         # Of requests that an update has frozen, another mode could be refused.
-        request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else pause.mode)
+        request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else mode)
         busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand
         able = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
         return request if able and not busy else None

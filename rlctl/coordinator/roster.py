@@ -164,7 +164,7 @@ class Slot:
         """Whether a pause by name is in force that it has not carried out yet. Until then it may serve nothing."""
         if self.pause is None or self.in_hand or self.report is None or self.report.paused:
             return False
-        return "PauseGeneration" in self.verbs and self.pauses_in(self.pause.mode)
+        return "PauseGeneration" in self.verbs
 
     @property
     def capabilities(self) -> Capabilities:

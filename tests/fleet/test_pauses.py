@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
 from updating import begin, commit, digest, join, refusal, write
 
 from rlctl.coordinator import lifting, pausing
-from rlctl.engine import Call, EngineConfig
+from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.errors import Reason, RlctlError
 from rlctl.ports import Delete, Put
 from rlctl.stage.core import Stage
@@ -153,6 +153,28 @@ async def test_an_engine_that_was_not_there_is_paused_when_it_comes_back(
     await fleet.start_stage(spec)
     await paused_for_good(fleet, "a", "b")
     assert served == set()
+
+
+async def test_an_engine_that_joins_without_the_mode_of_the_pause_is_paused_in_another(
+    fleet: InProcessFleet, served: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pause(fleet)
+    start = FakeEngine.start
+
+    async def without_retract(engine: FakeEngine, setup: Mapping[str, str]) -> EngineInfo:
+        info = await start(engine, setup)
+        info.capabilities.pause_modes[:] = [common.PAUSE_MODE_ABORT]
+        return info
+
+    monkeypatch.setattr(FakeEngine, "start", without_retract)
+    served.clear()
+    fleet.specs.append(StageSpec("new", fleet.specs[0].model_path))
+    await fleet.start_stage(fleet.specs[-1])
+    await paused_for_good(fleet, "new")
+    assert fleet.stage("new").report.pause_mode == common.PAUSE_MODE_ABORT
+    assert served == set()
+    await go_on(fleet)
+    await fleet.until(lambda stages: len(stages) == 3 and all(stage.routable for stage in stages))
 
 
 async def test_an_engine_that_joins_for_the_first_time_is_paused(fleet: InProcessFleet, served: set[str]) -> None:
