@@ -117,22 +117,22 @@ def test_attaching(url: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:
 
 
 def as_started(url: str, checkpoint: Path) -> None:
-    """The weights and the label of its start."""
+    """Load a checkpoint under the label that vLLM has at its start."""
     call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}})
     call(url, "/update_weight_version", {"new_version": "default"})
 
 
 def test_weights_that_somebody_else_has_put_under_the_first_label_are_not_taken_for_the_checkpoints(
-    url: str, tiny: tuple[Any, Path]
+    url: str, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """The update of the test before is what the server holds."""
-    call(url, "/update_weight_version", {"new_version": "default"})
+    changed(tiny[0], seed=1).save_pretrained(tmp_path / "other")
+    as_started(url, tmp_path / "other")
     driver = Driver(VLLMEngine, tiny[1], options={"url": url})
     with pytest.raises(RlctlError) as refused:
         driver.start()
     driver.stop()
     assert (refused.value.reason, refused.value.field) == (Reason.ENGINE_FAILED, "options.url")
-    assert "it held other weights than its checkpoint's" in refused.value.message
+    assert "its weights were not the checkpoint's" in refused.value.message
     as_started(url, tiny[1])
 
 

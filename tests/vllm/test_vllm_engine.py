@@ -155,7 +155,7 @@ def test_samples_text_and_stops(driver: Driver) -> None:
         assert sum(len(sample.output_ids) for sample in mine) == 6
         assert mine[-1].finish_reason.type == rollout.FINISH_TYPE_LENGTH
     assert [part.prompt_ids for part in parts if part.prompt_ids] == [[5, 14, 6, 15]]
-    stop = rollout.SamplingParams(max_new_tokens=200, stop_token_ids=[3, 4, 5, 6, 7, 8])
+    stop = rollout.SamplingParams(max_new_tokens=200, stop_token_ids=[3, 4, 5, 6, 7, 8], ignore_eos=True)
     last = driver.generate(prompt(encode("1"), 0, sampling_params=stop))[-1].samples[0]
     assert last.finish_reason.matched_token in range(3, 9)
     words = rollout.SamplingParams(max_new_tokens=400, stop=["7", "8", "9", "1", "2", "3"], ignore_eos=True)
