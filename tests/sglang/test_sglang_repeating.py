@@ -96,7 +96,7 @@ def test_a_server_whose_loads_do_not_repeat_serves_its_checkpoint_and_takes_no_u
         wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(encode("1+2=3")[1:])[:, None])[:, 0]
         assert scores(driver) == pytest.approx(wanted.tolist(), abs=0.1), "bfloat16 rounds; the spoilt norm is far off"
         for verb in WRITES:
-            assert "loaded a second time" in info.capabilities.unsupported[verb]
+            assert "a second load of the checkpoint" in info.capabilities.unsupported[verb]
         driver.prepare("u")
         error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=str(tiny[1])), update_id="u")
         assert (error.reason, error.outcome) == (Reason.UNSUPPORTED, common.OUTCOME_SKIPPED)

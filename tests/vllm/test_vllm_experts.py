@@ -139,7 +139,7 @@ def test_loads_that_do_not_repeat_are_refused_and_the_checkpoint_is_served(
         assert info.checkpoint == str(experts[1])
         assert common.VERIFICATION_LEVEL_RECEIVED not in info.capabilities.verification
         for verb in WRITES:
-            assert "loaded a second time" in info.capabilities.unsupported[verb]
+            assert "a second load of the checkpoint" in info.capabilities.unsupported[verb]
         computes(driver, experts[0])
         driver.prepare("u")
         error = refusal(driver, v.UpdateWeightsFromDiskRequest(model_path=str(experts[1])), update_id="u")
@@ -154,7 +154,7 @@ def test_loads_that_do_not_repeat_are_refused_and_the_checkpoint_is_served(
 
 def test_a_server_of_somebody_else_that_does_not_repeat_a_load_is_refused(vllm: str, experts: tuple[Any, Path]) -> None:
     with plain_server(experts[1]) as url:
-        for cause in ("loaded a second time", "an earlier trial"):
+        for cause in ("a second load of the checkpoint", "an earlier trial"):
             driver = Driver(VLLMEngine, experts[1], options={"url": url})
             try:
                 with pytest.raises(RlctlError) as refused:
@@ -163,7 +163,7 @@ def test_a_server_of_somebody_else_that_does_not_repeat_a_load_is_refused(vllm: 
                 driver.stop()
             assert (refused.value.reason, refused.value.field) == (Reason.ENGINE_FAILED, "options.url")
             assert cause in refused.value.message
-            assert "Start it again" in refused.value.next_step
+            assert "Start the server again" in refused.value.next_step
 
 
 def test_weights_that_were_made_up_are_no_version_and_bytes_prove_no_load_of_them(
