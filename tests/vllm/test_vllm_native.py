@@ -23,7 +23,7 @@ from native_stand_in import WithEngine, join_by_gloo, plug_in
 from rlctl_vllm import native
 from rlctl_vllm.engine import VLLMEngine
 from server_stage import VERB_S, Driver, Source, prompt, refusal
-from test_vllm_attached import call
+from test_vllm_attached import as_started, call
 
 from rlctl.client import part
 from rlctl.client.fleet import Fleet
@@ -226,6 +226,8 @@ def up(
         ),
         EngineSpec("torch", str(tiny[1]), engine="torch"),
     ]
+    for url in urls.values():
+        as_started(url, tiny[1])  # the tests before have left weights of theirs, which a stage would refuse
     with pytest.MonkeyPatch.context() as patch:
         here = Path(__file__).parent
         paths = [str(here), str(here.parent / "support"), os.environ.get("PYTHONPATH", "")]
