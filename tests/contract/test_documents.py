@@ -1,0 +1,63 @@
+"""Links between documents resolve, and the glossary is complete and in order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+from rlctl.v1 import common_pb2
+
+ROOT = Path(__file__).parents[2]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def prose(path: Path) -> str:
+    """The text without blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_links_of_a_document_resolve(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def sections() -> list[list[str]]:
+    """The terms of each section of the glossary."""
+    parts = re.split(r"^## ", GLOSSARY, flags=re.MULTILINE)[1:]
+    return [terms for part in parts if (terms := re.findall(r"^- \*\*(.+?)\*\*: ", part, flags=re.MULTILINE))]
+
+
+def test_the_terms_of_the_glossary_are_in_order_and_defined_once() -> None:
+    terms = [term.casefold() for section in sections() for term in section]
+    assert len(terms) > 100
+    assert sorted(set(terms)) == sorted(terms)
+    for section in sections():
+        assert section == sorted(section, key=str.casefold)
+
+
+@pytest.mark.parametrize(
+    "enum",
+    [common_pb2.StageState, common_pb2.Outcome, common_pb2.PauseMode, common_pb2.VerificationLevel],
+    ids=lambda enum: enum.DESCRIPTOR.name,
+)
+def test_the_glossary_names_every_value_of_an_enum(enum: EnumTypeWrapper) -> None:
+    values = [value.name for value in enum.DESCRIPTOR.values if value.number]
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.DESCRIPTOR.name).upper() + "_"
+    for value in values:
+        assert re.search(rf"\b{value.removeprefix(prefix)}\b", GLOSSARY, flags=re.IGNORECASE), value
