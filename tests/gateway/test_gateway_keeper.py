@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
-from http_calls import post
-from yarl import URL
 
 from rlctl.gateway import routed
 from rlctl.gateway.server import GatewayConfig, GatewayServer
@@ -65,11 +62,3 @@ async def test_an_answer_that_breaks_off_is_asked_for_again(
     async with kept(fleet) as workers:
         assert sorted(url.rpartition("/routed/")[2] for url in workers) == ["a", "b"]
     assert "IncompleteRead" in caplog.text
-
-
-async def test_a_slot_is_one_segment_of_an_address(make_fleet: Callable[..., Any]) -> None:
-    async with make_fleet(**{"rack 1/a?": 1}) as fleet, kept(fleet) as workers, aiohttp.ClientSession() as http:
-        (url,) = workers
-        assert url.endswith("/routed/rack%201%2Fa%3F")
-        status, reply = await post(http, {"text": "x"}, URL(f"{url}/generate", encoded=True))
-        assert status == 200, reply

@@ -111,7 +111,7 @@ async def test_a_body_is_checked_by_type_and_unknown_fields_are_told(http: aioht
         assert response.status == 200
         assert (await response.json())["number"] == 1
         assert response.headers[UNKNOWN_FIELDS] == "nubmer"
-    for body, field in (({}, "number"), ({"number": "1"}, "number"), ({"number": True}, "number"), ([], "body")):
+    for body, field in (({}, "number"), ({"number": "x"}, "number"), ({"number": True}, "number"), ([], "body")):
         async with http.post("/echo", json=body) as response:
             said = await refusal(response)
             assert (said["status"], said["field"]) == (400, field), body
